@@ -9,12 +9,12 @@ SHELL := /bin/bash
 # Values that a user gives are never expanded by make: a recipe named $(shell ...) would otherwise run, even in a target
 # that only checks it. They are read with $(value ...), refused where they hold anything but a plain path, and reach the
 # command as one argument.
-unexport RECIPE MODEL IFEVAL_DATA RUN CLUSTER AGAINST VARIANT BASE EXTRAS DEFINITION OUT DATABASE SIF NAME PARTS BUDGET BACKEND ONLY \
+unexport RECIPE MODEL IFEVAL_DATA RUN CLUSTER VARIANT BASE EXTRAS DEFINITION OUT DATABASE SIF NAME PARTS BUDGET BACKEND ONLY \
 	HOURS AGAIN SUBMIT NODES TORCH_INDEX TORCH_BUILD CPU_INDEX
 comma := ,
 plain = $(if $(shell LC_ALL=C; case '$(subst ','\'',$(value $(1)))' in (*[!A-Za-z0-9_./@%+=:$(comma)-]*|-*) ;; (*) echo yes;; esac),,\
 	$(error $(1) must be a plain path or name: letters, digits and _ . / @ % + = : $(comma) -))
-$(call plain,RECIPE)$(call plain,MODEL)$(call plain,IFEVAL_DATA)$(call plain,RUN)$(call plain,CLUSTER)$(call plain,AGAINST)
+$(call plain,RECIPE)$(call plain,MODEL)$(call plain,IFEVAL_DATA)$(call plain,RUN)$(call plain,CLUSTER)
 $(call plain,VARIANT)$(call plain,BASE)$(call plain,EXTRAS)$(call plain,DEFINITION)$(call plain,OUT)
 $(call plain,DATABASE)$(call plain,SIF)$(call plain,NAME)$(call plain,BUDGET)$(call plain,BACKEND)
 $(call plain,PARTS)$(call plain,ONLY)$(call plain,HOURS)$(call plain,AGAIN)$(call plain,SUBMIT)$(call plain,NODES)
@@ -123,8 +123,8 @@ test-long: setup ## fault-injection campaigns: kills at random moments, large me
 campaign: setup ## hundreds of injected faults, for hours, resumable: make campaign [ONLY=FAULT] [HOURS=n]
 	@$(BIN)/python -m tools.campaign $(if $(value ONLY),--only '$(value ONLY)') $(if $(value HOURS),--hours '$(value HOURS)')
 
-bench: setup ## measure a recipe's training speed, into docs/results/bench: make bench RECIPE=NAME [AGAINST=trl]
-	@$(BIN)/clustertune bench '$(value RECIPE)' $(if $(value AGAINST),--against '$(value AGAINST)') $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
+bench: setup ## measure a recipe's training speed: make bench RECIPE=NAME
+	@$(BIN)/clustertune bench '$(value RECIPE)' $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
 
 # A PYTHON that is given is used as it is: a machine of someone else's has its own torch. Without it .venv is made.
 GPU_PYTHON = $(if $(filter file default undefined,$(origin PYTHON)),$(BIN)/python,$(PYTHON))

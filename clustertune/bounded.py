@@ -8,7 +8,6 @@ child is left behind: it holds none of this process's files, so no reader of our
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
@@ -21,13 +20,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Self
 
-from clustertune.host.mounts import MountLine, mount_lines, own_mounts
 from clustertune.process import die_with_parent
 
 Work = Callable[[], Mapping[str, Any]]
 """What a child does; its answer is sent as JSON. It may raise OSError."""
-_CLONE_NEWNS, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x20000, 0x4000, 1 << 18, 2  # linux/sched.h, sys/mount.h
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -240,33 +236,3 @@ def _reap(pid: int, deadline: float) -> int | None:
                 continue
             return None
         return 0
-
-
-def below(points: list[str], work: Work) -> Work:
-    """``work`` in a mount namespace of its own with nothing mounted at ``points``: it sees what lies below. Root only."""
-
-    def inner() -> Mapping[str, Any]:
-        _check(_LIBC.unshare(_CLONE_NEWNS))
-        _check(_LIBC.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None))
-        for mounted in reversed(mount_points()):
-            if any(mounted == point or mounted.startswith(f"{point}/") for point in points):
-                _check(_LIBC.umount2(os.fsencode(mounted), _MNT_DETACH))
-        return work()
-
-    return inner
-
-
-def _check(result: int) -> None:
-    if result:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-
-
-def mount_points() -> list[str]:
-    """Where file systems are mounted in this process's namespace, in the order of mounting."""
-    return [entry.point for entry in mounts()]
-
-
-def mounts(text: str | None = None) -> list[MountLine]:
-    """What is mounted, in the order of mounting; ``text`` is that of mountinfo, proc(5)."""
-    return mount_lines(own_mounts() if text is None else text)

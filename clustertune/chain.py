@@ -32,8 +32,8 @@ from clustertune.megatron import inputs
 from clustertune.monitor import live
 from clustertune.recipe.schema import Push
 from clustertune.report import content, cost, source
-from clustertune.resolve.resolved import Resolved, is_there
-from clustertune.rundir import SCHEMA, STAGES, RunDir
+from clustertune.resolve.resolved import Resolved
+from clustertune.rundir import STAGES, RunDir
 from clustertune.staging import bundle, needs
 from clustertune.storage import storage_cause
 from clustertune.training.events import EventLog
@@ -56,12 +56,8 @@ def visible_gpus() -> int:
 
 
 def default_run_dir(resolved: Resolved, runs: Path) -> Path:
-    """``runs/<recipe>/<fingerprint>``: the same command finds the same run, another setting another.
-
-    The run of a former release, which named its folder otherwise, is found on the same ranks.
-    """
-    now, *former = (runs / resolved.name / identity[:12] for identity in resolved.identities)
-    return now if is_there(now) else next((folder for folder in former if is_there(RunDir(folder).run_json)), now)
+    """``runs/<recipe>/<fingerprint>``: the same command finds the same run, another setting another."""
+    return runs / resolved.name / resolved.fingerprint()[:12]
 
 
 def check_folder(resolved: Resolved, path: Path) -> None:
@@ -99,11 +95,10 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str], *, take: bo
         # The ranks read where inputs lie, how they divide the work, and what they may take.
         same = all(getattr(before.recipe, key) == getattr(resolved.recipe, key) for key in ("staged", "budget", "push", "save"))
         same = same and before.train_args == resolved.train_args
-        if not same or before.identities[1] != resolved.identities[1]:
+        if not same or (before.world_size, before.accelerate) != (resolved.world_size, resolved.accelerate):
             run.describe(resolved)
         return run
     document = {
-        "schema": SCHEMA,
         "description": 1,
         "recipe": resolved.as_dict(),
         "fingerprint": resolved.fingerprint(),

@@ -247,10 +247,7 @@ def draft(model: FoundModel, method: str, data: MeasuredData | None, nodes: int,
         train["learning_rate"] = LORA_RATE_OF_PAIRS if pairs else rate
         assumed.append(what)
     recipe["slurm"] = {"nodes": nodes, "gpus_per_node": gpus, "time": "24:00:00"}
-    if world > 1:
-        recipe["activation_checkpointing"] = {"ratio": 1}
-    else:
-        train["activation_checkpointing"] = True
+    recipe["activation_checkpointing"] = {"ratio": 1}
     enough = _enough_steps(data, world, longest, pairs=pairs) if data and data.tokens else None
     train |= enough[0] if enough else {}
     packed = not pairs and train.get("packing", True)

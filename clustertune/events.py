@@ -1,23 +1,11 @@
-"""Reads JSON files of processes that may be killed while they write: one object a line, or one a file; and their schema."""
+"""Reads JSON files of processes that may be killed while they write: one object a line, or one a file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from clustertune.errors import UserError
-
-SCHEMA = 1
-"""``schema`` of the JSON files of a run folder that name no form of their own; files of releases before it have none."""
-
-
-def check_schema(body: Mapping[str, Any], file: Path, known: int | str = SCHEMA) -> None:
-    """Raise UserError for a file of another schema than ``known``. One without a schema is of a release before it."""
-    if (found := body.get("schema", known)) != known:
-        fix = "use the release of clustertune that wrote it"
-        raise UserError(f"{found!r}, this release reads {known}", file=str(file), key="schema", fix=fix)
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -29,11 +29,11 @@ from clustertune.launch.environment import Setting, environment
 from clustertune.launch.judge import Outcome, any_node_failed
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.launch.rendezvous import first_port
-from clustertune.nccl_check import check
+from clustertune.nccl_check import link_check
 from clustertune.process import STOP_SIGNALS, Stopped, end
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES, RunDir, keep_private
-from clustertune.staging import node as staging
+from clustertune.staging import staging_step
 from clustertune.training.events import EventLog
 
 CONTROLLER_SECONDS = 900.0
@@ -48,7 +48,7 @@ class JobChain(chain.Chain):
     allocation: Allocation = field(kw_only=True)
     cluster: Cluster = field(kw_only=True)
     evaluation: serving.Evaluation | None = None
-    """How ``eval`` answers its prompts; None: records of releases before the key do not say, and it is derived here."""
+    """How ``eval`` answers its prompts; None: it is derived here."""
     signals: list[int] = field(default_factory=list)
     """Stop signals that this process got, in order."""
 
@@ -76,17 +76,17 @@ class JobChain(chain.Chain):
         wanted, nodes = self.cluster.nccl_check, len(self.allocation.nodes)
         if wanted is None or self.resolved.world_size < 2:
             return
-        folder = self.run.path.resolve() / check.FOLDER / f"{self.allocation.job_id}-{self.allocation.restart}"
+        folder = self.run.path.resolve() / link_check.FOLDER / f"{self.allocation.job_id}-{self.allocation.restart}"
         backend, why = ("nccl", "GPUs") if has_gpus() else ("gloo", "no GPU here: gloo between CPU ranks")
         cpus = min(self.allocation.cpus_per_node or 1 << 20, len(os.sched_getaffinity(0)))
         ranks = self.resolved.world_size // nodes
-        target = check.job_target(self.allocation, self.cluster, os.environ)
+        target = link_check.job_target(self.allocation, self.cluster, os.environ)
         say(f"nccl-check: {wanted.seconds} s at most")
-        found = check.before_job(target, check.options_for(wanted.seconds, backend, why, ranks, cpus, nodes), folder)
+        found = link_check.before_job(target, link_check.options_for(wanted.seconds, backend, why, ranks, cpus, nodes), folder)
         with contextlib.closing(EventLog(self.run.metrics, 0)) as log:
             log.write("nccl", **found.event())
         say(f"nccl-check, {found.seconds:.0f} s: {found.headline}")
-        check.decide(found, wanted.on_fail)
+        link_check.decide(found, wanted.on_fail)
 
     def may_repeat(self, outcome: Outcome) -> bool:
         """Whether no stop was requested, and every node answered."""
@@ -174,7 +174,6 @@ class JobChain(chain.Chain):
         names = self.allocation.nodes
         traces = str(self.run.attempt(attempt).resolve())
         settings = settings_of(self.resolved, self.cluster, self.allocation, traces)
-        compute = self.cluster.compute
         return AttemptPlan(
             attempt=attempt,
             nodes=tuple(Node(name, name) for name in names),
@@ -187,8 +186,6 @@ class JobChain(chain.Chain):
             from_step=from_step,
             interface=self.cluster.network.interface if len(names) > 1 else None,
             environment={setting.name: setting.value for setting in settings},
-            numa_gpus=tuple(tuple(group) for group in compute.numa_gpus or ()),
-            numa_cpus=tuple(compute.numa_cpus or ()),
             stall_seconds=self.resolved.recipe.slurm.stall_seconds,
             port=first_port(self.allocation.job_id, attempt),
         )
@@ -200,7 +197,7 @@ class JobChain(chain.Chain):
         say(f"attempt {plan.attempt}: {plan.world_size} ranks on {', '.join(node.name for node in plan.nodes)}")
         contained = self.cluster.container.runtime in container.RUNTIMES
         ask = stop_request_file(folder).touch if contained else None
-        if staging.is_on(self.resolved, self.cluster):
+        if staging_step.is_on(self.resolved, self.cluster):
             # A step of its own: it ends when every node has its copies, and no rank waits in a collective for one that copies.
             copies = staging_command(self.resolved, self.run.path, plan.attempt, self.cluster, self.allocation)
             step.run_step(copies, self.signals, self.still_mine, ask=stop_request_file(folder).touch)
@@ -223,7 +220,7 @@ def step_command(
 
 def staging_command(resolved: Resolved, run_path: Path, attempt: int, cluster: Cluster, allocation: Allocation) -> list[str]:
     """``srun`` of the copies on every node. One that fails leaves the others theirs."""
-    command, inside = staging.step_command(run_path, attempt), megatron.of_training(resolved, cluster)
+    command, inside = staging_step.step_command(run_path, attempt), megatron.of_training(resolved, cluster)
     binds = container.paths_of(resolved, run_path)
     return step.in_job(command, inside, allocation, binds=binds, options=["--kill-on-bad-exit=0"])
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, storing
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -180,6 +180,17 @@ def require_replaceable(path: Path, mark: str, key: str = "--out") -> None:
     with os.fdopen(fd, "rb") as before:
         if mark.encode() not in before.read(4096):
             raise UserError("is there, and this command did not write it", file=str(path), key=key, fix=fix)
+
+
+def replace_ours(path: Path, text: str, mark: str) -> None:
+    """Write a page where nothing is, or what the same command wrote before: text that holds ``mark`` within 4 KiB.
+
+    Raises UserError where something else is there, or it cannot be written.
+    """
+    with storing("cannot be written", path):
+        require_replaceable(path, mark)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, text)
 
 
 def open_plain(path: Path, flags: int, mode: int = 0o666) -> int:

@@ -24,20 +24,18 @@ from clustertune import manifest, secrets
 from clustertune.checkpoint.cadence import Cadence
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
-from clustertune.events import SCHEMA
-from clustertune.launch import binding
 from clustertune.launch.agent import launcher_pid_file
+from clustertune.launch.environment import one_gpu
 from clustertune.launch.plan import PLAN, AttemptPlan, check_fence
 from clustertune.monitor.machine import gpu_names
 from clustertune.plan.schedule import seconds_between_ends
 from clustertune.process import StopFlag, die_with_parent
-from clustertune.recipe.schema import Save
 from clustertune.report import cost
 from clustertune.report.cost import failures
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
-from clustertune.staging import bundle, needs, node
-from clustertune.staging.copy import amount
+from clustertune.staging import bundle, needs, staging_step
+from clustertune.staging.hashed_copy import amount
 from clustertune.storage import is_full, storage_cause
 from clustertune.training import bench_schedule, tracker
 from clustertune.training.heartbeat import Attempt, Heartbeat
@@ -86,7 +84,7 @@ def main(run_dir: Path, attempt: int, *, quiet: bool = False) -> int:
     heartbeat("end")
     record = {"rank": rank, "host": os.uname().nodename, "step": heartbeat.step, "code": int(code), "time": time.time()}
     for leave in (
-        lambda: _fill(records / f"rank-{rank}.json", {"schema": SCHEMA, **record, "problems": problems}),
+        lambda: _fill(records / f"rank-{rank}.json", {**record, "problems": problems}),
         sys.stdout.flush,
         sys.stderr.flush,
     ):
@@ -188,7 +186,7 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     if plan is not None and _is_first():
         _limit(run, resolved, number, stop)
     keys = _take_secrets()
-    near = node.local_folders(records, _node_of(int(os.environ.get("RANK", "0")), records))
+    near = staging_step.local_folders(records, _node_of(int(os.environ.get("RANK", "0")), records))
     source = (str(near["model"]), None) if "model" in near else needs.model_source(run, resolved)
 
     def fence() -> None:
@@ -202,38 +200,28 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
         return program.train(attempt)
     attempt.notes += _set_environment(resolved, run, source[0], has_key="WANDB_API_KEY" in keys)
 
-    from clustertune.checkpoint.local import LocalTier
     from clustertune.training import measure
     from clustertune.training.session import Session
 
     session, save = Session(attempt), resolved.recipe.save
     limit, milestones = resolved.train_args.get("save_total_limit"), save.milestones if save is not None else ()
     store = CheckpointStore(run.checkpoints, number, limit, session.group, session.tell, fence, milestones)
-    local = save.local if save is not None else None
     with session.startup.part("digests"):
-        tier = LocalTier.open(local, run.path, run.read().get("created"), store) if local is not None else None
-        latest = tier.newest() if tier is not None else store.latest()
+        latest = store.latest()
     if latest and latest[1].get("final"):
         session.tell(f"{latest[0].name} is the final checkpoint: nothing is left to train")
-        if tier is not None:
-            tier.clear()
         return ExitCode.OK
 
     data = near.get("data", run.tokens)
     sys.stderr.write(f"base model from {source[0]}, tokens from {data}\n")
     if session.log is not None and plan is not None:
-        _tell_staged(run, session, node.read_records(records, len(plan.nodes)))
+        _tell_staged(run, session, staging_step.read_records(records, len(plan.nodes)))
     trainer = session.make_trainer(store, data)
     if save is not None:
         trainer.cadence = Cadence(save, _between_ends(run, plan))
     if (steps := bench_schedule.read(run.path)) is not None:
         measure.attach(trainer, steps, records)
-    if tier is not None:
-        trainer.save_to(tier, Cadence(Save(every=tier.every.every), _between_ends(run, plan)))
-    code = session.run(latest)
-    if tier is not None and code is ExitCode.OK:
-        tier.clear()
-    return code
+    return session.run(latest)
 
 
 def _between_ends(run: RunDir, plan: AttemptPlan | None) -> float:
@@ -288,7 +276,7 @@ def _take_secrets() -> dict[str, str]:
 
 
 def _follow_plan(plan: AttemptPlan | None) -> list[str]:
-    """The plan's variables and this rank's CPUs, before torch is loaded. Returns a note for what was otherwise before."""
+    """The plan's variables, before torch is loaded. Returns a note for what was otherwise before."""
     if plan is None:
         return []
     notes = []
@@ -296,19 +284,13 @@ def _follow_plan(plan: AttemptPlan | None) -> list[str]:
         if (before := os.environ.get(key)) not in (None, value):
             notes.append(f"{key}={value} by the plan of this attempt; it was {before} in the environment")
         os.environ[key] = value
-    if plan.numa_gpus:
-        rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-        bound = binding.bind(rank, local_rank, plan.ranks_per_node, plan.numa_gpus, plan.numa_cpus)
-        sys.stderr.write(bound + "\n")  # each rank's own log has its own line
-        if "not bound" in bound:
-            notes.append(bound)
     return notes
 
 
 def _set_environment(resolved: Resolved, run: RunDir, model: str, *, has_key: bool) -> list[str]:
     """What accelerate and the trackers read from the environment; before either is imported."""
     bundle.enter(resolved)
-    os.environ.update(binding.one_gpu(resolved.world_size, os.environ))
+    os.environ.update(one_gpu(resolved.world_size, os.environ))
     if Path(model).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # PEFT asks the Hub for the base's config at every save otherwise
     from clustertune.training import accelerate_env
@@ -322,7 +304,7 @@ def _set_environment(resolved: Resolved, run: RunDir, model: str, *, has_key: bo
 
     notes += deepspeed.set_environment(resolved, _tracker_id(run, resolved), cuda=torch.cuda.is_available())
     if not torch.cuda.is_available() and not resolved.distribution.is_deepspeed:
-        notes += cpu_fsdp.set_environment(fsdp1=resolved.distribution.kind == "FSDP1")
+        cpu_fsdp.set_environment()
         cpu_fsdp.install()
     build.set_tracker_environment(run.path, _tracker_id(run, resolved), "clustertune", has_key=has_key)
     return notes

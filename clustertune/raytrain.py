@@ -31,7 +31,6 @@ from clustertune.chain import Chain
 from clustertune.checkpoint import store
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.events import SCHEMA
 from clustertune.launch import node, progress, rendezvous
 from clustertune.launch.agent import Agent, await_object, await_records, launcher_pid_file, log_file, monitored, of_ranks
 from clustertune.launch.judge import Outcome, conclude, how_ended, judge
@@ -95,7 +94,7 @@ def train_loop(config: dict[str, Any]) -> None:
         return
     folder = run.attempt(attempt)
     own = Node(os.uname().nodename, ray.util.get_node_ip_address())
-    write_durably(folder / f"worker-{rank}.json", json.dumps({"schema": SCHEMA, **asdict(own)}) + "\n")
+    write_durably(folder / f"worker-{rank}.json", json.dumps(asdict(own)) + "\n")
     address, port = broadcast_from_rank_zero(
         _agree_on_port(run, attempt, config, context.get_world_size()) if rank == 0 else None
     )

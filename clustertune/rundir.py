@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clustertune import events, lock
+from clustertune import lock
 from clustertune.errors import UserError
-from clustertune.events import check_schema, read_object
+from clustertune.events import read_object
 from clustertune.manifest import write_durably
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ _BEFORE = ("lock", "owner.json", "requeued.json", "attempts", "jobs", "logs")
 """What a job makes in its run folder before ``run.json``."""
 _TORN = (".run.json.", ".owner.json.", ".requeued.json.")
 """How the temporary files begin that a command leaves when it is killed before it has written ``run.json``."""
-SCHEMA = "clustertune.run/1"
-"""Of ``run.json``; those of releases before it say none."""
 
 
 def require_stage(name: str, key: str | None = None) -> None:
@@ -134,8 +132,6 @@ class RunDir:
             ) from None
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"unreadable: {error}", file=str(self.run_json)) from None
-        if isinstance(found, dict):
-            check_schema(found, self.run_json, SCHEMA)
         return found
 
     def resolved(self) -> Resolved:
@@ -146,22 +142,17 @@ class RunDir:
         try:
             found = Resolved.from_dict(body["recipe"])
             digest = found.fingerprint()
-            if body.get("fingerprint", digest) in found.identities:
+            if body["fingerprint"] == digest:
                 return found
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"contains no resolved recipe: {error!r}", file=str(self.run_json)) from None
         text = f"its recipe was changed: fingerprint {digest[:12]} found, {body['fingerprint'][:12]} expected"
-        fix = "give another --run-dir; continue with this one only by the version of clustertune that wrote it"
+        fix = "give another --run-dir"
         raise UserError(text, file=str(self.run_json), key="recipe", fix=fix)
 
     def is_of(self, resolved: Resolved) -> bool:
         """Whether this run is of this recipe, on whatever ranks. Raises UserError where ``run.json`` cannot be read."""
-        if self.read().get("fingerprint") in resolved.identities:
-            return True
-        try:
-            return self.resolved().fingerprint() == resolved.fingerprint()
-        except UserError:  # of another release: its recipe reads otherwise now
-            return False
+        return bool(self.read().get("fingerprint") == resolved.fingerprint())
 
     def description(self, number: int) -> Description:
         """What the submission of this number decided. Raises UserError where ``run.json`` does not have it."""
@@ -205,15 +196,12 @@ class RunDir:
         body = self.read() if self.run_json.exists() else {}
         number = int(body.get("description", 1))
         parts = ("recipe", "cluster", "jobs", "evaluation")
-        # What releases before the schema left is taken over: their recipe has no distribution yet.
-        changed = body.get("schema") == SCHEMA and any(key in body and body[key] != now[key] for key in now)
-        if changed:
-            now["fingerprint"] = resolved.fingerprint()  # of a former release's record it is another
+        if any(key in body and body[key] != now[key] for key in now):
             before = {key: body[key] for key in parts if key in body}
             now["earlier"] = [*body.get("earlier", []), {"description": number, **before, "until": round(time.time(), 3)}]
             number += 1
         if write and any(body.get(key) != value for key, value in now.items()):
-            self.update(schema=SCHEMA, description=number, **now)
+            self.update(description=number, **now)
         return number
 
     @property
@@ -264,16 +252,14 @@ class RunDir:
                 number += 1
 
     def stage(self, name: str) -> dict[str, Any] | None:
-        """The record of a finished stage, or None. Raises UserError for one of a later release."""
-        file = self.path / "stages" / f"{name}.json"
-        check_schema(found := read_object(file), file)
-        return found or None
+        """The record of a finished stage, or None."""
+        return read_object(self.path / "stages" / f"{name}.json") or None
 
     def finish_stage(self, name: str, seconds: float, **values: Any) -> dict[str, Any]:
         """Record a stage as done, durably."""
         (self.path / "stages").mkdir(exist_ok=True)
         times = {"seconds": round(seconds, 3), "finished": round(time.time(), 3)}
-        record = {"schema": events.SCHEMA, "stage": name, "status": "done", **times, **values}
+        record = {"stage": name, "status": "done", **times, **values}
         write_durably(self.path / "stages" / f"{name}.json", json.dumps(record, indent=1) + "\n")
         return record
 

@@ -15,20 +15,29 @@ from clustertune.cluster.load import argument, load_cluster
 from clustertune.cluster.schema import Cluster
 from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import cluster_paths, container, image, megatron, serving, shape, signal_margin
+from clustertune.launch import bill, cluster_paths, container, image, megatron, serving, shape, signal_margin
 from clustertune.launch import submit as launch
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import Setting, environment
 from clustertune.launch.plan import newest_attempt
 from clustertune.megatron import settings, shown
 from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
+from clustertune.recipe.schema import Recipe
 from clustertune.resolve.models import find_obstacles
 from clustertune.resolve.resolved import Resolved, expand_home, is_there
 from clustertune.rundir import STAGES, RunDir, keep_private, require_stage
 from clustertune.staging import bundle
 from clustertune.tree import ROOT
 
+
+def needs_hub(recipe: Recipe) -> bool:
+    """Whether the model's files come from the Hub."""
+    return recipe.model.weights == "hub" and recipe.model.path is None
+
+
 DONE = "every stage is finished: nothing is left to submit"
+KEYS = {"models": "model.name", "datasets": "data.name"}
+"""The key of a recipe by the Hub's kind of repository."""
 PLANNED = "JOB"
 """Stands for a job's id where nothing was submitted yet."""
 
@@ -41,7 +50,6 @@ class Submission:
     machine: Cluster
     path: Path
     stages: list[str]
-    margin: signal_margin.SignalMargin
     jobs: list[launch.StageJob]
     variables: list[Setting]
     """Of every stage and rank: where caches lie."""
@@ -64,7 +72,6 @@ class Submission:
         run_dir: Path | None,
         first: str | None,
         last: str,
-        one_job: bool,
     ) -> Submission:
         """Resolve and derive. Raises UserError."""
         for key, stage in (("--from", first), ("--to", last)):
@@ -72,7 +79,7 @@ class Submission:
                 require_stage(stage, key)
         machine = load_cluster(cluster)
         resolved, shaped = shape.resolve_on(recipe, overrides, machine, tiny=tiny)
-        variables = cluster_paths.settings(machine)
+        variables = cluster_paths.of_jobs(machine)
         collected, notes = bundle.offered(resolved, cluster_paths.folder(machine, "models"))
         if collected is not None:
             shaped += [f"staged={collected}"]
@@ -80,7 +87,6 @@ class Submission:
         path = (run_dir or chain.default_run_dir(resolved, cluster_paths.runs(machine))).absolute()
         finished = [stage for stage in STAGES if RunDir(path).stage(stage) is not None]
         stages = launch.left_to_do(finished, first, last)
-        needed = signal_margin.needed(path, resolved)
         shapes = shape.stage_shapes(resolved, machine)
         evaluation = serving.evaluation(resolved, machine)
         number = RunDir(path).describe(resolved, machine, shapes, evaluation, write=False)
@@ -98,10 +104,9 @@ class Submission:
                     *cluster_paths.flags(variables),
                     *("--description", str(number)),
                 ],
-                signal_seconds=min(needed.seconds, signal_margin.LONGEST_SECONDS),
-                one_job=one_job,
+                signal_seconds=resolved.recipe.slurm.signal_seconds,
             )
-        return cls(resolved, machine, path, stages, needed, jobs, variables, shapes, evaluation, number, notes=notes)
+        return cls(resolved, machine, path, stages, jobs, variables, shapes, evaluation, number, notes=notes)
 
     @property
     def trains(self) -> bool:
@@ -122,7 +127,7 @@ class Submission:
             problems += image.trackers(self.resolved.train_args)
         if self.trains:
             minutes = shape.train_shape(self.resolved, self.machine).minutes
-            problems += signal_margin.find_problems(self.margin, minutes, file=self.resolved.name)
+            problems += signal_margin.find_problems(self.resolved.recipe.slurm.signal_seconds, minutes, file=self.resolved.name)
         there = next(path for path in (self.path, *self.path.parents) if path.exists())
         fix = "give another --run-dir, or correct storage.runs in the cluster file"
         if not there.is_dir():
@@ -130,7 +135,7 @@ class Submission:
         elif not dry_run and not os.access(there, os.W_OK | os.X_OK):
             problems.append(Problem("you may not write there, where the run folder is to be", file=str(there), fix=fix))
         if not wrong and "prepare" in self.stages:
-            problems += bundle.missing_inputs(self.resolved)
+            problems += bundle.missing_inputs(self.resolved) + self._not_reached()
         if dry_run:
             return problems
         fix = "call this on a login node of the cluster; --dry-run needs no Slurm, clustertune demo-slurm brings its own"
@@ -139,6 +144,33 @@ class Submission:
             fix = "add a slurm section to its file, or --cluster names another one"
             problems.append(Problem(f"cluster {self.machine.name} has no Slurm", file=self.machine.source, fix=fix))
         return [*problems, *self._image_problems()]
+
+    def _not_reached(self) -> list[Problem]:
+        """What prepare would ask the Hub for on a node that does not reach it: neither staged nor in the cache."""
+        from clustertune.doctor.recipe_context import snapshot
+
+        recipe, internet = self.resolved.recipe, self.machine.network.internet
+        if internet == "all" or self.resolved.tiny or recipe.staged:
+            return []
+        cache = {setting.name: Path(setting.value) for setting in self.variables if setting.name.startswith("HF_H")}
+        hub = cache.get("HF_HUB_CACHE") or cache.get("HF_HOME", Path.home() / ".cache" / "huggingface") / "hub"
+        asked = [("models", recipe.model.name, recipe.model.revision)] if needs_hub(recipe) else []
+        asked += [("datasets", part.name, part.revision) for _, part in recipe.data.keyed_parts() if part.input is None]
+        where = f"network.internet: {internet} of {self.machine.source}"
+        models = cluster_paths.folder(self.machine, "models")
+        to = f" --to {models / self.resolved.name}" if models else " --to DIR"
+        who = "on a login node" if internet == "login" else "on a machine with a network, and copy it"
+        fix = f"clustertune stage {self.resolved.folder}{to}, {who}; then submit again"
+        return [
+            Problem(
+                f"{name} is not in {hub}, and the nodes reach no Hub ({where})",
+                file=self.resolved.name,
+                key=KEYS[kind],
+                fix=fix,
+            )
+            for kind, name, revision in asked
+            if (folder := snapshot(hub, kind, str(name), revision)) is not None and not is_there(folder)
+        ]
 
     def _base_problems(self) -> list[Problem]:
         """What of a base that lies here is not what the recipe says: its first job would end with it."""
@@ -226,9 +258,12 @@ class Submission:
                 }
                 for job, command_line in zip(self.jobs, self.commands(), strict=True)
             ]
-            margin = {"seconds": self.margin.seconds, "reason": self.margin.reason}
-            document: dict[str, Any] = {"run_dir": str(self.path), "cluster": self.machine.name, "jobs": jobs, "lead": margin}
+            document: dict[str, Any] = {"run_dir": str(self.path), "cluster": self.machine.name, "jobs": jobs}
+            document["signal_seconds"] = self.resolved.recipe.slurm.signal_seconds
             document["evaluation"] = self.evaluation.as_json()
+            planned = bill.of_recipe(self.resolved, self.machine) if self.trains else None
+            document["total"] = None if planned is None else planned[1].as_json()
+            document["step_s"] = None if planned is None else planned[0].step.seconds
             document["job_environment"] = [vars(setting) for setting in self.variables]
             if self.resolved.recipe.megatron is not None:
                 document["megatron"] = shown.document(self.resolved, self.machine, self.path)
@@ -248,6 +283,7 @@ class Submission:
             "",
             *(f"{job.stage:<{width}}  {job.shape}{then}" for job, then in zip(self.jobs, after, strict=False)),
             *([str(self.evaluation)] if "eval" in self.stages else []),
+            *self._whole(),
             *self._site_lines(),
             "",
             *([self._signal()] if self.trains else []),
@@ -277,8 +313,19 @@ class Submission:
                 found += shown.lines(self.resolved, self.machine, self.path)
         return found
 
+    def _whole(self) -> list[str]:
+        """What the run takes by the plan, in a line each; nothing of a tiny run, or of one that has trained already."""
+        planned = bill.of_recipe(self.resolved, self.machine) if self.trains else None
+        if planned is None:
+            return []
+        plan, whole = planned
+        seconds = plan.step.seconds
+        step = f"planned: {seconds:.3g} s a step (80 % range {seconds * plan.low:.3g} to {seconds * plan.high:.3g} s)"
+        return ["", step, *(f"{name}: {text}" for name, text in whole.rows(plan.machine.gpu).items())]
+
     def _signal(self) -> str:
-        return f"Slurm signals the job {self.margin.seconds} s before its time limit so that it can save: {self.margin.reason}"
+        seconds = self.resolved.recipe.slurm.signal_seconds
+        return f"Slurm signals the job {seconds} s before its time limit so that it can save (slurm.signal_seconds)"
 
     def _site_lines(self) -> list[str]:
         """What of the shell takes the place of the header: sbatch reads SBATCH_ACCOUNT and its like before a script's lines."""

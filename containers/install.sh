@@ -13,8 +13,8 @@ venv=/usr/local/venv
 }
 
 # gcc and Python's headers: Triton compiles its launchers at run time. g++: Inductor and DeepSpeed compile C++ at run time. ibverbs:
-# without the user-space drivers NCCL falls back to TCP.
-packages=(gcc g++ libc6-dev "python$python" "python$python-dev" libibverbs1 ibverbs-providers librdmacm1 ca-certificates)
+# without the user-space drivers NCCL falls back to TCP. numactl: torch binds ranks by it.
+packages=(gcc g++ libc6-dev "python$python" "python$python-dev" libibverbs1 ibverbs-providers librdmacm1 ca-certificates numactl)
 if grep -q '^deepspeed==' "$wheels/requirements.txt"; then
     packages+=(libaio-dev) # DeepSpeed's async_io reads and writes NVMe with it
 fi

@@ -1,7 +1,6 @@
 """The image's own test: what is installed is what was locked, it imports, two ranks add, a tiny model learns.
 
-``python selftest.py`` runs it; ``--compile`` also compiles what recipes compile at run time (minutes);
-``--inventory`` prints what is installed as JSON, for the SBOM.
+``python selftest.py`` runs it; ``--compile`` also compiles what recipes compile at run time (minutes).
 It stands in the image beside its lock and uses nothing but what the image has: no network, no GPU.
 """
 
@@ -9,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import json
 import os
 import re
 import subprocess
@@ -169,40 +167,10 @@ def check_compilers() -> None:
             tell(f"DeepSpeed's {builder.name}: compiled in {time.monotonic() - began:.0f} s")
 
 
-def inventory() -> dict[str, object]:
-    """What the image holds: Python packages with licence and what they ask for, and the distribution's packages."""
-    python = []
-    for found in importlib.metadata.distributions():
-        meta = found.metadata
-        named = [line.rpartition(" :: ")[2] for line in meta.get_all("Classifier") or [] if line.startswith("License ::")]
-        required = sorted({normal(re.split(r"[^\w.-]", line)[0]) for line in found.requires or [] if "extra ==" not in line})
-        python.append(
-            {
-                "name": normal(meta["Name"]), "version": found.version, "expression": meta.get("License-Expression") or "",
-                "license": "; ".join(named) or (meta.get("License") or "").strip().split("\n")[0][:120], "requires": required,
-            }
-        )  # fmt: skip
-    listed = subprocess.run(
-        ["dpkg-query", "--show", "--showformat", "${db:Status-Status}\t${Package}\t${Version}\t${Architecture}\n"],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    system = [line.split("\t")[1:] for line in listed.stdout.splitlines() if line.startswith("installed\t")]
-    release = dict(re.findall(r'^(\w+)="?([^"\n]*)', Path("/etc/os-release").read_text(), re.MULTILINE))
-    return {
-        "python": sorted(python, key=lambda item: str(item["name"])),
-        "system": system,
-        "distribution": release.get("ID", ""),
-        "release": release.get("VERSION_ID", ""),
-    }
-
-
 def main() -> None:
     """All checks, in order of cost."""
     if sys.argv[1:2] == ["--rank"]:
         one_rank(int(sys.argv[2]), sys.argv[3])
-        return
-    if sys.argv[1:] == ["--inventory"]:
-        tell(json.dumps(inventory()))
         return
     started = time.monotonic()
     checks = [check_installed, check_imports, check_ranks, check_training]

@@ -17,6 +17,7 @@ from clustertune.cli.app import app
 from clustertune.cluster.load import load_cluster
 from clustertune.launch.step import EXPORTED
 from clustertune.launch.submit import SCRIPT, split_script
+from clustertune.nccl_check.verdict import page
 from clustertune.resolve import show
 from clustertune.resolve.resolve import resolve
 from clustertune.setup.rendered import all_texts
@@ -67,7 +68,7 @@ def submission(recipe: str, tiny: bool) -> str:
         os.environ.pop(name, None)
     os.environ |= {"PATH": "/usr/bin", "HOME": "/h/me", "USER": "me"}
     try:
-        found = Submission.make(recipe, [], tiny, cluster_of(recipe), REPO / "runs" / "X", None, "report", one_job=False)
+        found = Submission.make(recipe, [], tiny, cluster_of(recipe), REPO / "runs" / "X", None, "report")
         lines = [*(str(problem) for problem in found.find_problems(dry_run=True)), *found.warnings(), *found.lines()]
     finally:
         os.environ.clear()
@@ -98,7 +99,8 @@ def differing(recipe: str, tiny: bool) -> str:
 
 
 FIGURES = (
-    "step_s", "steps", "hours", "gpu_hours", "cost.on_demand", "needed_gib_per_gpu", "peak_gib_per_gpu", "host_gib_per_node",
+    "step_s", "steps", "hours", "gpu_hours", "total.gpu_hours", "total.cost.on_demand",
+    "needed_gib_per_gpu", "peak_gib_per_gpu", "host_gib_per_node",
     "mfu", "storage_gb.checkpoints", "storage_gb.merged model",
 )  # fmt: skip
 
@@ -182,6 +184,7 @@ def main() -> None:
         path.unlink()
     for name, text in texts.items():
         (GOLDEN / name).write_text(text)
+    (REPO / "docs" / "nccl-verdicts.md").write_text(page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -49,14 +49,6 @@ def _fsdp(recipe: str, *overrides: str, placements: frozenset[str] = SHARDS, off
 
 
 RUNS = {name: _fsdp(name) for name in OURS} | {
-    "llama405b-oasst2-fsdp1": _fsdp(
-        "llama405b-oasst2",
-        "accelerate=accelerate-fsdp1.yaml",
-        # torch 2.13 broadcasts weights from rank 0 only over a GPU: accelerate refuses both on a CPU.
-        "accelerate.fsdp_config.fsdp_cpu_ram_efficient_loading=false",
-        "accelerate.fsdp_config.fsdp_sync_module_states=false",
-        placements=frozenset({"dp_shard: flat"}),
-    ),
     "llama405b-oasst2-hsdp-qlora": Wanted(
         "llama405b-oasst2-hsdp-qlora",
         "FSDP",

@@ -422,7 +422,7 @@ def imported(tmp_path: Path, *arguments: str) -> set[str]:
     [
         (["--help"], {"typer"}, SLOW | {"pydantic"}),
         (["plan", "--help"], {"typer"}, SLOW),
-        (["doctor", "sbatch", "FILE"], {"typer"}, SLOW - {"rich"}),  # a message for a person: rich prints it
+        (["doctor", "sbatch", "FILE"], {"typer", "yaml"}, HEAVY),
         (["nonsense"], {"typer"}, SLOW - {"rich"}),
         (["show", "llama405b-oasst2", "--json"], {"clustertune", "yaml"}, HEAVY | {"rich"}),
         (["plan", "llama405b-oasst2", "--cluster", "rno-rtxpro6000", "--json"], {"clustertune", "yaml"}, HEAVY | {"rich"}),

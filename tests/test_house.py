@@ -34,6 +34,7 @@ ORDER = (
     ("data",),
     ("checkpoint",),
     ("training",),
+    ("simulate",),
     ("export",),
     ("merge",),
     ("evaluate",),
@@ -187,7 +188,6 @@ READERS = {
 """Keys of accelerate's and of DeepSpeed's file, and who may spell them."""
 NOT_OF_THE_FILE = {
     "clustertune/training/cpu_fsdp.py": "distributed_type",  # a field of accelerate's state in memory
-    "clustertune/check/script_rules.py": "num_processes main_process_ip main_process_port",  # options in a job script
     "clustertune/megatron/settings.py": "mixed_precision",  # a section of Megatron-Bridge's configuration
     "clustertune/megatron/bridge.py": "mixed_precision",
 }
@@ -208,8 +208,7 @@ def key_faults(path: str, source: str) -> list[str]:
 # --- tasks -----------------------------------------------------------------------------------------------------------
 
 SPEAKS_OF_A_TASK = {
-    "clustertune/recipe/schema.py": "the default of eval.tasks, and what keys and files were called before there were tasks",
-    "clustertune/cli/stage.py": "an option of before there were tasks",
+    "clustertune/recipe/schema.py": "the default of eval.tasks",
     "clustertune/arguments.py": "a target of make",
 }
 """Besides a task's own folder and ``evaluate/own/NAME.py``."""
@@ -233,7 +232,6 @@ FORBIDDEN = {
     r"eval|exec|__import__|builtins\.(eval|exec)": "runs text as code",
     r"os\.(system|popen)|subprocess\.(getoutput|getstatusoutput)": "goes through a shell",
     r"print": "stdout is for one JSON document: console.say",
-    r"clustertune\.check\.rule\.(Rule|Check)": "rules are functions, or are made by rule_of",
 }
 STARTERS = re.compile(r"subprocess\.(run|Popen|call|check_call|check_output)")
 ONLY_FALSE = {"shell": "a shell", "trust_remote_code": "code of a model repository", "allow_pickle": "a pickle"}
@@ -277,7 +275,7 @@ def _call_faults(node: ast.Call, name: str) -> Iterator[str]:
 
 
 def call_faults(path: str, source: str) -> list[str]:
-    """Calls that run data as code, go through a shell, write on stdout, or make a rule that is not registered."""
+    """Calls that run data as code, go through a shell, or write on stdout."""
     module = tree.parsed(source)
     names = _full_names(module)
     faults = []
@@ -405,7 +403,6 @@ CALLS = (
     "import subprocess\nsubprocess.Popen(args=f'ls {x}')", "import subprocess\nsubprocess.check_output(' '.join(words))",
     "AutoModel.from_pretrained(x, trust_remote_code=Tr" + "ue)", "AutoModel.from_pretrained(x, trust_remote_code=flag)",
     "import numpy\nnumpy.load(f, allow_pickle=True)", "def f():\n    print('x')",
-    "from clustertune.check.rule import Rule\nRule('a', 'b', 'c', 'd')",
 )  # fmt: skip
 """Each by the name under which it was imported."""
 WORDS = (

@@ -86,7 +86,7 @@ def test_a_recipe_from_a_model_and_a_file(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     document = done.json
     assert document["files"] == ["README.md", "accelerate.yaml", "model.json", "recipe.yaml"]
-    assert document["hours"] and document["cost"]
+    assert document["hours"] and document["total"]["cost"]["on_demand"] > 0
     resolved = resolve(tmp_path / "my-qwen")
     assert resolved.recipe.model.revision and resolved.recipe.slurm.nodes == 2 and resolved.world_size == 16
     assert resolved.recipe.data.input == str(data.resolve()) and resolved.recipe.data.expect.train == 475  # type: ignore[union-attr]
@@ -129,7 +129,7 @@ def test_a_model_is_planned_without_files(tmp_path: Path) -> None:
     found = run(*words, "--data", data, "--json").json
     assert found["fits"] and found["hours"] and found["parameters"] == 72_706_203_648
     evaluation, total = found["evaluation"]["gpu_hours"], found["total"]
-    assert found["merge"]["seconds"] > 60 and evaluation > 0
+    assert total["stages"]["merge"]["seconds"] > 60 and evaluation > 0
     assert total["gpu_hours"] == pytest.approx(found["gpu_hours"] + evaluation)
     assert total["cost"]["on_demand"] == pytest.approx(total["gpu_hours"] * total["cost"]["per_gpu_hour"]["on_demand"])
     assert any("380 training conversations" in line for line in found["assumptions"])

@@ -29,7 +29,7 @@ with the pin, and what is made from the pins, which tests/containers/ and tests/
 COMES_WITH = dict.fromkeys(("fsspec", "pyarrow"), "datasets, which names the versions that it reads and writes")
 """Packages that are imported here and pinned by the one that brings them."""
 
-PEERS = {"flash_attn", "litgpt", "lightning"}
+PEERS = {"flash_attn"}
 """What ``make gpu-check`` compares with where it is installed. Nothing here needs it."""
 
 

@@ -38,11 +38,10 @@ ON_THE_COMMAND_LINE = {
         "eval.stall_seconds", "eval.pass_difference", "eval.limit", "eval.pass_mark",
     ),
     "this site's storage, disks and network": (
-        "model.path", "slurm.stall_seconds", "slurm.staging", "staged", "save.local.path", "save.local.every",
-        "save.local.neighbour",
+        "model.path", "slurm.stall_seconds", "slurm.staging", "staged",
     ),
     "data of one's own": ("data.config", "data.split", "data.columns", "data.sources", "data.max_rejected"),
-    "another file of the folder: accelerate=accelerate-fsdp1.yaml": ("accelerate",),
+    "another file of the folder: accelerate=accelerate-zero1.yaml": ("accelerate",),
     "a model with experts under Megatron, a trial of FP8, a comparison of optimizers": (
         "megatron.expert_model_parallel_size", "megatron.expert_tensor_parallel_size", "megatron.fp8",
         "megatron.use_distributed_optimizer",

@@ -406,11 +406,11 @@ def damage(seed: int, workspace: Workspace) -> Done:
         problems = store.verify(copied)
     elif kind == "parcel":
         from clustertune.errors import UserError
-        from clustertune.staging import verify
+        from clustertune.staging import bundle_check
 
-        verdict = verify.Verification()
+        verdict = bundle_check.Verification()
         try:
-            verify.check_sums(copied, manifest.read_manifest(copied, "parcel"), verdict, 120)
+            bundle_check.check_sums(copied, manifest.read_manifest(copied, "parcel"), verdict, 120)
             problems = verdict.problems
         except UserError as error:
             problems = error.problems
@@ -446,7 +446,7 @@ def mutated(seed: int, workspace: Workspace) -> Done:
     else:
         path = recipe_copy(source, file, workspace.case / "recipes")
     how = spoil.mutate(path, chance)
-    words: list[str | Path] = ["show-cluster", path] if is_cluster else ["show", path.parent, *spoil.bring_in(file)]
+    words: list[str | Path] = ["show-cluster", path] if is_cluster else ["show", path.parent]
     out = workspace.case / "out"
     began = time.monotonic()
     code, text = run(*words, "--json", out=out, seconds=60)

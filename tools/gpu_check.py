@@ -219,7 +219,7 @@ def pack(folder: Path, page: Path) -> Path:
     """State, logs and page as one ``.tar.gz`` beside the state: what is to be carried from a machine that returns few files."""
     path = folder / "gpu-check.tar.gz"
     with tarfile.open(path, "w:gz") as archive:
-        for one in (folder / "state.json", folder / "logs", folder / "bench", page):
+        for one in (folder / "state.json", folder / "logs", page):
             if one.exists():
                 archive.add(one, one.name)
     return path

@@ -77,14 +77,11 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
     "bench-8b-full": ("llama8b-lima", ["train.packing=true"]),
 }
 """Recipe and overrides of each shape. On several GPUs a recipe of one keeps its one."""
-OTHERS = "-others"
-"""Of a bench's name: against TRL's defaults and another library, whole trainings in turn."""
 FIRST = (
     "versions", "nccl", "chain", "telemetry", "context", "attention", "gpu-tests", "peak", "bench-8b-lora", "bench-1b-full",
     "tiny-llama405b-oasst2", "tiny-llama8b-lima", "tiny-llama70b-qlora",
 )  # fmt: skip
 """What half an hour on one GPU is best spent on."""
-OTHER_PEER = REPO / "tools" / "litgpt_peer.py"
 
 
 def parts() -> dict[str, Part]:
@@ -92,15 +89,14 @@ def parts() -> dict[str, Part]:
     found: dict[str, Part] = {"versions": versions, "doctor": doctor, "nccl": nccl, "chain": chain, "context": context}
     found |= {"telemetry": telemetry, "eval": evaluation, "attention": attention, "gpu-tests": gpu_tests, "peak": peak}
     for name in BENCHES:
-        found |= {name: _bench(name, others=False), name + OTHERS: _bench(name, others=True)}
+        found[name] = _bench(name)
     for recipe in sorted(path.parent.name for path in (REPO / "recipes").glob("*/recipe.yaml")):
         found[f"tiny-{recipe}"] = _tiny(recipe)
     return {name: found[name] for name in (*FIRST, *(name for name in found if name not in FIRST))}
 
 
 def choose(words: str, known: Mapping[str, Part]) -> tuple[list[str], list[str]]:
-    """The parts that a list with commas names, in their own order, and the words that name none. Empty: all but ``doctor`` and
-    the comparisons with other libraries.
+    """The parts that a list with commas names, in their own order, and the words that name none. Empty: all but ``doctor``.
 
     A word that is not a name, but the beginning of some up to a hyphen, takes all of these: ``tiny``, ``bench-8b``.
     """
@@ -111,7 +107,7 @@ def choose(words: str, known: Mapping[str, Part]) -> tuple[list[str], list[str]]
 
     unknown = [word for word in names if not any(takes(word, name) for name in known)]
     if not names:
-        return [name for name in known if name != "doctor" and not name.endswith(OTHERS)], unknown
+        return [name for name in known if name != "doctor"], unknown
     return [name for name in known if any(takes(word, name) for word in names)], unknown
 
 
@@ -303,8 +299,7 @@ def peak(check: GpuCheck) -> dict[str, Any]:
     if "per_device" not in " ".join(words):
         words.append("train.per_device_train_batch_size=1")
     folder = fresh(check, "peak")
-    options = ["--synthetic", "--no-ends", "--rounds", "1", "--steps", "2", "--warmup", "1", "--replace", "--json"]
-    options += ["--out", str(check.folder / "bench"), "--run-dir", str(folder / "run")]
+    options = ["--synthetic", "--steps", "2", "--warmup", "1", "--json", "--run-dir", str(folder / "run")]
     try:
         done = check.clustertune("bench", recipe, *words, *options)
         body = done.document()
@@ -381,7 +376,7 @@ def _has_lora(check: GpuCheck, recipe: str) -> bool:
 # --- speed --------------------------------------------------------------------------------------------------------------
 
 
-def _bench(name: str, *, others: bool) -> Part:
+def _bench(name: str) -> Part:
     def part(check: GpuCheck) -> dict[str, Any]:
         check.need("trl", "datasets", "peft", "pydantic")
         recipe, overrides = BENCHES[name]
@@ -398,25 +393,17 @@ def _bench(name: str, *, others: bool) -> Part:
             _fits(check, name, recipe, words)
         steps, warmup, profile = (2, 1, 1) if check.short else (12, 3, 2)
         folder = fresh(check, name)
-        options = ["--synthetic", "--no-ends", "--rounds", "1", "--steps", str(steps), "--warmup", str(warmup)]
-        options += ["--profile", str(profile), "--out", str(check.folder / "bench"), "--run-dir", str(folder / "run")]
-        options += ["--replace", "--json", "--against", "trl-defaults" if others else "trl"]
-        missing = check.has("litgpt") if others else []
-        if others and not missing:
-            options += ["--against", str(OTHER_PEER)]
-        if not others:
-            options.append("--interleave")  # 8 billion parameters in bf16 twice fit on 80 GB; a full one is checked by the plan
+        words += ["--synthetic", "--rounds", "1", "--steps", str(steps), "--warmup", str(warmup), "--profile", str(profile)]
         try:
-            done = check.clustertune("bench", recipe, *words, *options)
+            done = check.run(check.python, "-m", "tools.bench_trl", recipe, *words, "--work", str(folder / "runs"), "--json")
             body = done.document()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        if done.code or "ours" not in body:
+        if done.code or "ratio" not in body:
             raise Failed(f"exit code {done.code}: {done.last_error()}")
-        return _bench_facts(body, "litgpt is not installed: no other library beside TRL" if missing else "")
+        return _bench_facts(body)
 
-    against = "TRL's defaults and another library" if others else "TRL with the same arguments, a step each in turn"
-    part.__doc__ = f"{' '.join(name.split('-')[1:])}: speed against {against}."
+    part.__doc__ = f"{' '.join(name.split('-')[1:])}: speed against TRL with the same arguments, a training each."
     return part
 
 
@@ -432,22 +419,15 @@ def _fits(check: GpuCheck, name: str, recipe: str, words: list[str]) -> None:
         )
 
 
-def _bench_facts(body: Mapping[str, Any], note: str) -> dict[str, Any]:
-    ours, used = body["ours"], body["utilisation"]
-    lines = []
-    for one in body["peers"]:
-        if one["pairs"]:
-            wall = one["pairs"]["wall"]
-            around = f" ({wall['low']:.3f} to {wall['high']:.3f})" if wall["low"] is not None else ""
-            lines.append(f"{wall['median']:.3f}{around} of {one['peer']}'s step")
-        else:
-            lines.append(f"{one['peer']}: no result ({str(one['failed'])[:160]})")
+def _bench_facts(body: Mapping[str, Any]) -> dict[str, Any]:
+    ours, ratio = body["bench"], body["ratio"]
+    around = f" ({ratio['low']:.3f} to {ratio['high']:.3f})" if ratio["low"] is not None else ""
     return {
-        "why": "; ".join([*lines, *([note] if note else [])]),
-        "step_s": ours["step_s"]["median"], "tokens_per_s_per_gpu": ours["tokens_per_s_per_gpu"]["mean"], "mfu": used["mfu"],
-        "peak_gib": ours["peak"]["allocated_gib"] or ours["peak"]["rss_gib"], "profile": ours["communication"],
-        "planned": (body["plan"].get("rows") or {}).get("step_s"), "bottleneck": bottleneck(ours["communication"]),
-        "peers": {one["peer"]: one["pairs"] for one in body["peers"]}, "overrides": body["overrides"],
+        "why": f"{ratio['median']:.3f}{around} of TRL's step", "step_s": ours["step_s"]["median"],
+        "tokens_per_s_per_gpu": ours["tokens_per_s_per_gpu"], "mfu": ours["utilisation"]["mfu"],
+        "peak_gib": ours["peak"]["allocated_gib"] or ours["peak"]["rss_gib"], "profile": ours["profile"],
+        "planned": (ours["plan"].get("rows") or {}).get("step_s"), "bottleneck": bottleneck(ours["profile"]),
+        "ratio": ratio, "overrides": ours["overrides"],
     }  # fmt: skip
 
 
@@ -601,7 +581,7 @@ def _machine(facts: Mapping[str, Any]) -> Iterator[str]:
 
 def _speed(benches: Mapping[str, Mapping[str, Any]], against: Mapping[str, str]) -> Iterator[str]:
     yield from ("## Speed", "")
-    yield from ("Ratios are step times, clustertune over the peer, the median of pairs with its 95 % interval.", "")
+    yield from ("Ratios are step times, clustertune over TRL, the median of pairs with its 95 % interval.", "")
     rows = []
     for name, f in benches.items():
         planned = f"{f['planned']['ratio']:.2f}" if f.get("planned") and f["planned"].get("ratio") else "-"

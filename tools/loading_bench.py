@@ -162,7 +162,7 @@ def _fsdp(way: str, store: Path, axes: Axes) -> Any:
     flag = way != "whole"
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_CPU_RAM_EFFICIENT_LOADING=str(flag).lower())
     if not torch.cuda.is_available():
-        cpu_fsdp.set_environment(fsdp1=False)
+        cpu_fsdp.set_environment()
         cpu_fsdp.install()
     plugin = FullyShardedDataParallelPlugin(
         reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap",

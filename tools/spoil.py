@@ -41,7 +41,7 @@ def damage(path: Path, chance: Random, others: Sequence[Path]) -> str | None:
 
 CONFIGS = [
     *[(recipe, file) for recipe in ("tiny-oasst2", "llama405b-oasst2") for file in ("recipe.yaml", "accelerate.yaml")],
-    ("tiny-oasst2", "model.json"), ("tiny-oasst2", "accelerate-fsdp1.yaml"), ("llama8b-lima", "recipe.yaml"),
+    ("tiny-oasst2", "model.json"), ("llama8b-lima", "recipe.yaml"),
     ("llama70b-zero3-offload", "recipe.yaml"), ("llama70b-zero3-offload", "accelerate.yaml"),
     *[("llama70b-zero3-offload", "deepspeed.json")] * 2, ("clusters", "dgx-h100.yaml"), ("clusters", "idris-jeanzay-h100.yaml"),
 ]  # fmt: skip
@@ -50,11 +50,6 @@ VALUES: tuple[Any, ...] = (
     0.5, 1.5, 1e-9, 1e30, float("nan"), float("inf"), "", " ", "x y", "../../etc", "yes", "1e-4",
     "0x10", "auto", "none", [], [1], ["a", "a"], {}, {"a": 1}, 10**30, -(10**30), "\u202ex", "a" * 5000, "1_000", "$HOME", "~",
 )  # fmt: skip
-
-
-def bring_in(file: str) -> list[str]:
-    """The override by which a recipe reads a file that is not its default."""
-    return [f"accelerate={file}"] if file == "accelerate-fsdp1.yaml" else []
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -131,7 +126,7 @@ def alike(given: Any, found: Any) -> bool:  # noqa: PLR0911 - one line for each 
 def differences(path: Path, found: dict[str, Any], file: str) -> list[str]:
     """What an accepted file says and the command did not take as it stands there."""
     given = yaml.safe_load(path.read_bytes())
-    if file in ("accelerate.yaml", "accelerate-fsdp1.yaml"):
+    if file == "accelerate.yaml":
         taken = found["accelerate"]
     elif file == "deepspeed.json":
         taken = found["deepspeed"]

@@ -32,21 +32,11 @@ class BenchRequest:
     recipe: str
     run_path: Path
     schedule: BenchSchedule
-    """Its ``save``: evaluate and save once behind the steps."""
     overrides: tuple[str, ...] = ()
     tiny: bool = False
     ranks: int | None = None
-    rounds: int = 1
-    against: tuple[str, ...] = ()
-    """Other programs, by the names that ``--against`` takes."""
     synthetic: bool = False
     """Random weights at the recipe's full size, made-up conversations: nothing comes from the Hub."""
-    elsewhere: bool = False
-    """It runs in a job, or is only described: the recipe keeps its ranks."""
-    replace: bool = False
-    """Another result of the same name may be written over."""
-    interleave: bool = False
-    """Ours and TRL's ranks are alive at once and take turns, a step each; needs the memory of both."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +75,7 @@ def make(request: BenchRequest) -> Bench:
     if whole.is_dpo:
         fix = "clustertune run RECIPE train.max_steps=20: the report has its step times"
         raise UserError(Problem("dpo: bench measures supervised fine-tuning", file=request.recipe, key="trainer", fix=fix))
-    if ranks is None and not request.elsewhere and (shrunk := _ranks_here(whole, request)) is not None:
+    if ranks is None and (shrunk := _ranks_here(whole, request)) is not None:
         ranks = shrunk
         whole = resolve(request.recipe, given, tiny=request.tiny, ranks=ranks)
     made = _to_make(request.schedule, whole) if request.synthetic else None
@@ -93,11 +83,6 @@ def make(request: BenchRequest) -> Bench:
     keys = {text.partition("=")[0] for text in own}
     others = [text for text in given if text.partition("=")[0] not in keys]
     return Bench(request, whole, resolve(request.recipe, [*others, *own], tiny=request.tiny, ranks=ranks), made)
-
-
-def as_made(request: BenchRequest, whole: Resolved, measured: Resolved) -> Bench:
-    """The benchmark of recipes that were resolved before."""
-    return Bench(request, whole, measured, _to_make(request.schedule, whole) if request.synthetic else None)
 
 
 def _ranks_here(whole: Resolved, request: BenchRequest) -> int | None:
@@ -108,15 +93,16 @@ def _ranks_here(whole: Resolved, request: BenchRequest) -> int | None:
         return None
     if request.tiny or request.synthetic or whole.recipe.model.weights == "random":
         return few
-    fix = f"it needs {whole.world_size} GPUs: --tiny or --ranks N measures on this machine, --submit on a cluster"
+    fix = (
+        f"it needs {whole.world_size} GPUs: --tiny or --ranks N here, clustertune submit RECIPE train.max_steps=20 on a cluster"
+    )
     raise UserError(Problem(f"this machine has {gpus} GPUs", file=request.recipe, key="slurm", fix=fix))
 
 
 def _steps(request: BenchRequest) -> list[str]:
-    """So many steps, nothing between them; one evaluation and one checkpoint behind them."""
-    total = request.schedule.total
-    ends = ["train.eval_strategy=steps", f"train.eval_steps={total}"] if request.schedule.save else ["train.eval_strategy=no"]
-    return [f"train.max_steps={total}", "train.eval_on_start=false", "train.save_strategy=no", "train.report_to=none", *ends]
+    """So many steps, and nothing else that would take time."""
+    off = ["train.eval_strategy=no", "train.eval_on_start=false", "train.save_strategy=no", "train.report_to=none"]
+    return [f"train.max_steps={request.schedule.total}", *off]
 
 
 def _made_up(whole: Resolved, run_path: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the rules of a machine look at: its facts, what the cluster file says about it, and what the job expects. Python 3.8."""
+"""What the rules of a machine look at: its facts, what the cluster file says about it, and what the job expects."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clustertune.host.facts import HostFacts, Mount, Nic
+from clustertune.host.mounts import mount_of
 
 LOGIN, HERE, STEP, CONTAINER, CONTAINER_STEP = "login", "here", "step", "container", "container+step"
 PLACES = (LOGIN, HERE, STEP, CONTAINER, CONTAINER_STEP)
@@ -116,12 +117,6 @@ def one_link(nic: Nic) -> bool:
 def first_part(name: str) -> str:
     """A host's name without its domain, in lower case."""
     return name.lower().partition(".")[0]
-
-
-def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
-    """The mount with the longest point above ``path``; of two at one point the later one, which covers the other."""
-    above = [mount for mount in reversed(mounts) if path == mount.point or path.startswith(mount.point.rstrip("/") + "/")]
-    return max(above, key=lambda mount: len(mount.point.rstrip("/")), default=None)
 
 
 def gigabytes(count: float) -> str:

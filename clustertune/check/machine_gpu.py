@@ -5,50 +5,31 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from clustertune.check.machine import Machine
-from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Seen, either
+from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Rules, Seen, either
 from clustertune.host.facts import Gpu
 from clustertune.host.gpus import gpu_links
 from clustertune.host.system import readable_cpus, version
 
+RULES = Rules(MACHINE, __file__)
+
+TABLES: dict[str, dict[Any, Any]] = yaml.safe_load(Path(__file__).with_name("gpu_tables.yaml").read_text(encoding="utf-8"))
+"""Of each Xid its status, meaning and remedy; remedies by the driver's recovery action; codes of cuInit; oldest drivers."""
+
 # --- CUDA and PCIe --------------------------------------------------------------------------------------------------------
-
-MINIMUM_DRIVER = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
-"""Oldest driver that serves a major version of CUDA on Linux, by minor version compatibility (the link of ``driver-cuda``)."""
-
-INIT_CODES = {
-    3: ("not initialized", "reboot the node; look at dmesg"),
-    34: ("a stub of libcuda was loaded", "take the folder 'stubs' out of LD_LIBRARY_PATH"),
-    46: ("a GPU is not available", "another process holds it in exclusive mode, or MIG is being set up: nvidia-smi"),
-    100: ("no GPU", "ask for GPUs; CUDA_VISIBLE_DEVICES must not be empty; in a container --nv or --gpus all"),
-    101: ("CUDA_VISIBLE_DEVICES names a GPU that is not there", "unset it"),
-    802: ("the system is not ready: the fabric manager does not run", "as root: systemctl start nvidia-fabricmanager"),
-    803: ("libcuda and kernel driver do not match", "reboot after a driver update; take cuda-compat out of LD_LIBRARY_PATH"),
-    804: ("cuda-compat does not work on this GPU", "take cuda-compat out of LD_LIBRARY_PATH, or update the driver"),
-    999: (
-        "an unknown error: often nvidia-uvm is not loaded",
-        "as root: modprobe nvidia-uvm, nvidia-modprobe -u -c 0; or reboot",
-    ),
-}
-"""What cuInit may return (CUresult of cuda.h), what it means on a cluster, and what to do."""
-
 
 COHERENT = re.compile(r"\bG[HB]\d{2,3}\b")
 """GH200, GB200, GB300, GB10: what goes between CPU and GPU takes NVLink-C2C, not the PCIe link of the driver's list."""
 
 
+@RULES("cuda-init")
 def cuda_init(m: Machine) -> Iterator[Seen]:
-    """CUDA starts.
-
-    Looks at: what cuInit returns
-    Why: the driver may list GPUs that CUDA cannot use: every rank ends at its first call
-    See: https://github.com/pytorch/pytorch/issues/35710
-    """
+    """CUDA starts."""
     code = m.facts.cuda_init
     hidden = m.facts.environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
     if not m.computes or not m.facts.gpus or (code == 100 and hidden):  # of that the variable's own rule speaks
@@ -56,78 +37,34 @@ def cuda_init(m: Machine) -> Iterator[Seen]:
     if code is None:
         yield Seen(UNKNOWN, "libcuda.so.1 was not found, or cuInit did not return in time")
         return
-    meaning, fix = INIT_CODES.get(code, ("see CUresult", "look at dmesg and at the versions of driver and libcuda"))
+    meaning, fix = TABLES["cuda_init"].get(code, ("see CUresult", "look at dmesg and at the versions of driver and libcuda"))
     yield from either(FAIL, f"cuInit returned {code}: {meaning}" if code else "", f"{m.facts.cuda_devices} devices", fix)
 
 
+@RULES("driver-cuda")
 def driver_cuda(m: Machine) -> Iterator[Seen]:
-    """The driver serves the CUDA of torch.
-
-    Looks at: the driver, against the CUDA of the installed torch
-    Why: a torch that was built for a newer CUDA than the driver serves finds no GPU at all
-    See: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
-    """
+    """The driver serves the CUDA of torch."""
     f = m.facts
     cuda, driver = version(f.torch_cuda), version(f.driver)
     if not cuda or not driver or not m.computes:
         return
-    needed = MINIMUM_DRIVER.get(cuda[0])
+    minimum = {major: version(oldest) for major, oldest in TABLES["minimum_driver"].items()}
+    needed = minimum.get(cuda[0])
     text = f"driver {f.driver}, torch for CUDA {f.torch_cuda}"
     if needed is None:
         yield Seen(UNKNOWN, f"{text}: not in the table")
     elif driver < needed and "compat" not in f.cuda_library:
         least = ".".join(map(str, needed))
-        served = [major for major, oldest in MINIMUM_DRIVER.items() if driver >= oldest]
+        served = [major for major, oldest in minimum.items() if driver >= oldest]
         fix = f"update the driver to {least} or newer" + (f", or install a torch for CUDA {max(served)}" if served else "")
         yield Seen(FAIL, f"{text}: that needs {least}", fix)
     else:
         yield Seen(PASS, text)
 
 
-def cuda_compat(m: Machine) -> Iterator[Seen]:
-    """The libcuda in use is the driver's.
-
-    Looks at: no forward-compatibility library in front of the driver's own
-    Why: libcuda of cuda-compat works on data-centre cards only, and not with every driver: CUDA ends with error 803 or 804
-    Fix: take its folder out of LD_LIBRARY_PATH, unless the driver is a data-centre one that is too old for the image
-    See: https://github.com/NVIDIA/nvidia-docker/issues/1515
-    """
-    f = m.facts
-    library = f.cuda_library if "compat" in f.cuda_library else ""
-    found = library or next((path for path in f.libraries if "compat/libcuda" in path), "")
-    status = FAIL if f.cuda_init in (803, 804) else WARN
-    yield from either(status, f"{found} stands in front of driver {f.driver or '?'}" if found else "", f.cuda_library)
-
-
-def cuda_visible_devices(m: Machine) -> Iterator[Seen]:
-    """Only Slurm has chosen GPUs.
-
-    Looks at: CUDA_VISIBLE_DEVICES as it is set where the check runs
-    Why: a value from a login shell or a notebook hides GPUs from every rank, or gives all ranks the same one
-    See: https://slurm.schedmd.com/gres.html
-    """
-    value = m.facts.environment.get("CUDA_VISIBLE_DEVICES")
-    named = [part for part in (value or "").split(",") if part.strip()]
-    if value is None:
-        yield from either(WARN, "", "not set" if m.facts.gpus else "")
-    elif m.in_step and m.expects.gpus:  # Slurm sets it, by the number of the GPU or by its UUID
-        differs = f"{value or 'empty'}: {len(named)} GPUs, the job has {m.expects.gpus}" if len(named) != m.expects.gpus else ""
-        yield from either(FAIL, differs, value, "unset it in the job's script: Slurm gives each step its own")
-    elif m.in_step:
-        return
-    elif not named or value.strip() in ("-1", "NoDevFiles"):
-        yield Seen(WARN, f"it is {value!r}: no GPU is visible", "unset CUDA_VISIBLE_DEVICES")
-    elif not m.environ("SLURM_JOB_ID"):
-        yield Seen(WARN, f"it is {value!r} outside of a job", "unset CUDA_VISIBLE_DEVICES, unless it is meant")
-
-
+@RULES("gpu-pcie")
 def gpu_pcie(m: Machine) -> Iterator[Seen]:
-    """Cards have all their lanes; slots are of the generation that the cluster file says, or that the card has.
-
-    Looks at: lanes and generation of the slot
-    Why: a card that came up with half of its lanes loads weights and talks to the others at half speed; no error reports it
-    See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
-    """
+    """Cards have all their lanes; slots are of the generation that the cluster file says, or that the card has."""
     gpus = [gpu for gpu in m.facts.gpus if gpu.pcie_width and gpu.pcie_width_max and not COHERENT.search(gpu.name)]
     value = str(m.section("compute").get("interconnect") or "")
     wanted = int(value[4:]) if value.startswith("pcie") and value[4:].isdigit() else None
@@ -141,14 +78,9 @@ def gpu_pcie(m: Machine) -> Iterator[Seen]:
     yield from either(WARN, "; ".join(texts), good, seat if narrow else board)
 
 
+@RULES("pcie-p2p")
 def pcie_p2p(m: Machine) -> Iterator[Seen]:
-    """Nothing stands between GPUs on PCIe.
-
-    Looks at: IOMMU and ACS between GPUs without NVLink
-    Why: traffic between GPUs goes up to the CPU: slow at best; on some cards the first all-reduce hangs until they are reset
-    Fix: boot with iommu=pt or without IOMMU, turn ACS off on the bridges; else NCCL_P2P_DISABLE=1. nccl-check tries it
-    See: https://github.com/NVIDIA/nccl/issues/1999
-    """
+    """Nothing stands between GPUs on PCIe."""
     f = m.facts
     links = gpu_links(f.topology)  # by the driver's map, else by the cluster file
     pcie = str(m.section("compute").get("interconnect") or "").startswith("pcie")
@@ -167,28 +99,18 @@ def pcie_p2p(m: Machine) -> Iterator[Seen]:
         yield from either(FAIL if m.expects.p2p is False else WARN, " and ".join(lines), "neither IOMMU nor ACS in the way")
 
 
+@RULES("gpudirect-rdma")
 def gpudirect_rdma(m: Machine) -> Iterator[Seen]:
-    """Adapters that are up can reach GPU memory.
-
-    Looks at: whether adapters can reach GPU memory
-    Why: without nvidia_peermem or dma-buf every byte between nodes is copied through host memory
-    Fix: as root: modprobe nvidia_peermem (and at boot); or the driver's open kernel modules with Linux 5.12, for dma-buf
-    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
-    """
+    """Adapters that are up can reach GPU memory."""
     f, kind = m.facts, m.section("network").get("kind")
     if f.gpus and m.computes and m.several and kind != "ethernet" and any(port.active for port in f.rdma):
         lacking = "nvidia_peermem is not loaded, and the driver is not the open one" if f.peermem is False else ""
         yield from either(WARN, lacking, "nvidia_peermem or dma-buf" if f.peermem else "")
 
 
+@RULES("gpu-numa")
 def gpu_numa(m: Machine) -> Iterator[Seen]:
-    """Each GPU has cores of its own NUMA node among those of this place.
-
-    Looks at: the cores that this process may use, against the NUMA nodes of its GPUs
-    Why: a rank whose cores are all on the other socket copies every batch and every checkpoint across
-    Fix: ask for cores of both sockets (--cpus-per-task, --exclusive), or let Slurm choose by gres.conf (Cores=)
-    See: https://github.com/pytorch/pytorch/issues/115305
-    """
+    """Each GPU has cores of its own NUMA node among those of this place."""
     f = m.facts
     mine = readable_cpus(f.affinity_list)
     near = {gpu.index: readable_cpus(f.numa_cpus.get(str(gpu.numa), "")) for gpu in f.gpus if gpu.numa is not None}
@@ -208,25 +130,9 @@ SURE_S = 40
 """Seconds from which a driver that does not answer hangs: eight GPUs without persistence mode take up to half a minute."""
 
 
-@cache
-def xid_tables() -> tuple[dict[int, list[str]], dict[str, str]]:
-    """``xid.yaml``: of each Xid its status, meaning and remedy; of each recovery action of the driver what to do."""
-    tables = yaml.safe_load(Path(__file__).with_name("xid.yaml").read_text(encoding="utf-8"))
-    return tables["xids"], tables["recovery"]
-
-
-def recovery_remedy(action: str) -> str:
-    """What to do where the driver recommends ``action``."""
-    return xid_tables()[1].get(action, f"drain the node and do what the driver recommends: {action}")
-
-
+@RULES("gpu-driver")
 def gpu_driver(m: Machine) -> Iterator[Seen]:
-    """The driver answers, for every GPU that is on the bus.
-
-    Looks at: whether the driver answers
-    Why: nothing runs on a GPU whose driver does not answer; one that hangs takes the job's processes with it
-    See: https://github.com/NVIDIA/ubuntu-packaging-nvidia-driver/issues/3
-    """
+    """The driver answers, for every GPU that is on the bus."""
     f = m.facts
     devices, said = f.nvidia_devices or 0, f.nvidia_smi
     if not m.computes or (not devices and not f.gpus and not said):
@@ -252,13 +158,9 @@ def gpu_driver(m: Machine) -> Iterator[Seen]:
         yield Seen(FAIL, f"{devices} NVIDIA GPUs on the bus, and no nvidia-smi", fix)
 
 
+@RULES("gpu-count")
 def gpu_count(m: Machine) -> Iterator[Seen]:
-    """As many GPUs as the job has; CUDA's own count where it was asked.
-
-    Looks at: GPUs that this process sees, against those that the job has
-    Why: ranks without a GPU of their own end with an invalid device, or share one and run out of memory
-    See: https://github.com/NVIDIA/nccl/issues/1066
-    """
+    """As many GPUs as the job has; CUDA's own count where it was asked."""
     f, expected = m.facts, m.expects.gpus
     if not m.computes or not expected or f.nvidia_smi:
         return
@@ -281,28 +183,18 @@ def gpu_count(m: Machine) -> Iterator[Seen]:
         yield Seen(PASS, f"{seen} GPUs")
 
 
+@RULES("gpu-mixed")
 def gpu_mixed(m: Machine) -> Iterator[Seen]:
-    """All GPUs are of one model and size.
-
-    Looks at: one model of GPU
-    Why: all ranks wait for the slowest card, and the smallest memory decides what fits
-    Fix: ask for one kind (--gres=gpu:TYPE:N, or --constraint), or set CUDA_VISIBLE_DEVICES to it
-    See: https://slurm.schedmd.com/gres.html
-    """
+    """All GPUs are of one model and size."""
     kinds = Counter((gpu.name, gpu.memory_mib) for gpu in m.facts.gpus if gpu.name)
     listed = [f"{number} x {name} with {mib or '?'} MiB" for (name, mib), number in sorted(kinds.items(), key=str)]
     one = f"{len(m.facts.gpus)} x {next(iter(kinds))[0]}" if kinds else ""
     yield from either(WARN, ", ".join(listed) if len(kinds) > 1 else "", one)
 
 
+@RULES("gpu-in-use")
 def gpu_in_use(m: Machine) -> Iterator[Seen]:
-    """The GPUs are free.
-
-    Looks at: memory and processes of others on the GPUs
-    Why: a process that was left over, or another user's, takes memory that the training counts on
-    Fix: find who it is (nvidia-smi, scontrol pidinfo PID, squeue -w NODE); drain the node if it belongs to no job
-    See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
-    """
+    """The GPUs are free."""
     if not m.facts.gpus or not m.computes:
         return
     busy = [gpu for gpu in m.facts.gpus if gpu.pids or (gpu.used_mib or 0) > BUSY_MIB]
@@ -312,66 +204,32 @@ def gpu_in_use(m: Machine) -> Iterator[Seen]:
     yield from either(FAIL if hard else WARN, "; ".join(used), "no process and no memory in use")
 
 
-def gpu_compute_mode(m: Machine) -> Iterator[Seen]:
-    """Several processes may use each GPU.
-
-    Looks at: compute mode
-    Why: in exclusive mode a second process, such as an evaluation, gets no context; prohibited means none at all
-    Fix: as root: nvidia-smi -c 0
-    See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
-    """
-    gpus = m.facts.gpus if m.computes else []
-    prohibited = _of(gpus, lambda gpu: gpu.compute_mode == "Prohibited", "Prohibited")
-    exclusive = _of(gpus, lambda gpu: gpu.compute_mode.startswith("Exclusive"), "Exclusive_Process")
-    default = "Default" if any(gpu.compute_mode for gpu in gpus) else ""
-    yield from either(FAIL if prohibited else WARN, prohibited or exclusive, default)
-
-
+@RULES("gpu-mig")
 def gpu_mig(m: Machine) -> Iterator[Seen]:
-    """No GPU is split by MIG.
-
-    Looks at: MIG is off
-    Why: a process sees one slice of a GPU, and NCCL has no path between slices
-    Fix: as root, with nothing running: nvidia-smi -mig 0, then reset the GPU; or ask for whole GPUs
-    See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
-    """
+    """No GPU is split by MIG."""
     gpus = m.facts.gpus if m.computes else []
     yield from either(FAIL, _of(gpus, lambda gpu: gpu.mig, "MIG is on"), "off" if any(gpu.mig is False for gpu in gpus) else "")
 
 
+@RULES("gpu-persistence")
 def gpu_persistence(m: Machine) -> Iterator[Seen]:
-    """The driver stays loaded between processes.
-
-    Looks at: persistence mode
-    Why: without it the driver unloads after the last process: each start wakes every GPU again, for seconds; counters are lost
-    Fix: as root: systemctl enable --now nvidia-persistenced (or nvidia-smi -pm 1 after each boot)
-    See: https://manpages.ubuntu.com/manpages/focal/man1/nvidia-persistenced.1.html
-    """
+    """The driver stays loaded between processes."""
     gpus = m.facts.gpus if m.computes else []
     unkept = _of(gpus, lambda gpu: gpu.persistence is False, "off")
     yield from either(WARN, unkept, "on" if any(gpu.persistence for gpu in gpus) else "")
 
 
+@RULES("gpu-throttled")
 def gpu_throttled(m: Machine) -> Iterator[Seen]:
-    """No GPU is held back. The power cap of one that computes is as it should be.
-
-    Looks at: reasons why clocks are held down
-    Why: one GPU that is held back by heat or power slows every rank of the job
-    Fix: look at heat and power (nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER): fans, inlet, power supplies, power limit
-    See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
-    """
+    """No GPU is held back. The power cap of one that computes is as it should be."""
     held = {gpu.index: [word for word in gpu.throttle if word != "sw_power_cap" or not gpu.pids] for gpu in m.facts.gpus}
     bad = "; ".join(f"GPU {index}: {', '.join(reasons)}" for index, reasons in held.items() if reasons)
     yield from either(WARN, bad, "no GPU is held back" if held and m.computes else "")
 
 
+@RULES("gpu-ecc")
 def gpu_ecc(m: Machine) -> Iterator[Seen]:
-    """ECC counts nothing that it could not correct.
-
-    Looks at: uncorrected memory errors
-    Why: a GPU with uncorrected errors ends processes, or computes with wrong values where ECC is off
-    See: https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/index.html
-    """
+    """ECC counts nothing that it could not correct."""
     gpus = m.facts.gpus
     bad = "; ".join(f"GPU {gpu.index}: {gpu.ecc_uncorrected} uncorrected errors" for gpu in gpus if gpu.ecc_uncorrected)
     some = any(gpu.ecc is not False for gpu in gpus)
@@ -382,13 +240,9 @@ def gpu_ecc(m: Machine) -> Iterator[Seen]:
     yield from either(FAIL if bad else WARN, bad or off, good, fix)
 
 
+@RULES("gpu-row-remap")
 def gpu_row_remap(m: Machine) -> Iterator[Seen]:
-    """No row waits to be replaced.
-
-    Looks at: rows of GPU memory that are to be replaced
-    Why: a row with errors stays in use until the GPU is reset; where no spare row is left the card is to be replaced
-    See: https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/index.html
-    """
+    """No row waits to be replaced."""
     gpus = m.facts.gpus
     failed = _of(gpus, lambda gpu: gpu.remap_failed, "remapping failed")
     pending = _of(gpus, lambda gpu: gpu.remap_pending, "rows wait to be remapped")
@@ -396,6 +250,11 @@ def gpu_row_remap(m: Machine) -> Iterator[Seen]:
     fix = "drain the node and have the card replaced" if failed else reset
     good = "no row waits" if any(gpu.remap_pending is False for gpu in gpus) else ""
     yield from either(FAIL if failed else WARN, failed or pending, good, fix)
+
+
+def recovery_remedy(action: str) -> str:
+    """What to do where the driver recommends ``action``."""
+    return str(TABLES["recovery"].get(action, f"drain the node and do what the driver recommends: {action}"))
 
 
 def _of(gpus: Iterable[Gpu], chosen: Callable[[Gpu], object], what: str) -> str:
@@ -418,13 +277,9 @@ RECOVERY_XID = 154
 _NONFATAL = re.compile(r"\bnon-?fatal\b", re.IGNORECASE)
 
 
+@RULES("gpu-xid")
 def gpu_xid(m: Machine) -> Iterator[Seen]:
-    """The kernel's log contains no serious error of a GPU of the last day; an older one is a warning.
-
-    Looks at: errors of GPUs in the kernel's log
-    Why: a GPU that has reported one of these is often lost, or gives wrong results, until it is reset
-    See: https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html
-    """
+    """The kernel's log contains no serious error of a GPU of the last day; an older one is a warning."""
     f = m.facts
     if not f.gpus and not f.nvidia_devices:
         return
@@ -432,7 +287,7 @@ def gpu_xid(m: Machine) -> Iterator[Seen]:
         if m.computes:
             yield Seen(UNKNOWN, "the kernel's log cannot be read here (kernel.dmesg_restrict)")
         return
-    xids, _ = xid_tables()
+    xids = TABLES["xids"]
     seen: dict[tuple[int, str, str, str, str], list[float]] = {}
     recommended: dict[str, tuple[str, float]] = {}
     for line in f.xids:
@@ -458,13 +313,9 @@ def gpu_xid(m: Machine) -> Iterator[Seen]:
         yield Seen(PASS, "no serious Xid since boot")
 
 
+@RULES("gpu-recovery")
 def gpu_recovery(m: Machine) -> Iterator[Seen]:
-    """The driver recommends no reset and no reboot.
-
-    Looks at: the recovery action that the driver recommends
-    Why: the driver knows of an error that only a reset or a reboot clears: work on such a GPU fails or computes less
-    See: https://docs.nvidia.com/deploy/nvidia-smi/index.html
-    """
+    """The driver recommends no reset and no reboot."""
     known = [gpu for gpu in m.facts.gpus if gpu.recovery_action]
     for action in dict.fromkeys(gpu.recovery_action for gpu in known if gpu.recovery_action != "None"):
         these = [gpu for gpu in known if gpu.recovery_action == action]

@@ -1,4 +1,4 @@
-"""Interfaces, bonds, RDMA and names: how ranks of several nodes find and reach each other. Python 3.8, standard library."""
+"""Interfaces, bonds, RDMA and names: how ranks of several nodes find and reach each other."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterator, Sequence
 
 from clustertune.check.machine import RDMA_KINDS, Machine, one_link
-from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Seen, either
+from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Rules, Seen, either
 from clustertune.host.facts import Nic
+
+RULES = Rules(MACHINE, __file__)
 
 FAST_MBIT = 25_000
 """From here on small frames show; 10 Gbit/s is filled by one core with frames of 1500 bytes."""
-RENDEZVOUS = (20_000, 31_999)
-"""Ports in which jobs of this project meet (launch/rendezvous.py)."""
 WHOLE = 0.9
 """Share of the nominal speed from which a link counts as whole: a bond's sum and a file's round figure differ a little."""
 
@@ -38,13 +38,9 @@ def _nic(m: Machine, name: str) -> Nic | None:
     return next((nic for nic in m.facts.nics if nic.name == name), None)
 
 
+@RULES("interface")
 def interface(m: Machine) -> Iterator[Seen]:
-    """The interface is there, is up, and has an address; the variable means one interface.
-
-    Looks at: the interface that the cluster file and NCCL_SOCKET_IFNAME name
-    Why: NCCL takes every interface whose name begins so: the wrong one, or one that is down, hangs at the first collective
-    See: https://github.com/NVIDIA/nccl/issues/286
-    """
+    """The interface is there, is up, and has an address; the variable means one interface."""
     nics = m.facts.nics
     name, value = _named(m), m.environ("NCCL_SOCKET_IFNAME")
     if not nics or not m.computes:
@@ -71,14 +67,9 @@ def interface(m: Machine) -> Iterator[Seen]:
             yield Seen(FAIL, f"{means}, which is down", "unset it")
 
 
+@RULES("interface-subnet")
 def interface_subnet(m: Machine) -> Iterator[Seen]:
-    """The interface's address is in the cluster's subnet.
-
-    Looks at: the interface's address, against the cluster file's subnet
-    Why: an address outside of it is not reached by the other nodes: the ranks wait for each other until the time-out
-    Fix: correct the address of the interface, or network.subnet or network.interface of the cluster file
-    See: https://github.com/NVIDIA/nccl/issues/1581
-    """
+    """The interface's address is in the cluster's subnet."""
     value, nic = m.section("network").get("subnet"), _nic(m, _named(m))
     if not value or nic is None or not nic.addresses:
         return
@@ -92,13 +83,9 @@ def interface_subnet(m: Machine) -> Iterator[Seen]:
         yield from either(FAIL if m.several else WARN, outside, f"{nic.name} is in {wanted}")
 
 
+@RULES("interface-speed")
 def interface_speed(m: Machine) -> Iterator[Seen]:
-    """The interface has the speed of the cluster file.
-
-    Looks at: the interface's speed, against the cluster file
-    Why: a link that came up at a tenth of its speed works, and slows the training accordingly; no error reports it
-    See: https://man7.org/linux/man-pages/man8/ethtool.8.html
-    """
+    """The interface has the speed of the cluster file."""
     value, nic = m.section("network").get("gbit"), _nic(m, _named(m))
     if not value or nic is None or m.section("network").get("kind") not in ("ethernet", "roce"):
         return
@@ -112,13 +99,9 @@ def interface_speed(m: Machine) -> Iterator[Seen]:
     yield from either(WARN, slow, f"{nic.name}: {runs}", fix)
 
 
+@RULES("bond")
 def bond(m: Machine) -> Iterator[Seen]:
-    """Links of bonds are up; of the one that carries the ranks, connections are spread.
-
-    Looks at: all links of a bond are up, and connections are spread over them
-    Why: with the hash layer2 all traffic between two nodes takes one link of the bond; a link that is down takes its share away
-    See: https://docs.kernel.org/networking/bonding.html
-    """
+    """Links of bonds are up; of the one that carries the ranks, connections are spread."""
     own = _named(m)
     for nic in m.facts.nics:
         if not nic.bond_mode or (nic.up is False and nic.name != own):
@@ -136,13 +119,9 @@ def bond(m: Machine) -> Iterator[Seen]:
             yield Seen(PASS, f"{nic.name}: {nic.bond_mode}, {len(nic.bond_links)} links up")
 
 
+@RULES("mtu")
 def mtu(m: Machine) -> Iterator[Seen]:
-    """A fast interface between nodes has large frames.
-
-    Looks at: frame size of a fast interface
-    Why: with frames of 1500 bytes a fast Ethernet link costs whole cores, and often does not reach its speed
-    See: https://github.com/NVIDIA/dgx-spark-playbooks/pull/103
-    """
+    """A fast interface between nodes has large frames."""
     nic, kind = _nic(m, _named(m)), m.section("network").get("kind")
     if kind == "infiniband" or nic is None:  # there the ranks only meet: what they send takes InfiniBand
         return
@@ -153,13 +132,9 @@ def mtu(m: Machine) -> Iterator[Seen]:
         yield from either(WARN, f"{size} at {speed / 1000:g} Gbit/s" if nic.mtu <= 1500 else "", size, fix)
 
 
+@RULES("rdma-port")
 def rdma_port(m: Machine) -> Iterator[Seen]:
-    """The ports that the cluster file names are active; where it names none, one is.
-
-    Looks at: the RDMA ports that the cluster file counts on
-    Why: without an active port NCCL falls back to sockets without a message: the same all-reduce takes several times as long
-    See: https://github.com/areal-project/AReaL/issues/639
-    """
+    """The ports that the cluster file names are active; where it names none, one is."""
     network, ports = m.section("network"), m.facts.rdma
     if network.get("kind") not in RDMA_KINDS or not m.computes:
         return
@@ -188,13 +163,9 @@ def rdma_port(m: Machine) -> Iterator[Seen]:
         yield from either(WARN, found, f"active: {', '.join(active)}", fix)
 
 
+@RULES("rdma-verbs")
 def rdma_verbs(m: Machine) -> Iterator[Seen]:
-    """What uses an active port is in this place.
-
-    Looks at: device files and libraries of active RDMA ports where the check runs
-    Why: a container without /dev/infiniband or the adapter's provider library has NCCL fall back to sockets without a message
-    See: https://github.com/areal-project/AReaL/issues/639
-    """
+    """What uses an active port is in this place."""
     f, kind = m.facts, m.section("network").get("kind")
     active = [port for port in f.rdma if port.active]
     if not active or not m.computes or kind == "ethernet" or m.environ("NCCL_IB_DISABLE") == "1" or not m.several:
@@ -214,13 +185,9 @@ def rdma_verbs(m: Machine) -> Iterator[Seen]:
     yield from either(FAIL if hard else WARN, "; ".join(lacking), good, image if m.in_container else host)
 
 
+@RULES("network-kind")
 def network_kind(m: Machine) -> Iterator[Seen]:
-    """What the cluster file says is what there is; a variable does not switch off what the file counts on.
-
-    Looks at: the kind of network in the cluster file, against the adapters
-    Why: where the file says ethernet RDMA is switched off: an InfiniBand that is there is not used
-    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
-    """
+    """What the cluster file says is what there is; a variable does not switch off what the file counts on."""
     kind = m.section("network").get("kind")
     fabric = [f"{port.device}:{port.port}" for port in m.facts.rdma if port.active and port.link_layer == "InfiniBand"]
     if kind == "ethernet" and fabric:
@@ -232,40 +199,15 @@ def network_kind(m: Machine) -> Iterator[Seen]:
         yield Seen(PASS, str(kind))
 
 
-def ephemeral_ports(m: Machine) -> Iterator[Seen]:
-    """Jobs meet outside of the ephemeral ports; a port in the environment does too.
-
-    Looks at: the kernel's range of ephemeral ports
-    Why: any outgoing connection may take a port of this range: a rendezvous inside of it ends with 'address already in use'
-    See: https://github.com/NVIDIA/enroot/issues/243
-    """
-    range_, value = m.facts.port_range, m.environ("MASTER_PORT")
-    if not range_ or len(range_) != 2:
-        return
-    low, high = range_
-    if value.isdigit() and low <= int(value) <= high:
-        yield Seen(WARN, f"MASTER_PORT={value} is among {low} to {high}", f"choose one below {low}, another one for each job")
-        return
-    wide = low <= RENDEZVOUS[0] + 1000 and high >= RENDEZVOUS[0]
-    fix = "sysctl -w net.ipv4.ip_local_port_range='32768 60999' (and in /etc/sysctl.d)"
-    text = f"{low} to {high}: hardly a port is left for jobs to meet" if wide else ""
-    yield from either(WARN, text, f"{low} to {high}", fix)
-
-
 def _is_loopback(text: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(text.partition("%")[0]).is_loopback
     return False
 
 
+@RULES("hostname-loopback")
 def hostname_loopback(m: Machine) -> Iterator[Seen]:
-    """The own name is an address that others reach, where gloo is given no interface.
-
-    Looks at: what the machine's own name resolves to
-    Why: gloo binds to it: where it is loopback the other nodes cannot reach this one, and the job waits until its time-out
-    Fix: give the node's own name its address in /etc/hosts (not 127.0.1.1), or set network.interface in the cluster file
-    See: https://github.com/aws-samples/aws-do-eks/pull/69
-    """
+    """The own name is an address that others reach, where gloo is given no interface."""
     own, name = m.facts.own_addresses, m.facts.hostname
     held = bool(m.section("network").get("interface") or m.environ("GLOO_SOCKET_IFNAME"))
     if m.computes and m.several:
@@ -273,14 +215,9 @@ def hostname_loopback(m: Machine) -> Iterator[Seen]:
         yield from either(WARN, bad if own else f"{name} does not resolve", ", ".join(own))
 
 
+@RULES("node-names")
 def node_names(m: Machine) -> Iterator[Seen]:
-    """The other nodes' names resolve, to none of this machine's own addresses of loopback.
-
-    Looks at: names of the other nodes
-    Why: a name that does not resolve on every node keeps the ranks from meeting
-    Fix: put the nodes into DNS, or into /etc/hosts of every node (clustertune setup slurm renders it)
-    See: https://github.com/pytorch/pytorch/issues/73656
-    """
+    """The other nodes' names resolve, to none of this machine's own addresses of loopback."""
     names, own = m.facts.names, m.facts.hostname.partition(".")[0]
     if not names or not (m.is_member or m.in_step or not m.cluster):
         return

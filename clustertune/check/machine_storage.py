@@ -1,15 +1,19 @@
-"""File systems: whether they answer, how they are mounted, what can be done on them, how full they are. Python 3.8."""
+"""File systems: whether they answer, how they are mounted, what can be done on them, how full they are."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterator, Sequence
 
 from clustertune.check.machine import Machine, first_part, gigabytes
-from clustertune.check.rule import FAIL, PASS, WARN, Seen, either
+from clustertune.check.rule import FAIL, MACHINE, PASS, WARN, Rules, Seen, either
 from clustertune.host.facts import Mount
-from clustertune.host.mounts import lies_elsewhere
+
+RULES = Rules(MACHINE, __file__)
 
 TIGHT, FEW_INODES = 10**10, 10_000
+PATIENT = 100
+"""Tenths of a second before NFS asks again, the least that is sensible over TCP; its own is 600 (nfs(5), timeo)."""
 
 
 def _named(m: Machine) -> dict[str, str]:
@@ -29,13 +33,9 @@ def _pools(m: Machine) -> list[Mount]:
     return [mount for mount in m.facts.mounts if mount.kind == "fuse.mergerfs"]
 
 
+@RULES("mount-silent")
 def mount_silent(m: Machine) -> Iterator[Seen]:
-    """Every file system answers.
-
-    Looks at: file systems that do not answer
-    Why: whatever touches it hangs, and cannot be killed: ranks, srun, and the end of the job
-    See: https://man7.org/linux/man-pages/man5/nfs.5.html
-    """
+    """Every file system answers."""
     hung = [mount for mount in m.facts.mounts if mount.silent or mount.fault]
     storage = m.section("storage")
     named = (storage.get("scratch"), m.environ("HOME"), m.environ("TMPDIR"), m.environ("HF_HOME"), "/tmp")  # noqa: S108
@@ -49,13 +49,9 @@ def mount_silent(m: Machine) -> Iterator[Seen]:
         yield Seen(PASS, f"{len(m.facts.mounts)} file systems answer")
 
 
+@RULES("mount-missing")
 def mount_missing(m: Machine) -> Iterator[Seen]:
-    """What the cluster file mounts is mounted, on the machines of the file. In a container it is a bind of it.
-
-    Looks at: the file systems of the cluster file
-    Why: what is written to a folder on which nothing is mounted fills the root disk, and no other node sees it
-    See: https://github.com/huggingface/accelerate/issues/3010
-    """
+    """What the cluster file mounts is mounted, on the machines of the file. In a container it is a bind of it."""
     named = {path: what for path, what in _named(m).items() if what in ("brick", "pool")}
     if not named or not m.facts.mounts or not (m.is_member or m.in_step) or m.rehearsal:
         return
@@ -76,14 +72,9 @@ def mount_missing(m: Machine) -> Iterator[Seen]:
             yield Seen(FAIL if m.computes else WARN, f"nothing is mounted on {path} ({what} of the cluster file)", fix)
 
 
+@RULES("mount-read-only")
 def mount_read_only(m: Machine) -> Iterator[Seen]:
-    """Bricks, pool, scratch and /tmp are writable.
-
-    Looks at: file systems that ought to be writable
-    Why: a kernel that finds errors mounts a file system read-only: the next checkpoint fails
-    Fix: look at dmesg for errors of the disk; repair it, then mount -o remount,rw; in a container bind it without :ro
-    See: https://man7.org/linux/man-pages/man8/mount.8.html
-    """
+    """Bricks, pool, scratch and /tmp are writable."""
     named = _named(m)
     wanted = [*named, str(m.section("storage").get("scratch") or ""), "/tmp"]  # noqa: S108 - it is looked at
     mounts = [mount for path in wanted if path and (mount := m.mount_of(path)) and "ro" in mount.options]
@@ -106,58 +97,68 @@ def nfs_fault(options: Sequence[str]) -> tuple[str, str]:
     return FAIL if soft and "ro" not in options else WARN if soft or other else PASS, ", ".join(soft + other)
 
 
+@RULES("nfs-options")
 def nfs_options(m: Machine) -> Iterator[Seen]:
-    """NFS is mounted hard, and with locks.
-
-    Looks at: how NFS is mounted
-    Why: a soft mount gives an error to the program where the server is slow, in the middle of a checkpoint: a damaged file
-    Fix: mount it hard and with locks: clustertune setup storage renders the lines
-    See: https://man7.org/linux/man-pages/man5/nfs.5.html
-    """
+    """NFS is mounted hard, with locks, and patiently; branches by the version that the cluster file says."""
+    storage = m.section("storage")
+    branches = {str(brick.get("mount")) for brick in storage.get("bricks") or ()}
     for mount in m.facts.mounts:
-        if mount.kind.startswith("nfs"):
-            status, bad = nfs_fault(mount.options)
-            yield from either(status, f"{mount.point}: {bad}" if bad else "", f"{mount.point}: hard")
+        if not mount.kind.startswith("nfs"):
+            continue
+        status, bad = nfs_fault(mount.options)
+        values = dict(word.partition("=")[::2] for word in mount.options)
+        stated, spoken = str(storage.get("nfs_version") or ""), values.get("vers", values.get("nfsvers", ""))
+        hurried = f"timeo={values['timeo']}" if values.get("timeo", "").isdigit() and int(values["timeo"]) < PATIENT else ""
+        other = (
+            f"version {spoken}, the cluster file says {stated}"
+            if mount.point in branches and spoken not in ("", stated)
+            else ""
+        )
+        bad = ", ".join(filter(None, (bad, hurried, other if stated else "")))
+        yield from either(status if status != PASS else WARN, f"{mount.point}: {bad}" if bad else "", f"{mount.point}: hard")
 
 
-def pool_mmap(m: Machine) -> Iterator[Seen]:
-    """Pools can map files.
-
-    Looks at: mapped files on a mergerfs pool
-    Why: with page caching off files cannot be mapped shared: memory maps and SQLite end with 'no such device'
-    Fix: cache.files=auto-full, partial or full in the pool's fstab line (mergerfs 2.40 and before: not off, no direct_io):
-      clustertune setup storage
-    See: https://github.com/trapexit/mergerfs/issues/674
-    """
+@RULES("pool-options")
+def pool_options(m: Machine) -> Iterator[Seen]:
+    """Pools can map files, move what outgrows its branch, and choose branches as the cluster file says."""
+    pool = m.section("storage").get("pool") or {}
     for mount in _pools(m):
-        bad = [word for word in mount.options if word in ("cache.files=off", "direct_io")]
+        off = [word for word in mount.options if word in ("cache.files=off", "direct_io")]
         tried = [p.ok for p in m.facts.probes if p.what == "mmap" and p.ok is not None and m.mount_of(p.folder) is mount]
-        if bad and not tried:  # what was tried is known, with kernels that map such files too: the rule mmap tells
+        # What was tried is known, with kernels that map such files too: the rule mmap tells.
+        bad = ([] if tried else off) + [word for word in mount.options if word == "moveonenospc=false"]
+        chosen = next((word for word in mount.options if word.startswith("category.create=")), "")
+        if chosen and mount.point == pool.get("mount") and chosen != f"category.create={pool.get('create', 'epmfs')}":
+            bad.append(f"{chosen}, the cluster file says {pool.get('create', 'epmfs')}")
+        if bad:
             yield Seen(WARN, f"{mount.point}: {', '.join(bad)}")
 
 
+@RULES("nfs-over-fuse")
 def nfs_over_fuse(m: Machine) -> Iterator[Seen]:
-    """No FUSE file system is exported.
-
-    Looks at: NFS exports of a FUSE file system
-    Why: the kernel forgets files of FUSE that a client still has open: 'stale file handle' at any time
-    Fix: export the bricks, not the pool: every node mounts them and makes its own pool
-    See: https://github.com/trapexit/mergerfs/issues/1557
-    """
-    below = [(path, m.mount_of(path)) for path in m.facts.exports]
-    for path, mount in below:
+    """No FUSE file system is exported."""
+    for path in m.facts.exports:
+        mount = m.mount_of(path)
         if mount is not None and mount.kind.startswith("fuse."):
             yield Seen(FAIL, f"/etc/exports: {path} is on {mount.kind} at {mount.point}")
 
 
-def pool_branch(m: Machine) -> Iterator[Seen]:
-    """No branch of a pool is on the root disk.
+@RULES("export-options")
+def export_options(m: Machine) -> Iterator[Seen]:
+    """Exports write before they answer; root is mapped away, but where a pool has to make folders as root."""
+    create = str((m.section("storage").get("pool") or {}).get("create") or "ep")
+    for path, text in m.facts.exports.items():
+        options = set(re.split(r"[(),\s]+", text))
+        lost = f"{path}: async" if "async" in options else ""
+        # mergerfs makes a folder that another branch has as root (github.com/trapexit/mergerfs/issues/1218).
+        needed = not create.startswith("ep") and m.several
+        root = f"{path}: no_root_squash" if "no_root_squash" in options and not needed else ""
+        yield from either(FAIL if lost else WARN, lost or root, f"{path}: {text}" if text else "")
 
-    Looks at: what the branches of a mergerfs pool lie on
-    Why: where a brick is not mounted the pool takes the root disk for the emptiest, and writes checkpoints there
-    Fix: mount the bricks, and keep their empty mount points immutable (chattr +i): clustertune setup storage
-    See: https://manpages.ubuntu.com/manpages/questing/man1/mergerfs.1.html
-    """
+
+@RULES("pool-branch")
+def pool_branch(m: Machine) -> Iterator[Seen]:
+    """No branch of a pool is on the root disk."""
     for pool in _pools(m):
         listed = next((word[len("branches=") :] for word in pool.options if word.startswith("branches=")), "")
         paths = [part.partition("=")[0] for part in listed.split(":") if part.startswith("/")]
@@ -183,76 +184,18 @@ def _tried(
         yield Seen(PASS, f"works in {done} folders")
 
 
+@RULES("mmap")
 def mmap(m: Machine) -> Iterator[Seen]:
-    """Files can be mapped shared in the folders of runs and of libraries.
-
-    Looks at: shared mappings where runs and caches lie
-    Why: memory maps and SQLite need them: ranks map the tokens of their run
-    See: https://github.com/trapexit/mergerfs/issues/1290
-    """
+    """Files can be mapped shared in the folders of runs and of libraries."""
     fix = "cache.files=auto-full for a mergerfs pool, or move the folder to another file system"
     yield from _tried(m, "mmap", fix, stops=_named(m))
 
 
+@RULES("flock")
 def flock(m: Machine) -> Iterator[Seen]:
-    """Files can be locked in the folders of libraries: without locks they end with an error.
-
-    Looks at: locks where caches lie
-    Why: datasets and huggingface_hub lock their caches: without locks ranks end with an error, or write over each other
-    See: https://github.com/huggingface/datasets/issues/6744
-    """
+    """Files can be locked in the folders of libraries: without locks they end with an error."""
     fix = "mount with locks (local_lock=none, lockd for NFSv3), or HF_HOME on a disk of the node"
     yield from _tried(m, "flock", fix, stops=[probe.folder for probe in m.facts.probes])
-
-
-def noexec(m: Machine) -> Iterator[Seen]:
-    """What is compiled can be run from the folder that keeps it.
-
-    Looks at: folders in which compiled code is kept
-    Why: Triton and torch.compile load what they compile there: 'failed to map segment from shared object'
-    See: https://github.com/pytorch/pytorch/issues/91005
-    """
-    fix = "TMPDIR, TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR on a file system that is not mounted noexec"
-    named = (m.environ("TRITON_CACHE_DIR"), m.environ("TORCHINDUCTOR_CACHE_DIR"), m.environ("TMPDIR") or "/tmp")  # noqa: S108
-    yield from _tried(m, "exec", fix, folders=(*named, str(m.section("storage").get("scratch") or "")))
-
-
-def compiler_cache(m: Machine) -> Iterator[Seen]:
-    """Compiled kernels lie on a disk of the node.
-
-    Looks at: file system of Triton's and Inductor's caches
-    Why: on a network file system one rank meets a stale handle and ends, and all others wait for it
-    See: https://github.com/triton-lang/triton/issues/11512
-    """
-    home = m.environ("HOME")
-    for name, default in (("TRITON_CACHE_DIR", f"{home}/.triton" if home else ""), ("TORCHINDUCTOR_CACHE_DIR", "")):
-        path = m.environ(name) or default
-        mount = m.mount_of(path) if path and m.computes else None
-        if mount is None:
-            continue
-        by_default = "" if m.environ(name) else " (by default)"
-        if lies_elsewhere(mount.kind) and by_default and m.expects.launched:
-            yield Seen(PASS, "each job has its own, on the node")
-            continue
-        fix = f"{name} on a disk of the node, of each job its own: jobs started by clustertune have it so"
-        away = f"{path}{by_default} is on {mount.kind}" if lies_elsewhere(mount.kind) else ""
-        yield from either(WARN, away, f"{path} is on {mount.kind}", fix)
-
-
-def hub_cache(m: Machine) -> Iterator[Seen]:
-    """Weights are read from a disk of the node.
-
-    Looks at: file system of the Hugging Face cache
-    Why: weights are mapped page by page: over NFS or FUSE loading takes 10 to 50 times as long
-    Fix: copy models to a disk of the node (clustertune stage), or read them with mmap switched off
-    See: https://github.com/huggingface/safetensors/issues/562
-    """
-    home = m.environ("HOME")
-    cache = m.environ("HF_HOME") or (f"{home}/.cache/huggingface" if home else "")
-    mount = m.mount_of(cache) if cache and m.computes else None
-    if mount is not None:
-        on = f"{cache} is on {mount.kind}"
-        yield from either(WARN, f"{on} at {mount.point}" if lies_elsewhere(mount.kind) else "", on)
 
 
 def _written(m: Machine) -> list[Mount]:
@@ -265,13 +208,9 @@ def _written(m: Machine) -> list[Mount]:
     return [mount for mount in known if "ro" not in mount.options]
 
 
+@RULES("disk-full")
 def disk_full(m: Machine) -> Iterator[Seen]:
-    """There is room where jobs write.
-
-    Looks at: room on the file systems that jobs write to
-    Why: a full disk ends the job at its next checkpoint, a full /tmp at any moment
-    See: https://man7.org/linux/man-pages/man3/statvfs.3.html
-    """
+    """There is room where jobs write."""
     mounts, bad = _written(m), 0
     for mount in mounts:
         total, free = mount.total_bytes or 0, mount.free_bytes or 0
@@ -285,13 +224,9 @@ def disk_full(m: Machine) -> Iterator[Seen]:
         yield Seen(PASS, f"{len(mounts) - bad} file systems have room")
 
 
+@RULES("inodes")
 def inodes(m: Machine) -> Iterator[Seen]:
-    """There are inodes where jobs write.
-
-    Looks at: files that can still be made
-    Why: without inodes a disk is full that df shows as empty
-    See: https://man7.org/linux/man-pages/man3/statvfs.3.html
-    """
+    """There are inodes where jobs write."""
     for mount in _written(m):
         if mount.free_inodes is not None and mount.free_inodes < FEW_INODES and mount.kind != "tmpfs":
             fix = f"remove small files: du --inodes -x -d 2 {mount.point} | sort -n | tail"
@@ -299,67 +234,11 @@ def inodes(m: Machine) -> Iterator[Seen]:
             yield Seen(status, f"{mount.point} ({mount.kind}): {mount.free_inodes} inodes left", fix)
 
 
-def scratch(m: Machine) -> Iterator[Seen]:
-    """The node's own folder is on the node, and can be written.
-
-    Looks at: the node's own folder for caches
-    Why: without it ranks cannot compile, or do so on a network file system
-    See: https://github.com/pytorch/pytorch/issues/173679
-    """
-    path = str(m.section("storage").get("scratch") or "")
-    mount = m.mount_of(path) if path and m.computes else None
-    if mount is None:
-        return
-    tried = [probe for probe in m.facts.probes if probe.folder == path]
-    if lies_elsewhere(mount.kind):
-        fix = "storage.scratch of the cluster file must be on a disk of each node"
-        yield Seen(WARN, f"{path} is on {mount.kind} at {mount.point}", fix)
-    elif tried:
-        untried = f"{path}: {tried[0].message}" if all(probe.ok is None for probe in tried) else ""
-        fix = "make it on every node (mode 1777, as /tmp), or name another one: storage.scratch of the cluster file"
-        yield from either(FAIL if m.in_step else WARN, untried, f"{path} on {mount.kind}", fix)
-
-
-def container_root(m: Machine) -> Iterator[Seen]:
-    """A container's overlay has room.
-
-    Looks at: room on the container's own file system
-    Why: what is written outside of the binds goes to an overlay of some MB, or to a read-only image
-    Fix: write below bound folders only (TMPDIR, HF_HOME, the run folder); or a larger overlay
-    See: https://github.com/apptainer/apptainer-userdocs/blob/master/persistent_overlays.rst
-    """
-    root = m.mount_of("/") if m.in_container else None
-    if root is not None and root.kind in ("overlay", "fuse.fuse-overlayfs") and root.free_bytes is not None:
-        full = f"{gigabytes(root.free_bytes)} left on the container's root"
-        tight = root.free_bytes < 64_000_000 and "ro" not in root.options
-        yield from either(WARN, full if tight else "", f"{gigabytes(root.free_bytes)} left")
-
-
-def _open_to_others(m: Machine, what: str, bits: int, change: str) -> Iterator[Seen]:
-    """The files of a kind on which others have one of the permission ``bits``."""
-    files = [file for file in m.facts.files if file.what == what]
-    bad = [file for file in files if file.mode & bits]
-    for file in bad:
-        yield Seen(WARN, f"{file.path} has mode {file.mode:04o}", f"chmod {change} {file.path}")
-    if files and not bad:
-        yield Seen(PASS, f"{len(files)} files")
-
-
+@RULES("secret-mode")
 def secret_mode(m: Machine) -> Iterator[Seen]:
-    """Secrets are read by their owner only.
-
-    Looks at: who may read files with secrets
-    Why: other users can use a token that they can read
-    See: https://slurm.schedmd.com/slurmdbd.conf.html
-    """
-    yield from _open_to_others(m, "secret", 0o077, "600")
-
-
-def program_mode(m: Machine) -> Iterator[Seen]:
-    """Programs are changed by their owner only.
-
-    Looks at: who may change what jobs run
-    Why: a person who can change the script runs code as you
-    See: https://slurm.schedmd.com/sbatch.html
-    """
-    yield from _open_to_others(m, "program", 0o022, "go-w")
+    """Secrets are read by their owner only."""
+    bad = [file for file in m.facts.files if file.mode & 0o077]
+    for file in bad:
+        yield Seen(WARN, f"{file.path} has mode {file.mode:04o}", f"chmod 600 {file.path}")
+    if m.facts.files and not bad:
+        yield Seen(PASS, f"{len(m.facts.files)} files")

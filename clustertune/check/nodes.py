@@ -1,4 +1,4 @@
-"""What differs between the nodes of a job. Python 3.8, standard library."""
+"""What differs between the nodes of a job."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from clustertune.check.machine import Machine, gigabytes
-from clustertune.check.rule import FAIL, PASS, WARN, Seen, either, listed
+from clustertune.check.rule import FAIL, NODES, PASS, WARN, Rules, Seen, either, listed
 from clustertune.host.mounts import lies_elsewhere
+
+RULES = Rules(NODES, __file__)
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,9 @@ def origin(source: str) -> str:
     return f"{found[1]}.0/24:{found[2]}" if found else source
 
 
+@RULES("nodes-driver")
 def nodes_driver(several: JobNodes) -> Iterator[Seen]:
-    """One driver.
-
-    Looks at: one version of the driver on all nodes
-    Why: NCCL chooses transports by what the driver can do: nodes that choose differently hang or end at the first collective
-    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
-    """
+    """One driver."""
     fix = "install one version on all nodes; until then leave the odd one out: --exclude=NODE"
     # NCCL chooses features by the driver's CUDA version, cuMem from 12.0 on (src/misc/cudawrap.cc): ranks would disagree.
     if cuda := differing(several.machines, lambda m: m.facts.cuda_driver):
@@ -96,15 +94,9 @@ CORE = re.compile(r"(Python|torch|nvidia-nccl-cu\d+|transformers|accelerate|trl|
 """What ranks must have alike; for the others a difference is only shown."""
 
 
+@RULES("nodes-packages")
 def nodes_packages(several: JobNodes) -> Iterator[Seen]:
-    """One version of each package, and one Python.
-
-    Looks at: one version of each package on all nodes
-    Why: ranks of different versions name parameters, or order collectives, differently: they hang, or save what cannot be
-      loaded
-    Fix: use one image, or one environment on a file system that all nodes see
-    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
-    """
+    """One version of each package, and one Python."""
     machines = several.machines
     names = sorted({package.name for machine in machines for package in machine.facts.packages})
 
@@ -123,13 +115,9 @@ def nodes_packages(several: JobNodes) -> Iterator[Seen]:
     yield from either(FAIL if hard else WARN, shown, good)
 
 
+@RULES("nodes-gpus")
 def nodes_gpus(several: JobNodes) -> Iterator[Seen]:
-    """As many GPUs, of the same kind.
-
-    Looks at: the same GPUs on all nodes
-    Why: all ranks wait for the slowest, and a node with fewer GPUs cannot start all of its ranks
-    See: https://slurm.schedmd.com/gres.html
-    """
+    """As many GPUs, of the same kind."""
 
     def kinds(machine: Machine) -> object:
         names = Counter(gpu.name or "?" for gpu in machine.facts.gpus)
@@ -140,13 +128,9 @@ def nodes_gpus(several: JobNodes) -> Iterator[Seen]:
         yield from _compare(several.machines, FAIL, [("GPUs", kinds)], fix)
 
 
+@RULES("nodes-system")
 def nodes_system(several: JobNodes) -> Iterator[Seen]:
-    """Kernel, C library, memory and cores are alike.
-
-    Looks at: kernel, C library and memory of the nodes
-    Why: one node that was updated, or was built differently, fails alone: the fault comes and goes with the nodes of a job
-    See: https://slurm.schedmd.com/troubleshoot.html#nodes
-    """
+    """Kernel, C library, memory and cores are alike."""
     sizes = about([machine.facts.memory_bytes for machine in several.machines])
 
     def memory(machine: Machine) -> object:
@@ -158,13 +142,9 @@ def nodes_system(several: JobNodes) -> Iterator[Seen]:
     yield from _compare(several.machines, WARN, [*values, ("CPUs", lambda m: m.facts.cpus)], fix)
 
 
+@RULES("nodes-limits")
 def nodes_limits(several: JobNodes) -> Iterator[Seen]:
-    """Limits of the steps are alike.
-
-    Looks at: limits, shared memory and cores of the steps
-    Why: a limit that one slurmd was started with ends only the ranks of its node
-    See: https://github.com/ai4d-iasc/trixie/issues/81
-    """
+    """Limits of the steps are alike."""
     sizes = about([machine.facts.shm_bytes for machine in several.machines])
 
     def memlock(machine: Machine) -> object:
@@ -180,13 +160,9 @@ def nodes_limits(several: JobNodes) -> Iterator[Seen]:
     yield from _compare(several.machines, WARN, [*values, ("cores", lambda m: m.facts.affinity)], fix)
 
 
+@RULES("nodes-network")
 def nodes_network(several: JobNodes) -> Iterator[Seen]:
-    """The interface between the nodes, and the RDMA ports, are alike.
-
-    Looks at: frame size, speed and state of the interface between the nodes
-    Why: frames of different size are lost without an error: small messages pass, large ones hang; one slow link slows all
-    See: https://github.com/NVIDIA/nccl/issues/1524
-    """
+    """The interface between the nodes, and the RDMA ports, are alike."""
     machines = several.machines
 
     def nic(machine: Machine, key: str) -> object:
@@ -209,14 +185,9 @@ def nodes_network(several: JobNodes) -> Iterator[Seen]:
             yield Seen(WARN, f"{name}: {difference}", "look at cables and ports of the odd node: ibstat, ethtool")
 
 
+@RULES("nodes-mounts")
 def nodes_mounts(several: JobNodes) -> Iterator[Seen]:
-    """File systems of the network are mounted on all nodes, from the same place.
-
-    Looks at: the same network file systems on all nodes
-    Why: a rank that does not see the run folder, or sees another one, ends, or writes to the wrong place
-    Fix: mount it alike on all nodes (clustertune setup storage), or leave the odd one out: --exclude=NODE
-    See: https://github.com/huggingface/accelerate/issues/3010
-    """
+    """File systems of the network are mounted on all nodes, from the same place."""
     machines, lines = several.machines, []
     tables = {id(m): {mount.point: mount.source for mount in m.facts.mounts if lies_elsewhere(mount.kind)} for m in machines}
     own = {str(brick.get("mount")) for m in machines for brick in m.section("storage").get("bricks") or ()}
@@ -237,13 +208,9 @@ def _waits(machine: Machine, point: str) -> bool:
     return any(point == above or point.startswith(above.rstrip("/") + "/") for above in machine.facts.automounts)
 
 
+@RULES("nodes-clock")
 def nodes_clock(several: JobNodes) -> Iterator[Seen]:
-    """Each node's clock was, when it answered, between the times at which it was asked and had answered.
-
-    Looks at: clocks of the nodes, against that of the node that asked
-    Why: munge refuses jobs beyond 5 minutes, leases and logs are judged by time, NFS shows files from the future
-    See: https://slurm.schedmd.com/troubleshoot.html
-    """
+    """Each node's clock was, when it answered, between the times at which it was asked and had answered."""
     sent, answered = several.started, several.ended
     if len(several.machines) < 2 or not answered:
         return
@@ -258,13 +225,8 @@ def nodes_clock(several: JobNodes) -> Iterator[Seen]:
     yield from either(status, f"off at least: {listed}" if bad else "", good, fix)
 
 
+@RULES("node-silent")
 def node_silent(several: JobNodes) -> Iterator[Seen]:
-    """Every node answered; where not, what is known of the reason.
-
-    Looks at: nodes that did not answer
-    Why: a node that does not start a step, or hangs in it, keeps the whole job waiting
-    Fix: look at it: scontrol show node, ssh, journalctl -u slurmd; leave it out: --exclude=NODE
-    See: https://slurm.schedmd.com/troubleshoot.html#nodes
-    """
+    """Every node answered; where not, what is known of the reason."""
     for name, reason in several.silent.items():
         yield Seen(FAIL, reason, where=name)

@@ -1,9 +1,7 @@
-"""How rules are run, and what is made of their findings for people. Python 3.8, standard library."""
+"""How rules are run, and what is made of their findings for people."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,24 +10,35 @@ from typing import Any
 from clustertune.check import rule as rules
 from clustertune.check.machine import Machine
 from clustertune.check.nodes import JobNodes
-from clustertune.check.rule import FAIL, LOOKS, MACHINE, NODES, PASS, UNKNOWN, WARN, Check, Finding, Rule, Seen, checks, rule
+from clustertune.check.rule import (
+    FAIL,
+    MACHINE,
+    NODES,
+    PASS,
+    RULE_ERRORS,
+    UNKNOWN,
+    WARN,
+    Check,
+    Finding,
+    Rule,
+    Rules,
+    Seen,
+    checks,
+)
+
+RULES = Rules(RULE_ERRORS, __file__)
 
 
-@rule
+@RULES("rule-broken")
 def rule_broken(unread: tuple[str, str]) -> Iterator[Seen]:
-    """Looks at: the rules themselves
-
-    Why: a rule that ended in an error has judged nothing
-    See: https://docs.python.org/3/library/exceptions.html
-    """
-    # Unforeseen facts must not keep a job from its other rules.
+    """Unforeseen facts must not keep a job from its other rules."""
     text, where = unread
     yield Seen(UNKNOWN, text, where=where)
 
 
 def machine_rules() -> tuple[Rule, ...]:
     """The rules that need nothing but the machine, and those over several machines."""
-    return tuple(one.rule for one in checks(MACHINE, NODES, LOOKS))
+    return tuple(one.rule for one in checks(MACHINE, NODES, RULE_ERRORS))
 
 
 def run(looks: Iterable[Callable[[Any], Iterable[Finding]]], context: Any, where: str = "") -> Iterator[Finding]:
@@ -38,7 +47,7 @@ def run(looks: Iterable[Callable[[Any], Iterable[Finding]]], context: Any, where
         try:
             yield from look(context)
         except Exception as error:
-            name = look.name if isinstance(look, Check) else f"{look.__module__}.{look.__name__}"
+            name = look.rule.id if isinstance(look, Check) else look.__name__
             message = f"{name}: {type(error).__name__}: {error}"
             yield from rule_broken((message[:300], where))
 
@@ -89,36 +98,6 @@ class Report:
         """For people, a few lines a finding: what, why, what to do, where it was met. Alike ones of several nodes are one."""
         shown = self.counted if everything else self.faults
         return [line for item, places in grouped(shown) for line in describe(item, places)]
-
-
-SAME = {
-    "env-file": ("secret-mode",),
-    "weights-on-network": ("hub-cache",),
-}
-"""A recipe's rule, and those of the machine that tell the same of the same file or folder."""
-
-
-def deduplicate(machine: Sequence[Finding], recipe: Sequence[Finding]) -> list[Finding]:
-    """Both, without what the machine's rules say less exactly of what the recipe's rules have found as well."""
-    found = {item.rule: item.where for item in recipe if item.status in (WARN, FAIL)}
-    files = {rule: found[rule] if rule == "env-file" else "" for rule in SAME if rule in found}
-    repeated = [(other, file) for rule, file in files.items() for other in SAME[rule]]
-
-    def is_repeated(item: Finding) -> bool:
-        return any(item.rule == other and item.found.startswith(f"{file} " if file else "") for other, file in repeated)
-
-    return [*(item for item in machine if item.status not in (WARN, FAIL) or not is_repeated(item)), *recipe]
-
-
-def put(text: str) -> None:
-    """Print to stdout. A reader that stops early does not change the exit code."""
-    if sys.stdout is None:  # it was closed before the start
-        return
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` took what it wanted: no traceback, also none when Python closes stdout at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[str]]]:

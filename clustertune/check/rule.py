@@ -1,29 +1,23 @@
 """One form for every check: a rule, the function that looks, and what it found.
 
-A rule is one public function in a module of rules. Its name, with hyphens, is the id, its argument says what it looks at, its
-docstring holds the texts that people read, and it yields what it saw:
+Each module of rules makes one list, and names each rule in it by its id:
 
-    def swap(m: Machine) -> Iterator[Seen]:
-        \"\"\"Nothing of weight is in swap.
+    RULES = Rules(MACHINE, __file__)
 
-        Looks at: memory in swap
-        Why: a rank whose memory comes back from disk keeps all others waiting
-        See: https://www.kernel.org/doc/html/latest/admin-guide/sysctl/vm.html
-        \"\"\"
+    @RULES("gpu-mig")
+    def gpu_mig(m: Machine) -> Iterator[Seen]: ...
 
-It yields nothing where it does not apply, ``pass`` where it looked and found nothing, and ``unknown`` where it could not look.
-Standard library only, Python 3.8 or later: ``doctor.sbatch`` and ``doctor --facts`` run on bare nodes.
+The texts that people read stand under that id in ``rules.yaml`` beside the module. A rule yields nothing where it does not
+apply, ``pass`` where it looked and found nothing, and ``unknown`` where it could not look. :data:`MODULES` names the modules.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
-import pkgutil
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 PASS, WARN, FAIL, UNKNOWN = "pass", "warn", "fail", "unknown"
@@ -32,22 +26,20 @@ STATUSES = (PASS, UNKNOWN, WARN, FAIL)
 
 MACHINE, NODES, LINKS, SCRIPT = "machine", "nodes", "links", "script"
 """What rules look at: one machine, the nodes of a job together, links between GPUs as measured and logged, a batch script."""
-RECIPE, REFUSED = "recipe", "refused"
-"""A resolved recipe with its stack, data and run folder, and why one could not be resolved: rules in ``clustertune/doctor``."""
-LOOKS = "looks"
-"""A rule that ended in an error, or a fact that could not be read: the rule in ``clustertune/check/report.py``."""
+RECIPE, REFUSED, RULE_ERRORS = "recipe", "refused", "looks"
+"""A resolved recipe with its stack, data and run folder; why one could not be resolved; a rule that ended in an error."""
 
-_HOMES = {
-    MACHINE: ("Machine", "clustertune.check", ("machine_",)),
-    NODES: ("JobNodes", "clustertune.check", ("nodes",)),
-    LINKS: ("LinkContext", "clustertune.check", ("links_",)),
-    SCRIPT: ("Batch", "clustertune.check", ("script_",)),
-    LOOKS: ("tuple[str, str]", "clustertune.check", ("report",)),
-    RECIPE: ("RecipeContext", "clustertune.doctor", ("data_", "recipe_", "run_", "stack_")),
-    REFUSED: ("UserError", "clustertune.doctor", ("recipe_findings",)),
+MODULES = {
+    MACHINE: "check.machine_gpu check.machine_limits check.machine_slurm check.machine_network check.machine_stack"
+    " check.machine_storage",
+    NODES: "check.nodes",
+    LINKS: "nccl_check.link_rules",
+    RULE_ERRORS: "check.report",
+    SCRIPT: "check.sbatch",
+    RECIPE: "doctor.data_files doctor.recipe_findings doctor.recipe_plan doctor.run_folder doctor.stack_faults",
+    REFUSED: "doctor.recipe_findings",
 }
-"""For each subject: the type of a rule's argument, the package of its modules of rules, and how their names begin."""
-_SUBJECTS = {kind: subject for subject, (kind, _, _) in _HOMES.items()}
+"""For each subject the modules of its rules, in the order in which they are listed; a module may hold rules of two subjects."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +47,7 @@ class Rule:
     """Why something is a fault, in one line, and a public place that shows it."""
 
     id: str
-    """Lower case words with hyphens, the same for ever: people suppress and search it."""
+    """Lower case words with hyphens: people suppress and search it."""
     title: str
     """What is looked at, a phrase."""
     why: str
@@ -64,6 +56,8 @@ class Rule:
     """Documentation, or a thread of people who met it."""
     fix: str = ""
     """What to do where the finding does not say it better."""
+    stops: bool = False
+    """Whether a failure of it is sure to stop or spoil the job that is about to start."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +95,19 @@ def either(status: str, bad: str, good: str, fix: str = "", where: str = "") -> 
         yield Seen(status, bad, fix, where) if bad else Seen(PASS, good, where=where)
 
 
+Look = Callable[[Any], Iterable[Seen]]
+
+
 class Check:
     """A rule with the function that looks. Calling it with a subject gives findings."""
 
-    def __init__(self, rule: Rule, look: Callable[[Any], Iterable[Seen]], subject: str) -> None:
-        self.rule, self.look, self.subject = rule, look, subject
-        self.name = f"{look.__module__}.{rule.id}"
+    def __init__(self, rule: Rule | Callable[[], Rule], look: Look, subject: str) -> None:
+        self._made, self.look, self.subject = rule, look, subject
+
+    @cached_property
+    def rule(self) -> Rule:
+        """The rule itself; texts are read when they are first asked for."""
+        return self._made if isinstance(self._made, Rule) else self._made()
 
     def __call__(self, subject: Any) -> Iterator[Finding]:
         """What the rule finds on ``subject``."""
@@ -115,61 +116,41 @@ class Check:
             yield finding(self.rule, seen.status, seen.found, fix, seen.where or getattr(subject, "where", ""))
 
 
-_FIELD = re.compile(r"^ *(Looks at|Why|Fix|See):\s", re.MULTILINE)
+def rule_of(name: str, texts: Mapping[str, Any]) -> Rule:
+    """The rule of a row of YAML: ``title``, ``why``, ``see``, and where it has them ``fix`` and ``stops``."""
+    return Rule(name, texts["title"], texts["why"], texts["see"], texts.get("fix", ""), texts.get("stops", False))
 
 
-def rule(look: Callable[[Any], Iterable[Seen]]) -> Check:
-    """Make a rule of a function. It is written as a decorator only where other code calls the rule for its findings.
+@cache
+def _texts(folder: Path) -> dict[str, dict[str, Any]]:
+    import yaml  # a command that only looks at its arguments must not pay for it
 
-    The docstring's first line says what holds where all is well. ``Looks at:`` is the title (without it the first line),
-    ``Why:`` the reason, ``See:`` the link, and ``Fix:`` what to do where the function does not say it.
-    """
-    texts = described(look.__doc__ or "")
-    subject = _SUBJECTS[next(iter(look.__annotations__.values()))]
-    return rule_of(look.__name__.replace("_", "-"), *texts, look=look, subject=subject)
-
-
-def rule_of(*texts: str, look: Callable[[Any], Iterable[Seen]], subject: str) -> Check:
-    """A rule with the function that looks. ``texts``: the fields of :class:`Rule` in their order."""
-    return Check(Rule(*texts), look, subject)
-
-
-def described(docstring: str) -> tuple[str, str, str, str]:
-    """Title, why, link and fix of the rule that a docstring describes; empty texts where Python leaves docstrings out (-OO)."""
-    first, *parts = _FIELD.split(docstring)
-    texts = {key: " ".join(text.split()) for key, text in zip(parts[::2], parts[1::2])}  # noqa: B905 - Python 3.8
-    title = texts.get("Looks at") or first.strip().partition("\n")[0].rstrip(".")
-    return title, texts.get("Why", ""), texts.get("See", ""), texts.get("Fix", "")
-
-
-def checks(*subjects: str) -> list[Check]:
-    """The rules of these subjects, in the order of their modules and in these as they stand; without any, of all subjects."""
-    modules, subjects = set(), subjects or tuple(_HOMES)
-    for _, package, begins in map(_HOMES.__getitem__, subjects):
-        listed = pkgutil.iter_modules(importlib.import_module(package).__path__)
-        modules |= {f"{package}.{found.name}" for found in listed if found.name.startswith(begins)}
-    found = [check for module in sorted(modules) for check in _rules_in(module) if check.subject in subjects]
-    assert len({check.rule.id for check in found}) == len(found), "two rules have one id"
+    found: dict[str, dict[str, Any]] = yaml.safe_load((folder / "rules.yaml").read_text(encoding="utf-8"))
     return found
 
 
-@lru_cache(maxsize=None)  # noqa: UP033 - Python 3.8
-def _rules_in(module: str) -> tuple[Check, ...]:
-    """The rules of a module: those that are made already, and each public function that yields what it saw."""
-    looks = [(value, getattr(value, "look", value)) for value in vars(importlib.import_module(module)).values()]
-    own = [value for value, look in looks if getattr(look, "__module__", "") == module]
-    return tuple(
-        value if isinstance(value, Check) else rule(value) for value in own if isinstance(value, Check) or _is_rule(value)
-    )
+class Rules(list[Check]):
+    """The rules of one module, in the order in which they stand there."""
+
+    def __init__(self, subject: str, file: str) -> None:
+        super().__init__()
+        self.subject, self.folder = subject, Path(file).parent
+
+    def __call__(self, name: str, subject: str = "") -> Callable[[Look], Check]:
+        """Decorates the function that looks, and adds its rule ``name`` to the list; ``subject``: another than the module's."""
+
+        def add(look: Look) -> Check:
+            self.append(Check(lambda: rule_of(name, _texts(self.folder)[name]), look, subject or self.subject))
+            return self[-1]
+
+        return add
 
 
-def _is_rule(value: Any) -> bool:
-    """Whether it is a public function that yields what it saw. One that takes more than a subject would be lost: an error."""
-    types = list(value.__annotations__.values()) if inspect.isfunction(value) and not value.__name__.startswith("_") else []
-    if not types or "Seen" not in types[-1]:
-        return False
-    assert len(types) == 2 and types[0] in _SUBJECTS, f"{value.__module__}.{value.__name__}: a rule takes one subject alone"
-    return True
+def checks(*subjects: str) -> list[Check]:
+    """The rules of these subjects, in the order of :data:`MODULES`; without any, of all subjects."""
+    modules = dict.fromkeys(module for subject in subjects or MODULES for module in MODULES[subject].split())
+    found = [check for module in modules for check in importlib.import_module(f"clustertune.{module}").RULES]
+    return [check for check in found if not subjects or check.subject in subjects]
 
 
 def finding(rule: Rule, status: str, found: str, fix: str = "", where: str = "") -> Finding:

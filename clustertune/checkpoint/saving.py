@@ -23,13 +23,11 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
-from clustertune.checkpoint.local import LocalTier
 from clustertune.checkpoint.shards import Planner, ShardWriter, as_bytes, write_new
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.host.probe import Probe
@@ -95,9 +93,9 @@ def describe_error(error: BaseException) -> str:
     return next(iter(str(storage_cause(error) or error).splitlines()), type(error).__name__)
 
 
-def digest(tensors: list[torch.Tensor], algorithm: str = XXH3_128) -> str:
+def digest(tensors: list[torch.Tensor]) -> str:
     """The digest (hex) over the bytes of tensors, in their order."""
-    found = new_hasher(algorithm)
+    found = new_hasher(XXH3_128)
     for tensor in tensors:
         for piece in as_bytes(tensor):
             found.update(piece)
@@ -107,7 +105,7 @@ def digest(tensors: list[torch.Tensor], algorithm: str = XXH3_128) -> str:
 class StateWriter:
     """One rank's side of all saves of an attempt: one save at a time, in a thread, from host memory that is reused."""
 
-    def __init__(self, store: CheckpointStore | LocalTier, ranks: Ranks, group: Any) -> None:
+    def __init__(self, store: CheckpointStore, ranks: Ranks, group: Any) -> None:
         """``store`` and ``ranks`` meet on ``group``, never the one of training: the collectives of two threads would cross."""
         self._store, self._ranks, self._group = store, ranks, group
         self._cuda = cuda = torch.cuda.is_available()
@@ -153,7 +151,7 @@ class StateWriter:
         The state of a training keeps its place. So the second copy makes nothing again (torch's stager copies each DTensor's
         description too, which takes longer than the bytes of a small one): it moves the bytes.
         """
-        taken = {"states": _local(states), "parts": parts}
+        taken = {"states": states, "parts": parts}
         leaves = _leaves(taken)
         places = [tree_structure(taken), *map(_identity, leaves)]
         if self._copied is not None and places == self._places:
@@ -170,12 +168,12 @@ class StateWriter:
             self._places = places
             self.copied_bytes = sum(part.nbytes for part in parts)
         held = _with_values_of(taken, self._copied)
-        return _put(states, held["states"]), held["parts"]
+        return held["states"], held["parts"]
 
     def equals(self, folder: Path, states: Mapping[str, Any]) -> bool:
         """Whether this rank's part of ``states`` is what a checkpoint's folders of these names hold, however it was sharded."""
         for name, state in states.items():
-            stored = _put(state, self._stager.stage(_local(state)))
+            stored = self._stager.stage(state)
             for part in _tensors(stored):
                 part.zero_()
             dcp.load(stored, storage_reader=dcp.FileSystemReader(folder / name), process_group=self._group)
@@ -198,13 +196,12 @@ class StateWriter:
         state: RankState,
         meta: Mapping[str, Any],
         folder: Path | None = None,
-        store: CheckpointStore | LocalTier | None = None,
         *,
         copied: bool = False,
     ) -> Future[WrittenCheckpoint]:
         """Have the thread make the checkpoint of a step, or finish the one in ``folder`` that others have begun to write.
 
-        ``store``: another than the writer's, on the same group. ``copied``: from a copy, so that training may change the state
+        ``copied``: from a copy, so that training may change the state
         after :meth:`wait_for_copy`; else it must not before the future is done.
 
         The future raises NotSaved, NotFinite, OSError or UserError on all ranks alike; anything else where a peer is lost.
@@ -213,7 +210,7 @@ class StateWriter:
         if copied:
             self._is_copied.clear()
             ready = torch.cuda.current_stream().record_event() if self._cuda else None
-        return self._pool.submit(self._save, step, state, meta, folder, store or self._store, copied, ready)
+        return self._pool.submit(self._save, step, state, meta, folder, copied, ready)
 
     def _copy_of(self, state: RankState, ready: Any) -> RankState:
         """The state in host memory. On CUDA on a stream beside training's, behind ``ready``."""
@@ -229,7 +226,6 @@ class StateWriter:
         state: RankState,
         meta: Mapping[str, Any],
         folder: Path | None,
-        store: CheckpointStore | LocalTier,
         copied: bool,
         ready: Any,
     ) -> WrittenCheckpoint:
@@ -241,7 +237,7 @@ class StateWriter:
                     self._is_copied.set()
                     state, copying = copy_of, time.perf_counter() - began
                     began += copying
-            written = self._write_all(step, state, meta, folder, store)
+            written = self._write_all(step, state, meta, folder)
         finally:
             self._is_copied.set()
         size, removed = written
@@ -263,12 +259,10 @@ class StateWriter:
             self._stager = self._new_stager()
         return state, "; ".join(reasons)
 
-    def _write_all(
-        self, step: int, state: RankState, meta: Mapping[str, Any], folder: Path | None, store: CheckpointStore | LocalTier
-    ) -> tuple[int, list[Path]]:
+    def _write_all(self, step: int, state: RankState, meta: Mapping[str, Any], folder: Path | None) -> tuple[int, list[Path]]:
         """Write, hash and commit a state; the checkpoint's bytes, and the checkpoints that went in its place."""
         records, fault, found, finite = dict[str, FileRecord](), None, state.digest, True
-        folder = folder or store.begin(step)
+        folder = folder or self._store.begin(step)
         try:
             records = self._write(folder, state)
             finite = all(bool(torch.isfinite(part).all()) for part in state.parts[: state.trained])
@@ -280,8 +274,8 @@ class StateWriter:
             raise NotSaved("; ".join(failed), stored=any(one and one[1] for one, _, _ in gathered))
         if ranks := [rank for rank, (_, _, good) in enumerate(gathered) if not good]:
             raise NotFinite(ranks)
-        size = store.commit(folder, {**meta, "state_digests": [one for _, one, _ in gathered if one]}, records)
-        return size, store.prune()
+        size = self._store.commit(folder, {**meta, "state_digests": [one for _, one, _ in gathered if one]}, records)
+        return size, self._store.prune()
 
     def _write(self, folder: Path, state: RankState) -> dict[str, FileRecord]:
         """Write this rank's files, durably; returns those whose digests are known."""
@@ -314,39 +308,10 @@ def _with_values_of(state: Any, copied: Any) -> Any:
     return tree_map(lambda one, other: other if isinstance(one, torch.Tensor) else copy.deepcopy(one), state, copied)
 
 
-def _local(state: Any) -> Any:
-    """A state with the shards of FSDP1's tensors in their place: torch's stager cannot copy a ShardedTensor."""
-
-    def shards_of(one: Any) -> Any:
-        return [shard.tensor for shard in one.local_shards()] if isinstance(one, ShardedTensor) else one
-
-    return tree_map(shards_of, state)
-
-
-def _put(state: Any, copied: Any) -> Any:
-    """``copied``, which is of :func:`_local`, with its shards as tensors like those of ``state``, in host memory."""
-    return tree_map(lambda one, other: _sharded(one, other) if isinstance(one, ShardedTensor) else other, state, copied)
-
-
-def _sharded(like: Any, tensors: list[torch.Tensor]) -> Any:
-    """This rank's shards of a tensor like ``like``, in host memory."""
-    whole = copy.deepcopy(like.metadata())
-    mine = [copy.deepcopy(shard.metadata) for shard in like.local_shards()]
-    for shard in [*whole.shards_metadata, *mine]:
-        shard.placement._device = torch.device("cpu")  # as ShardedTensor.cpu does
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        [Shard(tensor, metadata) for tensor, metadata in zip(tensors, mine, strict=True)],
-        sharded_tensor_metadata=whole,
-        process_group=like._process_group,
-    )
-
-
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
     """This rank's part of each tensor of a state."""
     for value in flatten_state_dict(state)[0].values():
-        if isinstance(value, ShardedTensor):
-            yield from (shard.tensor for shard in value.local_shards())
-        elif isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
             yield value.to_local() if hasattr(value, "to_local") else value
 
 

@@ -1,20 +1,17 @@
 """The small states of a checkpoint (optimizer of a model that is not sharded, schedule, random numbers) without a pickle.
 
-One safetensors file each: the tensors, and how they are nested as JSON in its header. Earlier releases wrote ``torch.save``;
-such a file is read as tensors and plain values.
+One safetensors file each: the tensors, and how they are nested as JSON in its header.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers.trainer_pt_utils import safe_globals
 
 from clustertune.checkpoint.shards import DTYPES, NAMES, as_bytes, write_new
 from clustertune.errors import Problem, UserError
@@ -22,7 +19,6 @@ from clustertune.manifest import XXH3_128, FileRecord
 from clustertune.tensorfile import Tensor, build_header, read_header
 
 OPTIMIZER, SCHEDULER, SCALER = "optimizer", "scheduler", "scaler"
-_OLD = {OPTIMIZER: "optimizer.pt", SCHEDULER: "scheduler.pt", SCALER: "scaler.pt"}
 _KEY = "clustertune.values"
 
 
@@ -88,17 +84,13 @@ def _unpack(body: Any, found: list[torch.Tensor]) -> Any:
 
 
 def load(folder: Path, name: str) -> Any:
-    """The value that :func:`save` wrote, or an earlier release; None where there is neither. Tensors are in host memory.
+    """The value that :func:`save` wrote, its tensors in host memory; None where there is none.
 
-    Raises UserError for a file that contains no value, ``pickle.UnpicklingError`` for a pickle of more than tensors and values.
+    Raises UserError for a file that contains no value.
     """
-    path, old = folder / file_of(name), folder / _OLD.get(name, f"{name}.pth")
+    path = folder / file_of(name)
     if not path.is_file():
-        if not old.is_file():
-            return None
-        arrays: AbstractContextManager[None] = nullcontext() if name in _OLD else safe_globals()
-        with arrays:
-            return torch.load(old, map_location="cpu", weights_only=True)
+        return None
     try:
         header = read_header(path)
         found: dict[str, torch.Tensor] = {}

@@ -29,6 +29,8 @@ from clustertune.arguments import (
     eval_folder,
     eval_settings,
     existing_folder,
+    existing_run,
+    merged_or_model,
     newest_merged,
     path_given,
     path_option,
@@ -54,6 +56,7 @@ with deferred():
     from clustertune.export import whole
     from clustertune.launch import cluster_paths, node
     from clustertune.plan import schedule
+    from clustertune.recipe import library_facts
     from clustertune.report import page
     from clustertune.resolve import megatron, resolve
     from clustertune.resolve import show as view
@@ -237,7 +240,7 @@ def export(
 
     Exports the adapter of a LoRA run, or the model if all parameters were trained.
     """
-    _summarise(whole.export_either(existing_folder(source, "a run folder or a checkpoint"), out, base), as_json)
+    _summarise(whole.export_either(existing_run(source, "a run folder or a checkpoint"), out, base), as_json)
 
 
 @app.command()
@@ -262,7 +265,9 @@ def merge(
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[Path | None, path_given("Model folder. Default: the newest merged model of a run.", "MODEL")] = None,
+    model: Annotated[
+        Path | None, path_given("Run or model folder. Default: the newest merged model of a run.", "RUN|MODEL")
+    ] = None,
     tasks: Annotated[
         str | None, typer.Option(metavar="LIST", help="lm-eval tasks, separated by commas. Default: that of a recipe.")
     ] = None,
@@ -287,7 +292,7 @@ def evaluate(
 ) -> None:
     """Score a model with lm-eval, alone or next to its base."""
     below = cluster_paths.enter_local()
-    model = newest_merged(below) if model is None else existing_folder(model, "a model")
+    model = newest_merged(below) if model is None else merged_or_model(model)
     given: dict[str, Any] = {"num_fewshot": num_fewshot, "max_gen_toks": max_gen_toks, "batch_size": batch_size, "limit": limit}
     given |= {} if tasks is None else {"tasks": tasks.split(",")}
     settings = eval_settings({**given, "apply_chat_template": apply_chat_template, "backend": backend.value})
@@ -310,12 +315,12 @@ def evaluate(
 
 @app.command()
 def report(
-    run_dir: Annotated[Path, path_given("A run folder.", "RUN")],
+    run_dir: Annotated[Path, path_given("A run folder, latest, a recipe, or the beginning of a run's id.", "RUN")],
     out: Annotated[Path | None, path_option("Page to write. Default: RUN/report.html.", "--out", metavar="FILE")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a run's one-page report, and report.json next to it."""
-    run_dir = existing_folder(run_dir, "a run folder")
+    run_dir = existing_run(run_dir)
     RunDir(run_dir).read()
     path = page.build(run_dir, out)
     reply(as_json, {"report": str(path)}, f"wrote {path}")
@@ -363,6 +368,7 @@ def run_command(app: typer.Typer) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _stop)
     try:
+        _require_once("--cluster", "--gpus", "--model")
         code = app(standalone_mode=False)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a warning that comes now finds nothing to save
     except BrokenPipeError:  # the reader has seen enough
@@ -381,6 +387,15 @@ def run_command(app: typer.Typer) -> int:
         if as_json:
             emit_json({**known.as_dict(), "exit_code": code})
     return int(code or 0)
+
+
+def _require_once(*options: str) -> None:
+    """Raise UserError where one of the options is given twice: of two values all but the last would be dropped silently."""
+    words = sys.argv[1 : sys.argv.index("--") if "--" in sys.argv else None]
+    for option in options:
+        if sum(word == option or word.startswith(f"{option}=") for word in words) > 1:
+            fix = "plan RECIPE --clusters A,B compares clusters" if option == "--cluster" else "give it once"
+            raise UserError("is given more than once", file="command line", key=option, fix=fix)
 
 
 def explain(error: BaseException) -> UserError:
@@ -426,9 +441,20 @@ def _usage(error: typer.TyperException) -> UserError:
         say(text)
         return UserError(f"{command}: a command is missing", code=ExitCode.CONFIG)
     usage = context.get_usage().removeprefix("Usage: ") if context else command
-    known = UserError(text, file="command line", fix=f"usage: {usage}; --help explains", code=ExitCode.CONFIG)
+    fix = f"usage: {usage}; --help explains"
+    if (key := getattr(error, "option_name", "").lstrip("-")) and "section.key=value" in usage:
+        fix = _as_override(key) or fix
+    known = UserError(text, file="command line", fix=fix, code=ExitCode.CONFIG)
     show_error(known)
     return known
+
+
+def _as_override(key: str) -> str | None:
+    """How a setting of a recipe is given that was written as an option, as accelerate and TRL's programs take it."""
+    section, _, name = key.replace("-", "_").rpartition(".")
+    sections = {"train": library_facts.facts("trl")["fields"], "lora": library_facts.facts("peft")["fields"]}
+    found = section or next((known for known, keys in sections.items() if name in keys), None)
+    return f"settings of a recipe are given without dashes: {found}.{name}=VALUE" if found else None
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from clustertune.arguments import AsJson, existing_folder, path_given
+from clustertune.arguments import AsJson, existing_run, path_given
 from clustertune.console import emit_json, say, show_error
 from clustertune.errors import ExitCode, Problem, UserError
 
@@ -25,7 +25,7 @@ def verify(path: Annotated[Path, path_given("A checkpoint folder, or a run.", "P
     Reads no pickle. Given a run, checks every checkpoint that has a manifest; one without was never finished.
     """
     try:
-        checkpoint, problems, notes = _look(existing_folder(path, "a checkpoint or a run folder"))
+        checkpoint, problems, notes = _look(existing_run(path, "a checkpoint or a run folder"))
     except UserError as error:
         checkpoint, problems, notes = None, error.problems, []
     for note in notes:

@@ -1,4 +1,4 @@
-"""``clustertune compare``: runs, benchmarks and published metrics side by side."""
+"""``clustertune compare``: runs and published metrics side by side."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import typer
 from clustertune import console
 from clustertune.arguments import AsJson, path_argument, path_option
 from clustertune.console import reply, say
-from clustertune.errors import storing
-from clustertune.manifest import require_replaceable, write_durably
+from clustertune.manifest import replace_ours
 
 
 def add(app: typer.Typer) -> None:
@@ -22,7 +21,7 @@ def add(app: typer.Typer) -> None:
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN_OR_JSON", help="Two or more: run folders, results of bench, metrics.json files."),
+        typer.Argument(metavar="RUN_OR_JSON", help="Two or more: run folders, metrics.json files."),
     ],
     out: Annotated[
         Path | None, path_option("Write a page with plots (.html) or the table as Markdown.", "--out", metavar="FILE")
@@ -41,8 +40,8 @@ def compare(
     for note in found.notes:
         say(f"note: {note}")
     if out is not None:
-        with storing("cannot be written", out):
-            require_replaceable(out, room.PAGE_MARK if out.suffix == ".html" else room.MARK)
-            out.parent.mkdir(parents=True, exist_ok=True)
-            write_durably(out, room.page(found) if out.suffix == ".html" else room.markdown(found))
+        if out.suffix == ".html":
+            replace_ours(out, room.page(found), room.PAGE_MARK)
+        else:
+            replace_ours(out, room.markdown(found), room.MARK)
         say(f"in {out}")

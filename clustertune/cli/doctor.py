@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_argument, path_option, takes
 from clustertune.check import report as reports
 from clustertune.check.machine import LOGIN, PLACES, Expects, Machine
-from clustertune.check.rule import Finding, as_json, exit_code, listed, worst
+from clustertune.check.rule import Finding, as_json, exit_code, listed, printable, worst
 from clustertune.cli.deferred import deferred
 from clustertune.console import emit_json, escape, reply, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error, storing
@@ -28,12 +28,12 @@ from clustertune.tree import ROOT
 
 with deferred():
     from clustertune import chain
+    from clustertune.check import sbatch as linter
     from clustertune.cluster import ignoring, load, schema
     from clustertune.doctor import preflight, recipe_context
-    from clustertune.doctor import sbatch as linter
     from clustertune.host import collect
     from clustertune.launch import allocation, batch, cluster_paths, shape
-    from clustertune.nccl_check import check as links
+    from clustertune.nccl_check import link_check as links
 COMMAND_LINE = "command line"
 Looked = tuple[list[Finding], HostFacts | None, list[str]]
 """What was found, the facts of one machine if any answered, and the machines looked at."""
@@ -98,7 +98,7 @@ def _group() -> None:
 def check(args: DoctorArguments) -> None:
     """Check this machine, or all nodes of this job, and a recipe.
 
-    Exit 0: nothing found; 1: warnings; 2: what would stop or spoil a job. python3 -m clustertune.doctor needs only PyYAML.
+    Exit 0: nothing found; 1: warnings; 2: what would stop or spoil a job.
     """
     raise typer.Exit(answer(args))
 
@@ -110,7 +110,7 @@ def sbatch(
 ) -> None:
     """Find known mistakes in batch scripts, with line and remedy.
 
-    Exit 0: none; 1: findings. Only reads the scripts. Without an installation: python3 -m clustertune.doctor.sbatch.
+    Exit 0: none; 1: findings. Only reads the scripts. Without an installation: uvx --from CHECKOUT clustertune doctor sbatch.
     """
     found, problems = [], []
     for file in files:
@@ -124,14 +124,19 @@ def sbatch(
             problems += storage_error(error, "cannot be read", file).problems
     raise_if(problems)
     if as_json:
-        emit_json(linter.as_json(found))
+        listing = [{"file": path, "findings": [_at_line(item) for item in findings]} for path, findings in found]
+        emit_json({"files": listing, "findings": sum(len(findings) for _, findings in found)})
     for path, findings in found if not as_json else []:
-        for line in linter.report(path, findings):
-            sys.stdout.write(escape(line) + "\n")
+        for item in findings:
+            sys.stdout.write(escape(printable(f"{path}:{item.where}: {item.rule}: {item.found} -> {item.fix}")) + "\n")
     count = sum(len(findings) for _, findings in found)
     say(f"{len(found)} files, {count} findings" if len(found) > 1 else f"{count} findings")
     if count:
         raise typer.Exit(int(ExitCode.FAILED))
+
+
+def _at_line(item: Finding) -> dict[str, object]:
+    return {"line": int(item.where), "rule": item.rule, "message": item.found, "remedy": item.fix, "link": item.link}
 
 
 # --- check -------------------------------------------------------------------------------------------------------------
@@ -179,8 +184,7 @@ def answer(args: DoctorArguments) -> int:
         return 0
     else:
         found, facts, hosts = _on_nodes(args, cluster, job)
-    found = reports.deduplicate(found, _of_recipe(args, cluster, facts))
-    return _tell(args, cluster, reports.Report(found, left_out), facts, hosts)
+    return _tell(args, cluster, reports.Report([*found, *_of_recipe(args, cluster, facts)], left_out), facts, hosts)
 
 
 def _contradictions(args: DoctorArguments) -> Iterator[Problem]:

@@ -30,8 +30,7 @@ with deferred():
     from clustertune.evaluate import servers as eval_servers
     from clustertune.launch import allocation, cluster_paths, progress, serving, signal_margin
     from clustertune.launch import node as launch_node
-    from clustertune.staging import bundle
-    from clustertune.staging import node as staging_node
+    from clustertune.staging import bundle, staging_step
     from clustertune.sweep import points
 
 
@@ -96,8 +95,7 @@ def job(
         arguments += ["--to", last] if last != STAGES[-1] else []
     trains = STAGES.index(first) <= STAGES.index("train") <= STAGES.index(last)
     path = run_dir or chain.default_run_dir(resolved, cluster_paths.runs(machine))
-    needed = signal_margin.needed(path, resolved)
-    problems = allocation.check(given, resolved, machine, arguments, (first, last), needed)
+    problems = allocation.check(given, resolved, machine, arguments, (first, last))
     problems += allocation.first_node_problems(machine, nodes=len(given.nodes), trains=trains)
     raise_if(problems)
     cluster_paths.make()
@@ -107,7 +105,8 @@ def job(
         say(line)
     late = None
     if script is not None and trains:  # the other stages continue file by file, and need less
-        late = signal_margin.warning(signal_margin.given_in(script.read_text(errors="replace")), needed, given.limit_minutes)
+        said = signal_margin.given_in(script.read_text(errors="replace"))
+        late = signal_margin.warning(said, resolved.recipe.slurm.signal_seconds, given.limit_minutes)
     for text in filter(None, (late, *resolved.warnings)):
         say(f"warning: {text}")
     program.run(resolved, machine, given, path, (first, last), chain.command_line(), variables, evaluation)
@@ -130,7 +129,7 @@ def _begun(job: str, run_dir: Path | None, cluster: str | None) -> tuple[Path, i
 
 
 def _recorded(run_dir: Path | None, number: int | None, *, of_sweep: bool) -> Description | None:
-    """What ``submit``, or ``sweep`` for a point, decided; None for a job by hand, and for sweeps of releases without it.
+    """What ``submit``, or ``sweep`` for a point, decided; None for a job by hand.
 
     Raises UserError where the run folder does not say it.
     """
@@ -206,7 +205,7 @@ def node(
                 "the node's number is missing: SLURM_NODEID is not set", key="--node", fix="give --node, or start it with srun"
             )
         node_rank = int(text)
-    raise typer.Exit(launch_node.main(run_dir, attempt, node_rank, quiet=quiet, around=staging_node.leased))
+    raise typer.Exit(launch_node.main(run_dir, attempt, node_rank, quiet=quiet, around=staging_step.leased))
 
 
 def part(

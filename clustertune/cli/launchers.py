@@ -24,7 +24,6 @@ with deferred():
     from clustertune import chain, summary, torchrun
     from clustertune.evaluate import scores
     from clustertune.launch import cluster_paths, skypilot
-    from clustertune.recipe import schema
     from clustertune.resolve import megatron, resolve
 
 RunDirOption = Annotated[
@@ -160,11 +159,11 @@ def finish(run: Any, results: dict[str, dict[str, Any]], as_json: bool) -> None:
 
 
 def _scores(found: dict[str, Any] | None) -> dict[str, Any]:
-    """``tasks``, and ``paired`` where the base was scored; by its name those of the first task, as before there were more."""
+    """``tasks``, and ``paired`` where the base was scored."""
     if found is None:
-        return {"tasks": None, schema.FIRST_TASK: None}
+        return {"tasks": None}
     paired = {"paired": found["paired"]} if found.get("paired") else {}
-    return {"tasks": found["tasks"], schema.FIRST_TASK: found.get("scores"), **paired}
+    return {"tasks": found["tasks"], **paired}
 
 
 def sky(

@@ -9,8 +9,7 @@ import os
 import platform
 import shlex
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,20 +29,13 @@ with deferred():
     from clustertune import job as job_program
     from clustertune.cluster import ignoring, load, schema
     from clustertune.launch import allocation, cluster_paths, slurm
-    from clustertune.nccl_check import check, node, result
-    from clustertune.nccl_check import log as recorded
-    from clustertune.nccl_check import setup as setups
+    from clustertune.nccl_check import link_check, link_context, link_node, link_records, link_schedule, link_table, nccl_log
     from clustertune.recipe import load as recipe_load
 GPU_SECONDS, CPU_SECONDS = 300.0, 60.0
 WAIT_SECONDS = 5.0
 """Between two questions to Slurm about a job that is waited for."""
-GIVEN_TO_JOB = (
-    *("seconds", "smallest", "largest", "factor", "iterations", "warmup"),
-    *("collectives", "scopes", "backend", "ranks", "save"),
-)
+GIVEN_TO_JOB = ("seconds", "largest", "collectives", "scopes", "backend", "ranks", "save")
 """What of the command line the job's has too."""
-JOIN_SECONDS = 900.0
-"""How long a node that was started by hand waits for the first one."""
 
 
 @dataclass(frozen=True)
@@ -64,23 +56,16 @@ class NcclCheckArguments:
             show_default=False,
         ),
     ] = None
-    smallest: Annotated[str, typer.Option("--min", metavar="SIZE", help="Smallest message.")] = "1K"
     largest: Annotated[
         str | None, typer.Option("--max", metavar="SIZE", help="Largest message. Default: 1G, on CPUs 64M or less.")
     ] = None
-    factor: Annotated[int, typer.Option(min=2, max=1024, help="Factor between message sizes.")] = 4
-    iterations: Annotated[int, typer.Option(min=3, max=10_000, help="Iterations per size.")] = 20
-    warmup: Annotated[int, typer.Option(min=1, max=1000, help="Untimed warm-up iterations per size.")] = 5
     collectives: Annotated[str | None, typer.Option(metavar="A,B", help="Only these collectives.", show_default=False)] = None
     scopes: Annotated[
         str | None, typer.Option(metavar="A,B", help="Groups of ranks to measure: world,intra,inter,pair.", show_default=False)
     ] = None
     backend: Annotated[str, typer.Option(help="nccl, gloo, or auto: NCCL if there are GPUs.")] = "auto"
     ranks: Annotated[int | None, typer.Option(min=1, max=256, help="Ranks per node. Default: one per GPU.")] = None
-    nodes: Annotated[int | None, typer.Option(min=1, help="With --submit or --node-rank: number of nodes.")] = None
-    node_rank: Annotated[
-        int | None, typer.Option("--node-rank", min=0, help="Without Slurm: number of this node; run the same command on each.")
-    ] = None
+    nodes: Annotated[int | None, typer.Option(min=1, help="With --submit: number of nodes.")] = None
     out: Annotated[Path | None, path_option("Folder for logs and result.", "--out")] = None
     save: Annotated[bool, typer.Option("--save", help="Save the result next to the cluster file, for plan.")] = False
     submit: Annotated[bool, typer.Option("--submit", help="Submit the check as a Slurm job on whole nodes.")] = False
@@ -112,8 +97,6 @@ def answer(args: NcclCheckArguments) -> int:
         return _judge_logs(args)
     cluster = load.load_cluster(args.cluster)
     ignoring.ignored(cluster)  # a name that is no rule is refused before anything is measured
-    if args.node_rank:
-        return _join(args, cluster)
     target, options = _target(args, cluster)
     if args.dry_run:
         _show(target, options, args)
@@ -129,38 +112,28 @@ def _usage(args: NcclCheckArguments) -> Iterator[Problem]:
         yield wrong("--logs", "no file was given", "clustertune nccl-check --logs FILE...")
     if args.files and not args.logs:
         yield wrong("FILE", f"{args.files[0]}: files are read only with --logs", "clustertune nccl-check --logs FILE...")
-    for key, text, known in (("--collectives", args.collectives, result.COLLECTIVES), ("--scopes", args.scopes, setups.SCOPES)):
+    for key, text, known in (
+        ("--collectives", args.collectives, link_context.COLLECTIVES),
+        ("--scopes", args.scopes, link_schedule.SCOPES),
+    ):
         for word in text.split(",") if text is not None else []:
             if word not in known:
                 fix = recipe_load.did_you_mean(word, known) or "name some of them"
                 yield wrong(key, f"unknown: {word!r}; known: {', '.join(known)}", fix)
     if args.backend not in ("auto", "nccl", "gloo"):
         yield wrong("--backend", f"{args.backend!r} is not a backend", "auto, nccl or gloo")
-    sizes = {}
-    for key, text in (("--min", args.smallest), ("--max", args.largest)):
-        try:
-            sizes[key] = result.parse_size(text) if text is not None else None
-        except ValueError as error:
-            yield wrong(key, str(error), "write 1K, 64M or 1G")
-    if (sizes.get("--max") or 1 << 60) < (sizes.get("--min") or 0):
-        yield wrong("--min", f"{args.smallest} is more than --max {args.largest}", "the smallest comes first")
-    by_hand, here = args.node_rank is not None, not args.submit
-    several = args.nodes is not None and not by_hand
-    # Options that mean nothing without another, or beside it.
-    for is_so, key, text, fix in (
-        (
-            by_hand and args.out is None,
-            "--out",
-            "the nodes meet in a folder that all see",
-            "give the same new --out DIR to all",
-        ),
-        (by_hand and args.submit, "--submit", "a job knows its nodes", "leave --node-rank out"),
-        (args.wait and here, "--wait", "is read only with --submit", "without a job the verdict is there at the end"),
-        (args.time is not None and here, "--time", "is read only with --submit", "--seconds limits the check itself"),
-        (several and here, "--nodes", "is read only with --submit or --node-rank", "inside a job all its nodes are measured"),
+    try:
+        link_table.parse_size(args.largest or "1G")
+    except ValueError as error:
+        yield wrong("--max", str(error), "write 1K, 64M or 1G")
+    here = not args.submit
+    for is_so, key, fix in (
+        (args.wait and here, "--wait", "without a job the verdict is there at the end"),
+        (args.time is not None and here, "--time", "--seconds limits the check itself"),
+        (args.nodes is not None and here, "--nodes", "inside a job all its nodes are measured"),
     ):
         if is_so:
-            yield wrong(key, text, fix)
+            yield wrong(key, "is read only with --submit", fix)
 
 
 # --- recorded logs -----------------------------------------------------------------------------------------------------
@@ -176,17 +149,17 @@ def _judge_logs(args: NcclCheckArguments) -> int:
     cluster = load.load_cluster(args.cluster) if args.cluster is not None else None
     left_out = ignoring.ignored(cluster) if cluster else ()
     with storing("cannot be read", ", ".join(files)):
-        log = recorded.read_files(files)
+        log = nccl_log.read_files(files)
     if not log.lines and not log.faults and not log.versions:
         raise UserError(Problem("no line of NCCL", file=", ".join(files), fix="run the job with NCCL_DEBUG=INFO"))
-    measured_before = {"schema": result.SCHEMA, **({"expected": check.expected(cluster)} if cluster else {})}
-    _, judged = check.verdict(measured_before, log, left_out)
-    document = {"schema": result.SCHEMA, "logs": files, "log": recorded.as_dict(log), "verdict": judged}
+    measured_before = {"schema": link_records.SCHEMA, **({"expected": link_check.expected(cluster)} if cluster else {})}
+    _, judged = link_check.judged(measured_before, log, left_out)
+    document = {"schema": link_records.SCHEMA, "logs": files, "log": nccl_log.as_dict(log), "verdict": judged}
 
     def show() -> None:
-        for line in recorded.summary(log):
+        for line in nccl_log.summary(log):
             say(line)
-        result.verdict(judged, console.stderr)
+        link_table.verdict(judged, console.stderr)
 
     reply(args.as_json, document, show)
     return EXIT[judged["status"]]
@@ -195,54 +168,39 @@ def _judge_logs(args: NcclCheckArguments) -> int:
 # --- where and what ----------------------------------------------------------------------------------------------------
 
 
-def _target(args: NcclCheckArguments, cluster: schema.Cluster) -> tuple[check.CheckTarget, setups.CheckOptions]:
+def _target(args: NcclCheckArguments, cluster: schema.Cluster) -> tuple[link_check.CheckTarget, link_schedule.CheckOptions]:
     """Where it runs and what it measures. Raises UserError."""
-    if args.node_rank is not None:
-        hosts = cluster.compute_nodes[: args.nodes]
-        if args.nodes is not None and args.nodes > len(hosts):
-            text = f"{args.nodes} nodes, cluster {cluster.name} has {len(hosts)}"
-            raise UserError(Problem(text, file="command line", key="--nodes", fix=f"at most --nodes {len(hosts)}"))
-        local = check.local_target(tuple(host.name for host in hosts), tuple(host.address for host in hosts), cluster)
-        return local, _options(args, chain.visible_gpus(), len(os.sched_getaffinity(0)), len(hosts), "here")
     if os.environ.get("SLURM_JOB_ID"):
         given = allocation.read()
         raise_if(allocation.first_node_problems(cluster, nodes=len(given.nodes), trains=True))
         gpus = given.gpus_per_node if job_program.has_gpus() else 0
         cpus = min(given.cpus_per_node or 1 << 20, len(os.sched_getaffinity(0)))
         where = "step" if cluster.container.runtime == "none" else "container+step"
-        return check.job_target(given, cluster, os.environ), _options(args, gpus, cpus, len(given.nodes), where)
+        return link_check.job_target(given, cluster, os.environ), _options(args, gpus, cpus, len(given.nodes), where)
     name = platform.node() or "here"
     if args.cluster is not None and cluster.nodes and cluster.host(name) is None:
         say(f"warning: {name} is not a node of {cluster.name}: this machine is measured; --submit measures the cluster's nodes")
     options = _options(args, chain.visible_gpus(), len(os.sched_getaffinity(0)), 1, "here")
-    return check.local_target((name,), ("127.0.0.1",), cluster), options
+    return link_check.local_target(name, cluster), options
 
 
-def _options(args: NcclCheckArguments, gpus: int, cpus: int, nodes: int, where: str) -> setups.CheckOptions:
+def _options(args: NcclCheckArguments, gpus: int, cpus: int, nodes: int, where: str) -> link_schedule.CheckOptions:
     """``gpus`` and ``cpus`` are those of one node. Raises UserError."""
     backend, why, ranks = _backend(args, gpus, nodes)
-    options = setups.CheckOptions(
+    return link_schedule.CheckOptions(
         backend=backend,
         backend_why=why,
         ranks_per_node=ranks,
         cpus_per_node=cpus,
         seconds=args.seconds or (GPU_SECONDS if backend == "nccl" else CPU_SECONDS),
-        smallest=result.parse_size(args.smallest),
-        largest=result.parse_size(args.largest) if args.largest else check.largest_for(backend, nodes),
-        factor=args.factor,
-        iterations=args.iterations,
-        warmup=args.warmup,
+        largest=link_table.parse_size(args.largest) if args.largest else link_check.largest_for(backend, nodes),
         # In their own order, which is that of importance.
         collectives=tuple(
-            name for name in result.COLLECTIVES if args.collectives is None or name in args.collectives.split(",")
+            name for name in link_context.COLLECTIVES if args.collectives is None or name in args.collectives.split(",")
         ),
-        scopes=tuple(name for name in setups.SCOPES if args.scopes is None or name in args.scopes.split(",")),
+        scopes=tuple(name for name in link_schedule.SCOPES if args.scopes is None or name in args.scopes.split(",")),
         place=where,
     )
-    if options.largest < options.smallest:
-        text = f"{args.smallest} is more than the {options.largest} bytes that are the largest of {backend} here"
-        raise UserError(Problem(text, file="command line", key="--min", fix="give --max, too"))
-    return options
 
 
 def _backend(args: NcclCheckArguments, gpus: int, nodes: int) -> tuple[str, str, int]:
@@ -262,12 +220,12 @@ def _backend(args: NcclCheckArguments, gpus: int, nodes: int) -> tuple[str, str,
     if each * nodes < 2:
         raise UserError(Problem("one rank has no peer", file="command line", key="--ranks", fix="--ranks 2"))
     if args.backend == "gloo":
-        return "gloo", "asked for", each  # check.REQUESTED
+        return "gloo", link_check.REQUESTED, each
     return "gloo", "one GPU has no peer: gloo between CPU ranks" if gpus else "no GPU here: gloo between CPU ranks", each
 
 
 def new_folder(
-    args: NcclCheckArguments, cluster: schema.Cluster, name: str | None = None, where: check.CheckTarget | None = None
+    args: NcclCheckArguments, cluster: schema.Cluster, name: str | None = None, where: link_check.CheckTarget | None = None
 ) -> Path:
     """A new folder below the cluster's folder of runs, or below this machine's where a machine outside the cluster is measured.
 
@@ -281,7 +239,7 @@ def new_folder(
     path = args.out.absolute()
     if path.exists() and not path.is_dir():
         raise UserError(Problem("is a file", file=str(path), key="--out", fix="give a new folder"))
-    if (path / check.RESULT).exists() or check.round_folder(path, 1).exists():
+    if (path / link_check.RESULT).exists() or (path / link_check.RECORDS).exists():
         raise UserError(Problem("holds a check already", file=str(path), key="--out", fix="give a new folder"))
     return path
 
@@ -295,8 +253,8 @@ def submit(args: NcclCheckArguments) -> int:
     cluster = load.load_cluster(args.cluster)
     folder = new_folder(args, cluster, "NEW" if args.dry_run else None)
     seconds = args.seconds or (GPU_SECONDS if cluster.compute.gpus else CPU_SECONDS)
-    wanted = check.job_shape(cluster, args.nodes, args.time, seconds)
-    job = check.make_job(wanted, folder, arguments(args, cluster))
+    wanted = link_check.job_shape(cluster, args.nodes, args.time, seconds)
+    job = link_check.make_job(wanted, folder, arguments(args, cluster))
     if args.dry_run:
         job.show(args.as_json)
         return 0
@@ -316,7 +274,7 @@ def _await(args: NcclCheckArguments, job: str, folder: Path) -> int:
         with contextlib.suppress(slurm.Unreachable):
             state = (slurm.show_job(job) or {}).get("JobState", "forgotten by Slurm")
     try:
-        found = json.loads((folder / check.RESULT).read_bytes())
+        found = json.loads((folder / link_check.RESULT).read_bytes())
         code = EXIT[found["verdict"]["status"]]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         problem = Problem(f"job {job} ended without a result ({state})", file=str(folder), fix="its log is there")
@@ -327,7 +285,7 @@ def _await(args: NcclCheckArguments, job: str, folder: Path) -> int:
 
 def _tell(args: NcclCheckArguments, found: dict[str, Any]) -> None:
     """The document on stdout, or its table for people."""
-    reply(args.as_json, found, lambda: result.render(found, console.stderr))
+    reply(args.as_json, found, lambda: link_table.render(found, console.stderr))
 
 
 def arguments(args: NcclCheckArguments, cluster: schema.Cluster) -> list[str]:
@@ -336,7 +294,7 @@ def arguments(args: NcclCheckArguments, cluster: schema.Cluster) -> list[str]:
     for name in GIVEN_TO_JOB:
         value = getattr(args, name)
         if value != getattr(NcclCheckArguments, name):  # the default
-            key = {"smallest": "min", "largest": "max"}.get(name, name)
+            key = {"largest": "max"}.get(name, name)
             words = [] if value is True else [f"{value:g}" if isinstance(value, float) else str(value)]
             found += [f"--{key}", *words]
     return found
@@ -345,37 +303,35 @@ def arguments(args: NcclCheckArguments, cluster: schema.Cluster) -> list[str]:
 # --- what is done ------------------------------------------------------------------------------------------------------
 
 
-def _check(args: NcclCheckArguments, cluster: schema.Cluster, target: check.CheckTarget, options: setups.CheckOptions) -> int:
+def _check(
+    args: NcclCheckArguments, cluster: schema.Cluster, target: link_check.CheckTarget, options: link_schedule.CheckOptions
+) -> int:
     folder, began = new_folder(args, cluster, where=target), time.monotonic()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         where = f"{options.backend} on {', '.join(target.hosts[:4])}{' ...' if len(target.hosts) > 4 else ''}"
-        say(f"{where}: {options.seconds:g} s of measuring, over within {options.seconds + setups.MARGIN_SECONDS:g} s")
-        with _progress(options.seconds) as tick:
-            part = check.measure(target, options, folder, tick)
-        found = check.document(target, options, part, time.monotonic() - began)
-        check.judge(found, cluster, result.logs(part))
-        check.write(found, folder / check.RESULT)
+        say(f"{where}: {options.seconds:g} s of measuring, over within {options.seconds + link_schedule.MARGIN_SECONDS:g} s")
+        part = link_check.measure(target, options, folder)
+        found = link_check.document(target, options, part, time.monotonic() - began)
+        link_check.judge(found, cluster, link_records.logs(part))
+        link_check.write(found, folder / link_check.RESULT)
     except OSError as error:
         raise storage_error(error, "cannot hold the check", error.filename or folder) from None
     except Stopped as stopped:
         fix = "the measurements are there; run it again, where --out was given with another one"
         raise UserError(Problem(f"stopped by {stopped}", file=str(folder), fix=fix), ExitCode.AGAIN) from None
-    finally:
-        with contextlib.suppress(OSError):
-            check.finish(target, folder)
     _tell(args, found)
-    say(f"result: {folder / check.RESULT}")
+    say(f"result: {folder / link_check.RESULT}")
     _keep(args, cluster, found)
     return EXIT[found["verdict"]["status"]]
 
 
 def _keep(args: NcclCheckArguments, cluster: schema.Cluster, found: dict[str, Any]) -> None:
     """Keep the result for plans: where that was asked for, or where it is one of the cluster that was named."""
-    if not args.save and (args.cluster is None or check.not_kept(found, cluster)):
+    if not args.save and (args.cluster is None or link_check.not_kept(found, cluster)):
         return
     try:
-        say(f"kept for plan: {check.keep(found, cluster)}")
+        say(f"kept for plan: {link_check.keep(found, cluster)}")
     except OSError as error:
         known = storage_error(error, "the result could not be kept", error.filename or cluster.source)
         if args.save:
@@ -383,62 +339,19 @@ def _keep(args: NcclCheckArguments, cluster: schema.Cluster, found: dict[str, An
         say(f"note: {known.problems[0]}")
 
 
-@contextmanager
-def _progress(seconds: float) -> Iterator[Callable[[Path], None]]:
-    """A bar over the time limit, with what is measured now; silent where stderr is not a terminal."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    if not console.stderr.is_terminal:
-        yield lambda _folder: None
-        return
-    began = time.monotonic()
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("of {task.total:.0f} s at most"))
-    with Progress(*columns, console=console.stderr, transient=True) as bar:
-        task = bar.add_task("start", total=seconds)
-
-        def tick(folder: Path) -> None:
-            count, now = result.progress(folder)
-            bar.update(task, description=f"{now}, {count} measured", completed=min(seconds, time.monotonic() - began))
-
-        yield tick
-
-
-def _join(args: NcclCheckArguments, cluster: schema.Cluster) -> int:
-    """Another node than the first: it measures, the first one judges."""
-    assert args.node_rank is not None
-    assert args.out is not None
-    hosts, folder = cluster.compute_nodes[: args.nodes], args.out.absolute()
-    if args.node_rank >= len(hosts):
-        text = f"there is no node {args.node_rank} of {len(hosts)}: they are counted from 0"
-        raise UserError(Problem(text, file="command line", key="--node-rank"))
-    if (folder / setups.END).exists() or (folder / check.RESULT).exists():
-        raise UserError(Problem("holds a check that is over", file=str(folder), key="--out", fix="give a new folder to all"))
-    try:
-        rounds = check.join(folder, args.node_rank, JOIN_SECONDS)
-    except TimeoutError as error:
-        fix = "is --out a folder that all nodes see, and the call with --node-rank 0 alive?"
-        raise UserError(Problem(str(error), file=str(folder), fix=fix), ExitCode.AGAIN) from None
-    except OSError as error:
-        raise storage_error(error, "cannot hold the check", error.filename or folder) from None
-    reply(args.as_json, {"node": args.node_rank, "rounds": rounds})
-    say(f"node {args.node_rank}: over after {rounds} round(s); node 0 has the result")
-    return 0
-
-
-def _show(target: check.CheckTarget, options: setups.CheckOptions, args: NcclCheckArguments) -> None:
+def _show(target: link_check.CheckTarget, options: link_schedule.CheckOptions, args: NcclCheckArguments) -> None:
     """What would be run: hosts, environment, command, sizes."""
-    setup = check.make_setup(target, options)
-    command = target.command(check.round_folder(new_folder(args, target.cluster, "NEW", target), 1))
-    debug = node.DEBUG if options.backend == "nccl" else {}
+    setup = link_check.make_setup(target, options)
+    command = target.command(new_folder(args, target.cluster, "NEW", target) / link_check.RECORDS)
+    debug = link_node.DEBUG if options.backend == "nccl" else {}
     if args.as_json:
         emit_json({"setup": {**vars(setup), "environment": {**setup.environment, **debug}}, "command": command})
         return
     lines = [
         f"{options.backend} ({options.backend_why}): {setup.world_size} ranks on {', '.join(target.hosts)}",
-        f"scopes {', '.join(setups.shapes(setup))}; collectives {', '.join(setup.collectives)}",
-        f"sizes {setup.smallest} to {setup.largest} bytes, each {setup.factor} times the one before; "
-        f"{setup.warmup} iterations to warm up, {setup.iterations} timed; "
-        f"{setup.seconds:g} s of measuring; the check ends after at most {setup.seconds + setups.MARGIN_SECONDS:g} s",
+        f"scopes {', '.join(link_schedule.shapes(setup))}; collectives {', '.join(setup.collectives)}",
+        f"sizes up to {link_table.show_size(setup.largest)}; "
+        f"{setup.seconds:g} s of measuring; the check ends after at most {setup.seconds + link_schedule.MARGIN_SECONDS:g} s",
         "# environment of every rank",
         *(f"{name}={value}" for name, value in {**setup.environment, **debug}.items()),
         f"$ {shlex.join(command)}",

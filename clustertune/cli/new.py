@@ -18,9 +18,9 @@ from clustertune.host.system import GIB
 
 with deferred():
     from clustertune import draft
-    from clustertune.cluster import hardware
     from clustertune.data import measure
-    from clustertune.plan import explanation, predict
+    from clustertune.launch import bill
+    from clustertune.plan import predict
     from clustertune.recipe import accelerate_file, load, schema
     from clustertune.resolve import models, resolve, tiny
 
@@ -78,7 +78,7 @@ def new(
         with draft.folder_of(made, folder.name) as written:
             resolve.resolve(written)
             _keep(written, folder, draft.page(made, folder.name, made_of, following))
-        document: dict[str, Any] = {"fits": True, "step_s": None, "hours": seconds and seconds / 3600, "cost": None}
+        document: dict[str, Any] = {"fits": True, "step_s": None, "hours": seconds and seconds / 3600, "total": None}
         hours = f"about {max(1, round(seconds / 60))} min of training" if seconds else "a training"
         text = f"\nplanned: {hours} on this machine's CPUs. Next:\n"
     else:
@@ -88,12 +88,12 @@ def new(
             machine = at.calibrated.machine(int(made.recipe["slurm"]["nodes"]))
             plan = predict.make_plan(resolve.resolve(written), machine, at.calibrated.constants, lengths=made.lengths)
             _keep(written, folder, draft.page(made, folder.name, made_of, following))
-        money = explanation.cost(plan, hardware.price(machine.gpu))
-        document = {"fits": plan.fits, "step_s": plan.step.seconds, "hours": plan.hours, "cost": money}
-        hours = f"{plan.hours:.2g} h" if plan.hours else f"{plan.step.seconds:.3g} s a step"
-        spent = f", {spent_text}" if (spent_text := explanation.money(money)) else ""
+        whole = bill.bill(plan, at.calibrated.cluster)
+        document = {"fits": plan.fits, "step_s": plan.step.seconds, "hours": plan.hours, "total": whole.as_json()}
+        hours = f"{plan.hours:.2g} h of training" if plan.hours else f"{plan.step.seconds:.3g} s a step"
+        spent = f"; all stages {headline}" if (headline := whole.headline()) else ""
         memory = f"{plan.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB a GPU"
-        text = f"\nplanned: {hours}{spent} on {machine.name}, {memory}. Next:\n"
+        text = f"\nplanned: {hours} on {machine.name}, {memory}{spent}. Next:\n"
     files = sorted(path.name for path in folder.iterdir())
     document |= {"folder": str(folder), "files": files, "assumed": made.assumed, "commands": following}
     reply(as_json, document, f"{folder}: {', '.join(files)}", *(f"- {one}" for one in made.assumed), text, "\n".join(following))

@@ -17,9 +17,10 @@ from clustertune import console
 from clustertune.arguments import AsJson, ClusterOption, Tiny, path_argument, takes
 from clustertune.cli.deferred import deferred
 from clustertune.cli.new import DataOption, GpusOption, MethodOption, ModelOption
-from clustertune.console import emit_json, reply, show
+from clustertune.console import emit_json, reply, say, show
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.host.system import GIB
+from clustertune.manifest import replace_ours
 
 if TYPE_CHECKING:
     from clustertune.plan.calibration import CalibratedCluster
@@ -27,21 +28,26 @@ if TYPE_CHECKING:
     from clustertune.plan.lengths import Lengths
     from clustertune.plan.predict import Plan
     from clustertune.resolve.resolved import Resolved
+    from clustertune.simulate.run import Simulation
 
 with deferred():
     from clustertune import draft
     from clustertune.cli import new
-    from clustertune.cluster import hardware, load
+    from clustertune.cluster import load
     from clustertune.data import measure
-    from clustertune.launch import serving, shape
+    from clustertune.launch import across, bill, serving
     from clustertune.plan import advise as advisor
     from clustertune.plan import calibration, explanation, schedule, strategy, tables
     from clustertune.plan import lengths as known_lengths
     from clustertune.plan import predict as prediction
     from clustertune.recipe import load as recipe_load
+    from clustertune.report import compare as runs_page
     from clustertune.report import content, metrics
     from clustertune.resolve import overrides as recipe_source
     from clustertune.resolve import resolve
+    from clustertune.simulate import compare as simulation_compare
+    from clustertune.simulate import run as simulator
+    from clustertune.simulate import show as simulation_show
 
 Targets = Annotated[
     list[str] | None,
@@ -65,6 +71,12 @@ class PlanArguments:
     method: MethodOption = "lora"
     data: DataOption = None
     cluster: ClusterOption = None
+    clusters: Annotated[
+        str | None, typer.Option(metavar="all|A,B", help="One row a cluster, the cheapest first; --gpus counts as one.")
+    ] = None
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="FILE.html", help="With --clusters: write the rows as a page.")
+    ] = None
     tiny: Tiny = False
     why: Annotated[
         str | None,
@@ -84,6 +96,17 @@ class PlanArguments:
     )
     lengths: Annotated[
         str | None, typer.Option(metavar="FILE", help="File with tokens per conversation, one number a line.")
+    ] = None
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Run two training steps of one rank at full size on fake tensors, without a GPU.")
+    ] = False
+    depth: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Layers that --simulate makes, each as wide as the recipe's; all by default."),
+    ] = None
+    ranks: Annotated[
+        str | None,
+        typer.Option(metavar="R[,R...]", help="Ranks that --simulate runs, compared: numbers, first, last, each-node."),
     ] = None
     as_document: AsJson = False
 
@@ -114,6 +137,9 @@ def plan(args: PlanArguments) -> None:
     if args.model is not None:
         _answer_model(args, known)
         return
+    if args.clusters is not None:
+        _compare_clusters(args, known)
+        return
     calibrated = calibration.find_calibrated(load.of_gpus(args.gpus) if args.gpus else load.load_cluster(args.cluster), check)
     if args.calibrate:
         _calibrate(calibrated, args.names, known, args.as_document)
@@ -127,6 +153,21 @@ def plan(args: PlanArguments) -> None:
         known = known or (known_lengths.of_counts(list(found.tokens.items()), found.source) if found.tokens else None)
         overrides = [*(f"data.{key}={json.dumps(value)}" for key, value in found.section.items()), *overrides]
     _answer(args, overrides, calibrated, [_plan(calibrated, name, overrides, args.tiny, known) for name in args.names])
+
+
+def _compare_clusters(args: PlanArguments, known: Lengths | None) -> None:
+    """The recipe on several clusters, a row each. Exit code 2 where it fits none of them."""
+    found = across.choices(args.names[0], args.overrides, across.clusters(args.clusters or "", args.gpus), lengths=known)
+    document = {"recipe": args.names[0], "clusters": [one.as_json() for one in found]}
+    rows = across.cells(found)
+    reply(args.as_document, document, lambda: tables.clusters(args.names[0], across.COLUMNS, rows, console.stdout))
+    if args.out is not None:
+        notes = list(dict.fromkeys(text for one in found if one.whole for text in one.whole.notes()))
+        title = f"What {shlex.join([*args.names, *args.overrides])} takes on each cluster"
+        out = path_argument(args.out)
+        replace_ours(out, runs_page.table_page(title, across.COLUMNS, rows, notes), runs_page.PAGE_MARK)
+        say(f"in {out}")
+    _end(any(one.fits for one in found))
 
 
 def _answer_model(args: PlanArguments, known: Lengths | None) -> None:
@@ -143,20 +184,33 @@ def _answer_model(args: PlanArguments, known: Lengths | None) -> None:
 
 
 def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedCluster, plans: list[Plan]) -> None:
-    prices = [hardware.price(plan.machine.gpu) for plan in plans]
+    bills = [bill.bill(plan, calibrated.cluster) for plan in plans]
     if args.compare:
-        documents = [explanation.as_json(plan, money) for plan, money in zip(plans, prices, strict=True)]
+        documents = [explanation.as_json(plan) | {"total": whole.as_json()} for plan, whole in zip(plans, bills, strict=True)]
         document = {"plans": documents, "speedup": plans[0].step.seconds / plans[1].step.seconds}
-        reply(args.as_document, document, lambda: tables.compare(plans[0], plans[1], prices, console.stdout))
+        rows = [whole.rows(plan.machine.gpu) for plan, whole in zip(plans, bills, strict=True)]
+        reply(args.as_document, document, lambda: tables.compare(plans[0], plans[1], rows, console.stdout))
         _end(all(plan.fits for plan in plans))
     elif args.why is not None:
         lines = explanation.why(plans[0], args.why)
         reply(args.as_document, {"part": args.why, "arithmetic": lines}, lambda: show("\n".join(lines)))
     elif args.advise:
-        _advise(calibrated, plans[0], prices[0], args, overrides)
+        _advise(calibrated, plans[0], bills[0], args, overrides)
     else:
         scored = serving.evaluation(plans[0].resolved, calibrated.cluster)
-        _show(plans[0], prices[0], tuple(overrides), args.as_document, scored)
+        simulated = _simulate(plans[0], args) if args.simulate else None
+        _show(plans[0], bills[0], tuple(overrides), args.as_document, scored, simulated)
+
+
+def _simulate(found: Plan, args: PlanArguments) -> tuple[Plan, Simulation]:
+    """The simulation, and the plan of what was simulated: of the same depth, of full rows. Says how far it is on stderr."""
+    resolved = found.resolved if args.depth is None else simulator.with_depth(found.resolved, args.depth)
+    ranks = simulator.read_ranks(args.ranks, resolved)
+    longest = known_lengths.Lengths((int(resolved.train_args["max_length"]),), "full rows")
+    same = prediction.make_plan(resolved, found.machine, found.constants, lengths=longest, sure=False)
+    return same, simulator.simulate(
+        resolved, found.machine, ranks=ranks, tell=lambda body: console.say(simulator.progress(body))
+    )
 
 
 def _end(fits: bool) -> None:
@@ -180,14 +234,22 @@ def _check_usage(args: PlanArguments) -> None:
     elif not args.calibrate and len(args.names) != wanted and args.model is None:
         text = f"{'--compare needs two recipes' if args.compare else 'one recipe is needed'}, got {len(args.names)}"
         wrong("RECIPE", text, "clustertune plan RECIPE [section.key=value]..., or --model OWNER/NAME")
-    if sum((args.compare, args.calibrate, args.advise, args.why is not None)) > 1:
-        wrong(None, "--compare, --calibrate, --advise and --why exclude each other", "ask one after the other")
+    if sum((args.compare, args.calibrate, args.advise, args.why is not None, args.clusters is not None, args.simulate)) > 1:
+        text = "--compare, --calibrate, --advise, --why, --clusters and --simulate exclude each other"
+        wrong(None, text, "ask one after the other")
+    for key, value in (("--depth", args.depth), ("--ranks", args.ranks)):
+        if value is not None and not args.simulate:
+            wrong(key, "is read only with --simulate", "add --simulate")
     if args.nodes is not None and not args.advise:
         wrong("--nodes", "is read only with --advise", "add --advise, or slurm.nodes=N for a plan on so many nodes")
     if args.calibrate and args.overrides:
         wrong("--calibrate", f"{args.overrides[0]}: a run is taken as it was", "leave the overrides out")
     if args.gpus is not None and args.cluster is not None:
         wrong("--gpus", "--gpus and --cluster exclude each other: a cluster file says which GPUs there are", "leave one out")
+    if args.clusters is not None and (args.cluster is not None or args.model is not None):
+        wrong("--clusters", "takes the place of --cluster, and needs a recipe", "leave --cluster or --model out")
+    if args.out is not None and args.clusters is None:
+        wrong("--out", "is read only with --clusters", "add --clusters all")
     if args.goal not in GOALS:
         wrong("--goal", f"{args.goal!r} is not a goal", recipe_load.did_you_mean(args.goal, GOALS))
     raise_if(problems)
@@ -203,28 +265,24 @@ def _plan(calibrated: CalibratedCluster, recipe: str, changes: list[str], tiny: 
 
 
 def _show(
-    found: Plan, money: hardware.Price | None, given: tuple[str, ...], as_document: bool, scored: serving.Evaluation
+    found: Plan,
+    whole: bill.Bill,
+    given: tuple[str, ...],
+    as_document: bool,
+    scored: serving.Evaluation,
+    simulated: tuple[Plan, Simulation] | None = None,
 ) -> None:
     better = [] if found.fits else advisor.remedies(found, given)
-    merge = shape.merge_seconds(found.resolved)
-    whole = None if found.hours is None else found.hours * found.strategy.world_size
-    whole = None if whole is None or scored.gpu_hours is None else whole + scored.gpu_hours
-    cost = explanation.spent(whole, money)
     if as_document:
-        body = explanation.as_json(found, money) | {
-            "evaluation": scored.as_json(),
-            "merge": {"seconds": merge, "gpu_hours": 0.0},
-            "total": {"gpu_hours": whole, "cost": cost},
-        }
+        body = explanation.as_json(found) | {"evaluation": scored.as_json(), "total": whole.as_json()}
+        if simulated is not None:
+            body["simulation"] = simulation_compare.as_json(*simulated)
         if not found.fits:
             body["remedies"] = [{"change": r.what, "overrides": r.arguments, "step_s": r.plan.step.seconds} for r in better]
         emit_json(body)
         return _end(found.fits)
-    tables.render(found, money, console.stdout)
-    show(f"\nmerge: about {max(1, merge / 60):.0f} min on a node's CPUs, no GPU" if merge else "")
-    show(str(scored))
-    if whole is not None:
-        show(f"in all: {whole:,.1f} GPU-hours" + (f", {explanation.money(cost)}" if cost else ""))
+    tables.render(found, whole.headline(), whole.rows(found.machine.gpu), console.stdout)
+    show(f"\n{scored}")
     if not found.fits:
         told = "It would fit with one of these, the smallest change first:" if better else "No single change would make it fit."
         show(f"\n{told}")
@@ -232,12 +290,13 @@ def _show(
         arguments = " ".join(remedy.arguments or ["not on this cluster"])
         needed = f"{remedy.plan.needed / GIB:.1f} GiB"
         show(f"  {remedy.what}: {remedy.plan.step.seconds:.3g} s a step, {needed}  ({arguments})")
+    if simulated is not None:
+        show("")
+        simulation_show.render(*simulated, console.stdout)
     return _end(found.fits)
 
 
-def _advise(
-    calibrated: CalibratedCluster, found: Plan, money: hardware.Price | None, args: PlanArguments, overrides: list[str]
-) -> None:
+def _advise(calibrated: CalibratedCluster, found: Plan, whole: bill.Bill, args: PlanArguments, overrides: list[str]) -> None:
     counts = _counts(args.nodes, found)
     source = recipe_source.RecipeSource(found.resolved, tuple(overrides))
     advice = advisor.advise(
@@ -245,13 +304,16 @@ def _advise(
     )  # fmt: skip
     named = advisor.overrides(advice, source)
     if args.as_document:
-        emit_json(explanation.advice_json(advice, named, calibrated.cluster, money))
+        emit_json(explanation.advice_json(advice, named, calibrated.cluster, whole.money, whole.currency))
     else:
         given = {"--model": args.model, "--data": args.data, "--gpus": args.gpus, "--cluster": args.cluster}
         given |= {"--method": args.method} if args.model else {}
         recipe = [*args.names, *(word for key, value in given.items() if value for word in (key, value))]
         quoted = {family: [shlex.quote(text) for text in arguments] for family, arguments in named.items()}
-        tables.advice(advice, quoted, found, console.stdout, recipe=shlex.join(recipe), cluster=calibrated.cluster, price=money)
+        tables.advice(
+            advice, quoted, found, console.stdout, recipe=shlex.join(recipe), cluster=calibrated.cluster, money=whole.money,
+            currency=whole.currency,
+        )  # fmt: skip
     _end(any(option.starts(calibrated.cluster) for option in advice.fitting))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from clustertune import secrets
-from clustertune.arguments import AsJson, existing_folder, path_given
+from clustertune.arguments import AsJson, existing_run, path_given
 from clustertune.console import emit_json, reply, say
 from clustertune.errors import UserError
 from clustertune.rundir import RunDir
@@ -44,7 +44,7 @@ def push(
     """
     from clustertune.push import hub
 
-    run = RunDir(existing_folder(run_dir, "a run"))
+    run = RunDir(existing_run(run_dir))
     name = hub.check_name(repo or secrets.read_env(secrets.DEFAULT, lambda _note: None).get("HF_REPO_ID"))
     _refuse_merged(run)
     upload = hub.upload_for(run, name, licence)

@@ -14,7 +14,7 @@ from clustertune.errors import Problem, UserError
 
 with deferred():
     from clustertune.cluster import load
-    from clustertune.setup import machine, rendered
+    from clustertune.setup import rendered, setup_machine
     from clustertune.testbed import rehearsal
 setup_app = typer.Typer(no_args_is_help=True, help="Render files that set up a node.")
 
@@ -51,7 +51,7 @@ def _written(made: rendered.Rendered, node: str, out: Path, script: str, as_json
 def storage(out: OutOption, cluster: ClusterOption = None, node: NodeOption = None, as_json: AsJson = False) -> None:
     """Render fstab lines, exports and a script for a node."""
     loaded = load.load_cluster(cluster)
-    host = machine.choose_node(loaded, node)
+    host = setup_machine.choose_node(loaded, node)
     _written(rendered.storage(loaded, host), host.name, out, rendered.STORAGE_SCRIPT, as_json, {})
 
 
@@ -69,7 +69,7 @@ def slurm(
 ) -> None:
     """Render slurm.conf and the files around it for a node."""
     loaded = load.load_cluster(cluster)
-    host = machine.choose_node(loaded, node)
+    host = setup_machine.choose_node(loaded, node)
     made = rendered.slurm(loaded, host, accounting)
     more: dict[str, Any] = {}
     if try_it:

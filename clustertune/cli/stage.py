@@ -23,8 +23,7 @@ with deferred():
     from clustertune.cluster import load
     from clustertune.launch import cluster_paths
     from clustertune.resolve import resolve
-    from clustertune.staging import cache, collect, copy, needs
-    from clustertune.staging import verify as verifying
+    from clustertune.staging import bundle_check, bundle_fill, cache, hashed_copy, needs
 
 
 def add(app: typer.Typer) -> None:
@@ -39,7 +38,7 @@ def stage(
     run_dir: Annotated[Path | None, path_option("Run whose data is copied. Default: the recipe's.")] = None,
     to: Annotated[Path | None, path_option("Collect everything the recipe needs in this folder.", "--to")] = None,
     eval_data: Annotated[
-        Path | None, path_option("Rows for a task that reads a file, for --to.", "--eval-data", "--ifeval", metavar="FILE")
+        Path | None, path_option("Rows for a task that reads a file, for --to.", "--eval-data", metavar="FILE")
     ] = None,
     verify: Annotated[Path | None, path_option("Check such a folder, and test it without network.", "--verify")] = None,
     clean: Annotated[bool, typer.Option("--clean", help="Remove the copies that no job uses.")] = False,
@@ -54,7 +53,7 @@ def stage(
     recently used are removed to make room. Every training job copies by itself, on all of its nodes.
     """
     _check_modes(to, verify, clean, eval_data)
-    stall = stall or copy.STALL_SECONDS
+    stall = stall or hashed_copy.STALL_SECONDS
     if verify is not None:
         _verify(verify, recipe, overrides or [], tiny, stall, as_json)
         return
@@ -112,7 +111,7 @@ def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, stall: 
         plans = [stager.plan(source) for source in sources]
         for plan in plans:
             there = "is there, and would be verified" if plan["there"] else f"would be copied from {plan['from']}"
-            say(f"{plan['what']} {plan['name']}: {copy.amount(plan['bytes'])} in {plan['files']} files {there}")
+            say(f"{plan['what']} {plan['name']}: {hashed_copy.amount(plan['bytes'])} in {plan['files']} files {there}")
         reply(as_json, {"host": host, "trees": plans, "notes": notes})
         return
     staged = []
@@ -121,7 +120,7 @@ def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, stall: 
             staged.append(stager.stage(source))
             body = staged[-1].as_json()
             how = "was there, and is whole" if body["reused"] else f"{body['seconds']:.1f} s, {body['gb_s']:.2f} GB/s"
-            say(f"{body['what']} {body['name']}: {copy.amount(body['bytes'])}, {how}: {body['path']}")
+            say(f"{body['what']} {body['name']}: {hashed_copy.amount(body['bytes'])}, {how}: {body['path']}")
     finally:
         for item in staged:
             item.release()
@@ -139,7 +138,7 @@ def _clean(cluster: str | None, dry_run: bool, as_json: bool) -> None:
         (removed if gone else in_use).append({"path": str(staged.folder(tree.key)), "bytes": tree.bytes})
         if not gone:
             word = "would be removed unless a job uses it" if dry_run else "stays: a job uses it"
-            say(f"{staged.folder(tree.key)} ({copy.amount(tree.bytes)}) {word}")
+            say(f"{staged.folder(tree.key)} ({hashed_copy.amount(tree.bytes)}) {word}")
     if not removed and not in_use:
         say(f"nothing in {staged.root}")
     reply(as_json, {"host": os.uname().nodename, "removed": removed, "kept": in_use})
@@ -150,27 +149,27 @@ def _collect(
     dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Everything into one folder."""
-    collector = collect.Collector(resolved, load.load_cluster(cluster), out, rows, stall)
+    collector = bundle_fill.Collector(resolved, load.load_cluster(cluster), out, rows, stall)
     collector.check()
     with secrets.lent(secrets.of_the_hub()):
         parts = collector.plan()
         if dry_run:
             for part in parts:
-                say(collect.as_words(part.as_json()))
+                say(bundle_fill.as_words(part.as_json()))
             summary: dict[str, Any] = {"dir": str(out), "notes": collector.notes, "parts": [part.as_json() for part in parts]}
         else:
             summary = collector.go(parts, overrides)
     for note in collector.notes:
         say(f"note: {note}" if not note.startswith("warning") else note)
     if not dry_run:
-        say(f"{out}: {summary['files']} files, {copy.amount(summary['bytes'])}")
+        say(f"{out}: {summary['files']} files, {hashed_copy.amount(summary['bytes'])}")
         say(f"next: clustertune stage --verify {out}, then carry it over and run with staged={out}")
     reply(as_json, summary)
 
 
 def _verify(folder: Path, recipe: str | None, overrides: list[str], tiny: bool, stall: float, as_json: bool) -> None:
     """Sums, and the rehearsal without network."""
-    verdict = verifying.verify(folder, recipe, overrides, tiny=tiny, stall=stall, tell=say)
+    verdict = bundle_check.verify(folder, recipe, overrides, tiny=tiny, stall=stall, tell=say)
     error = UserError(verdict.problems)
     if verdict.problems:
         show_error(error)

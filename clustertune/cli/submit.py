@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, existing_folder, path_option
+from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, existing_run, path_option
 from clustertune.cli.deferred import deferred
 from clustertune.console import aligned, reply, say
 from clustertune.errors import UserError, raise_if
@@ -33,7 +33,6 @@ def submit(
     ] = None,
     first: Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Begin with this stage.")] = None,
     last: Annotated[str, typer.Option("--to", metavar="STAGE", help="End after this stage.")] = STAGES[-1],
-    one_job: Annotated[bool, typer.Option("--one-job", help="Run all stages in one job of the training's size.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; needs no Slurm.")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="With --dry-run: the scripts, the environment with its reasons, and all commands.")
@@ -50,7 +49,7 @@ def submit(
         return
     if recipe is None:
         raise UserError("a recipe is missing", file="command line", fix="clustertune submit RECIPE, or --status RUN")
-    plan = submission.Submission.make(recipe, overrides or [], tiny, cluster, run_dir, first, last, one_job)
+    plan = submission.Submission.make(recipe, overrides or [], tiny, cluster, run_dir, first, last)
     problems = plan.find_problems(dry_run)
     raise_if(problems)
     for warning in plan.warnings():
@@ -62,7 +61,7 @@ def submit(
 
 
 def _show_status(path: Path, as_json: bool) -> None:
-    run = RunDir(existing_folder(path, "a run folder"))
+    run = RunDir(existing_run(path))
     if not run.run_json.exists() and not (path / "jobs").is_dir():
         run.read()  # says that it is none
     found = jobs.read_status(run)

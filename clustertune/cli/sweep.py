@@ -12,7 +12,7 @@ from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Tiny, e
 from clustertune.cli.deferred import deferred
 from clustertune.console import emit_json, reply, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
-from clustertune.rundir import require_stage
+from clustertune.rundir import STAGES, require_stage
 
 if TYPE_CHECKING:
     from clustertune.cluster.schema import Cluster
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 with deferred():
     from clustertune import chain
     from clustertune.cluster import load
-    from clustertune.launch import cluster_paths, shape
+    from clustertune.launch import bill, cluster_paths, shape
     from clustertune.launch import submit as launch
+    from clustertune.plan import explanation
     from clustertune.staging import bundle
     from clustertune.sweep import array
     from clustertune.sweep import points as sweep_points
@@ -74,7 +75,7 @@ def sweep(
     for warning in sweep_points.same_weights(made, resolved):
         say(f"warning: {warning}")
     if dry_run:
-        _show_plan(made, None if here else job, as_json)
+        _show_plan(made, None if here else job, None if here else _total(made, resolved, machine), as_json)
     elif here:
         _run_here(made, metric, as_json)
     else:
@@ -124,17 +125,39 @@ def _array(
         problems += launch.find_missing(machine, [("the sweep folder", made.path.absolute())], fix)
     raise_if(problems)
     flags = [] if cluster is None else ["--cluster", load.argument(cluster)]
-    flags += cluster_paths.flags(cluster_paths.settings(machine))
+    flags += cluster_paths.flags(cluster_paths.of_jobs(machine))
     job = array.make_job(made, resolved, machine, at_once=at_once, flags=flags) if made.left() else None
     return made, resolved, job
 
 
-def _show_plan(made: Sweep, job: Any, as_json: bool) -> None:
+def _total(made: Sweep, resolved: list[Resolved], machine: Cluster) -> dict[str, Any] | None:
+    """GPU-hours and money of the points that are left, up to their last stage; None where a point cannot be planned."""
+    left = {point.index for point in made.left()}
+    planned = [bill.of_recipe(item, machine) for point, item in zip(made.points, resolved, strict=True) if point.index in left]
+    bills = [found[1] for found in planned if found is not None]
+    evaluates = STAGES.index(made.last) >= STAGES.index("eval")
+    hours = [whole.gpu_hours if evaluates else whole.training for whole in bills]
+    if not hours or len(hours) != len(planned) or None in hours:
+        return None
+    gpu_hours = sum(value for value in hours if value is not None)
+    return {"gpu_hours": gpu_hours, "cost": explanation.spent(gpu_hours, bills[0].price)}
+
+
+def _show_plan(made: Sweep, job: Any, total: dict[str, Any] | None, as_json: bool) -> None:
     commands = [] if job else [array.run_command(made, point) for point in made.left()]
     if as_json:
         points = [{"index": p.index, "values": p.values, "overrides": list(p.overrides)} for p in made.points]
         script = {"script": job.script, "file": str(job.path), "command": job.command(None)} if job else None
-        emit_json({"sweep_dir": str(made.path), "points": points, "left": len(made.left()), "job": script, "here": commands})
+        emit_json(
+            {
+                "sweep_dir": str(made.path),
+                "points": points,
+                "left": len(made.left()),
+                "job": script,
+                "here": commands,
+                "total": total,
+            }
+        )
         return
     say(f"sweep folder: {made.path}")
     for point in made.points:
@@ -143,6 +166,9 @@ def _show_plan(made: Sweep, job: Any, as_json: bool) -> None:
         say(f"# {job.shape}\n# {job.path}\n{job.script.rstrip()}\n$ {shlex.join(job.command(None))}")
     for command in commands:
         say(f"$ {shlex.join(command)}")
+    if total is not None:
+        cost = explanation.money(total["cost"])
+        say(f"planned: {total['gpu_hours']:,.1f} GPU-hours of {len(made.left())} points{f', {cost}' if cost else ''}")
     if not made.left():
         say("every point is finished")
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from clustertune.arguments import ClusterOption, Device, existing_folder, path_given
+from clustertune.arguments import ClusterOption, Device, merged_or_model, path_given
 from clustertune.cli.deferred import deferred
 from clustertune.console import say
 from clustertune.errors import UserError, raise_if
@@ -119,7 +119,7 @@ def serve(
     Uses vLLM if it is installed, else transformers' own server. Requests name the model "model" with vLLM, and its folder
     with transformers.
     """
-    folder = _folder(model)
+    folder = merged_or_model(model)
     if submit:
         _submit(folder, port, cluster, time, dry_run)
         return
@@ -196,18 +196,8 @@ def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bo
     say(f"then, from your machine: ssh -N -L {port}:127.0.0.1:{port} -J {login} $(ssh {login} squeue -hj {number} -o %B)")
 
 
-def _folder(path: Path) -> Path:
-    """A model's folder; of a run, its merged model. Raises UserError."""
-    path = existing_folder(path, "a run or a model")
-    if not (path / "run.json").is_file():
-        return path
-    if not (path / "merged" / "config.json").is_file():
-        raise UserError("has no merged model yet", file=str(path), fix=f"clustertune run ... --run-dir {path} --to merge")
-    return path / "merged"
-
-
 def _facts(path: Path, tokens: int) -> models.ModelFacts:
-    facts, problems = models.check_model(_folder(path), tokens)
+    facts, problems = models.check_model(merged_or_model(path), tokens)
     if facts is None:
         raise UserError(problems)
     return facts

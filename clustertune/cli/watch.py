@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from clustertune import console
-from clustertune.arguments import AsJson, existing_folder, path_argument, path_given, path_option
+from clustertune.arguments import AsJson, existing_run, path_argument, path_given, path_option
 from clustertune.cli.deferred import deferred
 from clustertune.console import emit_json, say
 from clustertune.errors import UserError, storing
@@ -31,7 +31,12 @@ def add(app: typer.Typer) -> None:
 
 
 def watch(
-    run: Annotated[str, typer.Argument(metavar="RUN_OR_JOB", help="A run folder, or the id of a Slurm job of one.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_JOB", help="A run folder, latest, a recipe, the beginning of a run's id, or a Slurm job's id."
+        ),
+    ],
     once: Annotated[bool, typer.Option("--once", help="Show the state once and exit.")] = False,
     metrics: Annotated[
         Path | None, path_option("Also write the figures in OpenMetrics format.", "--openmetrics", metavar="FILE")
@@ -65,19 +70,13 @@ def _find(text: str) -> Path:
     """The run folder that is named, or that a job works in. Raises UserError."""
 
     if not text.isdigit() or Path(text).is_dir():
-        return existing_folder(path_argument(text), "a run folder")
-    below = cluster_paths.runs(cluster_paths.local_cluster())
-    for folder in _folders(below):
+        return existing_run(path_argument(text))
+    below = cluster_paths.found_runs()
+    for folder in cluster_paths.run_folders(below):
         if any(str(entry.get("id")) == text for entry in jobs.read_jobs(folder)["jobs"]):
             return folder
     fix = "give the run folder: clustertune runs lists them"
     raise UserError(f"no run below {below} has a job {text}", file="command line", key="RUN_OR_JOB", fix=fix)
-
-
-def _folders(below: Path) -> list[Path]:
-    """Run folders, those of a sweep's points too, the newest first."""
-    found = [path for pattern in ("*/*/run.json", "*/*/points/*/run.json") for path in below.glob(pattern)]
-    return [path.parent for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
 
 
 def runs(
@@ -89,9 +88,9 @@ def runs(
     Cost is GPU-hours, US dollars and kWh.
     """
 
-    where = below or cluster_paths.runs(cluster_paths.local_cluster())
+    where = below or cluster_paths.found_runs()
     found = []
-    for folder in _folders(where):
+    for folder in cluster_paths.run_folders(where):
         try:
             found.append(statuses.Watcher(folder).look().summary(folder))
         except UserError as error:
@@ -101,12 +100,12 @@ def runs(
         return
     from rich.table import Table
 
-    table = Table("run", "state", "step", "score", "GPU-hours", "USD", "kWh", box=None, pad_edge=False)
+    table = Table("run", "begun", "state", "step", "score", "GPU-hours", "USD", "kWh", box=None, pad_edge=False)
     for row in found:
         steps = f"{content.number(row['step'])}/{content.number(row['steps'])}"
-        table.add_row(
-            str(row["run"]), row["state"], steps, *(content.number(row[key], 2) for key in ("score", "gpu_hours", "usd", "kwh"))
-        )
+        score = f"{row['score_name']} {content.number(row['score'], 2)}" if row["score_name"] else content.number(None)
+        spent = (content.number(row[key], 2) for key in ("gpu_hours", "usd", "kwh"))
+        table.add_row(str(row["run"]), row["begun"] or "", row["state"], steps, score, *spent)
     console.stderr.print(table, soft_wrap=True)
     if not found:
         say(f"no run below {where}")

@@ -98,7 +98,7 @@ def of_gpus(text: str) -> Cluster:
     link = kind if gpu.nvlink else gpu.host_link
     note = (
         f"beside the GPUs of {text} all is assumed ({HARDWARE.name}, nodes.{kind}): {each} x {around.gbit:g} Gbit/s "
-        f"{around.network} and {each * around.memory_gb:g} GiB of RAM; a cluster file states what there is"
+        f"{around.network}, {each * around.memory_gb:g} GiB of RAM, vLLM for evaluations; a cluster file states what there is"
     )
     return Cluster(
         name=text,
@@ -108,6 +108,7 @@ def of_gpus(text: str) -> Cluster:
             threads=each * around.cores, memory_gb=each * around.memory_gb,
         ),
         network=Network(kind=around.network, gbit=around.gbit, ports=min(each, 64)),
+        container=Container(vllm="/vllm"),
         source=f"--gpus {text}",
         notes=(note,),
     )  # fmt: skip

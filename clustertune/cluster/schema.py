@@ -111,9 +111,9 @@ class Compute(Section):
     memory_gb: Quantity
     """RAM that jobs may use, GiB as Slurm counts them (``--mem=1G`` is 1024 MiB)."""
     numa_gpus: tuple[tuple[Count, ...], ...] = ()
-    """GPU indices (as ``nvidia-smi`` counts) of each NUMA node; empty: ranks are not bound."""
+    """GPU indices (as ``nvidia-smi`` counts) of each NUMA node, for the Cores of gres.conf."""
     numa_cpus: tuple[str, ...] = ()
-    """CPU list of each NUMA node in the kernel's form (``0-63,128-191``); empty: read on the node."""
+    """CPU list of each NUMA node in the kernel's form (``0-63,128-191``), for the Cores of gres.conf."""
 
 
 class Network(Section):
@@ -132,6 +132,8 @@ class Network(Section):
     """Where the nodes' addresses lie, as 10.0.0.0/24."""
     hca: Annotated[tuple[Adapter, ...], Field(max_length=32)] = ()
     """RDMA adapters (and port) to use, as mlx5_0:1; empty: all active ones."""
+    internet: Literal["all", "login", "none"] = "all"
+    """Which machines reach the Hub: all, the login nodes alone, or none. Jobs are told not to ask it but with ``all``."""
     environment: dict[str, Words] = Field(default_factory=dict)
     """Variables of NCCL, gloo, UCX and libfabric for every rank, instead of those that are derived from the keys above.
     :mod:`clustertune.cluster.load` says which."""

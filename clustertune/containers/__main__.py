@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from clustertune.containers import build, lock, wheelhouse
+from clustertune.containers import image_build, package_lock, wheelhouse
 from clustertune.errors import ExitCode, UserError, raise_if
 
 
@@ -20,15 +20,15 @@ def say(message: str) -> None:
 
 
 def _lock_check(args: argparse.Namespace) -> None:
-    locks = lock.check_all(say, fresh=not args.offline)
+    locks = package_lock.check_all(say, fresh=not args.offline)
     say(f"{len(locks)} locks: hashed, and what containers/versions.env gives")
     if args.offline:
         say("not done: resolving again, and known vulnerabilities (--offline)")
         return
-    accepted = lock.accepted()
+    accepted = package_lock.accepted()
     try:
-        problems = lock.audit(locks.values(), accepted, args.database)
-    except lock.NotAudited as error:
+        problems = package_lock.audit(locks.values(), accepted, args.database)
+    except package_lock.NotAudited as error:
         say(f"not done: known vulnerabilities ({error}); a mirror: make lock-check DATABASE=<address>")
         return
     raise_if(problems)
@@ -38,18 +38,20 @@ def _lock_check(args: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m clustertune.containers", description=__doc__.partition(":")[0])
     commands = parser.add_subparsers(required=True)
-    commands.add_parser("lock", help="resolve the pins into containers/*.lock").set_defaults(run=lambda _: lock.write_all(say))
+    commands.add_parser("lock", help="resolve the pins into containers/*.lock").set_defaults(
+        run=lambda _: package_lock.write_all(say)
+    )
     check = commands.add_parser("lock-check", help="hashed, held to the pins, fresh, without known vulnerabilities")
     check.add_argument("--offline", action="store_true", help="only checks that need no package index")
-    check.add_argument("--database", metavar="ADDRESS", default=lock.DATABASE, help="osv.dev, or a mirror of it")
+    check.add_argument("--database", metavar="ADDRESS", default=package_lock.DATABASE, help="osv.dev, or a mirror of it")
     check.set_defaults(run=_lock_check)
     for name, run, what in (
-        ("build-sif", build.build_sif, "a SIF with apptainer or singularity"),
-        ("build-image", build.build_image, "an OCI image with docker or podman"),
+        ("build-sif", image_build.build_sif, "a SIF with apptainer or singularity"),
+        ("build-image", image_build.build_image, "an OCI image with docker or podman"),
     ):
         command = commands.add_parser(name, help=what)
-        build.arguments(command, name)
-        command.set_defaults(run=lambda args, run=run: run(build.request(args), say))
+        image_build.arguments(command, name)
+        command.set_defaults(run=lambda args, run=run: run(image_build.request(args), say))
     base = commands.add_parser("base", help="a stand-in for the base image, where no registry can be reached")
     base.add_argument("--python", default="3.12", choices=wheelhouse.PYTHONS, help="machine whose Python it contains")
     base.add_argument("out", type=Path)

@@ -8,76 +8,49 @@ so that nothing unhashed is fetched or run. pip does the fetching and compares t
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import urllib.request
 import venv
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from clustertune.containers import lock as locks
+from clustertune.containers import package_lock as locks
 from clustertune.containers import pins
-from clustertune.containers.lock import LockedPackage, PackageLock, file_digest, text_digest
-from clustertune.containers.pins import normal
+from clustertune.containers.package_lock import LockedPackage, PackageLock, file_digest, text_digest
 from clustertune.errors import ExitCode, Problem, UserError, storing
 from clustertune.process import captured
 
 FETCH_SECONDS = 3600
-BUILT = "built.txt"
-"""In the wheelhouse: for each wheel that was built here, its hash and the hash of its source archive."""
 REQUIREMENTS = "requirements.txt"
 
 
-@dataclass(frozen=True)
-class Wheel:
-    """One file of a wheelhouse."""
+def fill(lock: PackageLock, folder: Path, tools: Path, say: Callable[[str], None]) -> None:
+    """Every wheel of the lock in ``folder``, and, last, the requirements with hashes from which the image's pip installs.
 
-    entry: LockedPackage
-    path: Path
-    digest: str
-    """SHA-256 of the file."""
-    source: str = ""
-    """SHA-256 of the source archive that it was built from; empty: the lock names the file itself."""
-
-
-def fill(lock: PackageLock, folder: Path, tools: Path, say: Callable[[str], None]) -> list[Wheel]:
-    """Every wheel of the lock in ``folder``, nothing else in it but the requirements that pip installs from.
-
-    What is there already and has the right hash stays. Raises UserError where a hash does not match or a package is not found.
+    Raises UserError where a hash does not match or a package is not found.
     """
+    if (folder / REQUIREMENTS).exists():
+        return
     with storing("gather the wheels", folder):
         folder.mkdir(parents=True, exist_ok=True)
         python = _tools(tools, say)
-        present, wanted = _keep(lock, folder), dict(lock.entries)
-        missing = [entry for name, entry in sorted(wanted.items()) if name not in present]
-        fetched = [entry for entry in missing if entry.name not in lock.from_source]
-        if fetched:
-            say(f"fetching {len(fetched)} of {len(wanted)} packages of {lock.name}.lock")
-            # For another Python and platform than pip's own. It does not know that glibc is upward compatible.
-            tags = [word for tag in locks.platform_tags(lock.platform) for word in ("--platform", tag)]
-            target = ["--implementation", "cp", "--python-version", lock.python, *tags, "--dest", str(folder)]
+        entries = [lock.entries[name] for name in sorted(lock.entries)]
+        say(f"fetching the {len(entries)} packages of {lock.name}.lock")
+        # For another Python and platform than pip's own. It does not know that glibc is upward compatible.
+        tags = [word for tag in locks.platform_tags(lock.platform) for word in ("--platform", tag)]
+        target = ["--implementation", "cp", "--python-version", lock.python, *tags, "--dest", str(folder)]
+        fetched = [entry for entry in entries if entry.name not in lock.from_source]
+        if fetched:  # what an earlier call has fetched is not fetched again
             _pip(python, "download", fetched, lock, ["--only-binary", ":all:", *target])
-        for entry in missing:
-            if entry.name in lock.from_source:
-                say(f"building {entry.name} {entry.version} from source")
-                _build(python, entry, lock, folder)
-        present = _keep(lock, folder)
-        if gone := sorted(set(wanted) - set(present)):
-            text = f"pip left no wheel for {', '.join(gone)}"
-            raise UserError(text, ExitCode.FAILED, file=str(folder), fix="remove the folder")
-        wheels = [present[name] for name in sorted(wanted)]
-        lines = (LockedPackage(wheel.entry.name, wheel.entry.version, (wheel.digest,)).text() for wheel in wheels)
-        text, file = "".join(lines), folder / REQUIREMENTS
-        if not file.exists() or file.read_text() != text:  # another build may be reading it
-            file.write_text(text)
-    return wheels
+        made = [_build(python, entry, lock, folder, say) if entry.name in lock.from_source else entry for entry in entries]
+        scratch = folder / f".{REQUIREMENTS}"
+        scratch.write_text("".join(entry.text() for entry in made))
+        scratch.replace(folder / REQUIREMENTS)
 
 
 def _tools(folder: Path, say: Callable[[str], None]) -> Path:
@@ -121,12 +94,9 @@ def _explain(stderr: str, verb: str, lock: PackageLock) -> Problem:
     file = f"containers/{lock.name}.lock"
     plain = re.sub(r"https?://\S+|file://\S+", "<index>", stderr)
     if "DO NOT MATCH THE HASHES" in plain:
-        requirement, archive = r"(?m)^ +([A-Za-z0-9][\w.-]*)==(\S+)[^\n]*:$", r"(?m)^ +(\S+?)-(\d\S*)"
-        named = re.search(requirement, plain) or re.search(archive, plain)
         said = " ".join(plain[plain.find("DO NOT MATCH") :].split())[:600]
-        message = f"a file has another hash than the one that is locked: {said}"
         fix = "do not install it: an index (or the lock) was altered; make lock-check shows which"
-        return Problem(message, file, named[1] if named else None, fix)
+        return Problem(f"a file has another hash than the one that is locked: {said}", file, fix=fix)
     if missing := re.search(r"No matching distribution found for (\S+)", plain):
         fix = "look at pip's settings: pip config list"
         if "+" in missing[1]:
@@ -136,42 +106,20 @@ def _explain(stderr: str, verb: str, lock: PackageLock) -> Problem:
     return Problem(f"pip {verb} failed: {said}", file, fix="the same command continues where it stopped")
 
 
-def _build(python: Path, entry: LockedPackage, lock: PackageLock, folder: Path) -> None:
-    """A wheel of plain Python from the hashed source archive, with the locked tools: compiled code would be this machine's."""
-    scratch = folder / f"build-{entry.name}"
-    options = ["--no-build-isolation", "--no-binary", ":all:", "--wheel-dir", str(scratch)]
-    _pip(python, "wheel", [entry], lock, options)
-    wheels = list(scratch.glob("*.whl"))
-    if len(wheels) != 1 or not wheels[0].name.endswith("-none-any.whl"):
-        what = f"its source builds {[wheel.name for wheel in wheels]}, not one wheel of plain Python"
-        raise UserError(Problem(what, f"containers/{lock.name}.lock", entry.name, "take a version that comes as a wheel"))
-    digest = file_digest(wheels[0])
-    target = folder / wheels[0].name
-    wheels[0].replace(target)
-    scratch.rmdir()
-    with (folder / BUILT).open("a") as file:
-        file.write(f"{digest} {entry.hashes[0]} {target.name}\n")
+def _build(python: Path, entry: LockedPackage, lock: PackageLock, folder: Path, say: Callable[[str], None]) -> LockedPackage:
+    """A wheel of plain Python from the hashed source archive, with the locked tools: compiled code would be this machine's.
 
-
-def _keep(lock: PackageLock, folder: Path) -> dict[str, Wheel]:
-    """The wheels that are there and are the lock's; every other file is removed."""
-    lines = (folder / BUILT).read_text().splitlines() if (folder / BUILT).is_file() else []
-    built = dict(line.split(" ")[:2] for line in lines)
-    found: dict[str, Wheel] = {}
-    for path in sorted(folder.iterdir()):
-        if path.name in (BUILT, REQUIREMENTS):
-            continue
-        if path.is_dir():
-            shutil.rmtree(path)
-            continue
-        entry = lock.entries.get(normal(path.name.partition("-")[0]))
-        digest = file_digest(path) if entry else ""
-        source = built.get(digest, "")
-        if entry and entry.name not in found and (digest in entry.hashes or (source and source in entry.hashes)):
-            found[entry.name] = Wheel(entry, path, digest, source)
-        else:
-            path.unlink()
-    return found
+    Returns the package with the hash of the wheel.
+    """
+    say(f"building {entry.name} {entry.version} from source")
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        _pip(python, "wheel", [entry], lock, ["--no-build-isolation", "--no-binary", ":all:", "--wheel-dir", scratch])
+        wheels = list(Path(scratch).glob("*.whl"))
+        if len(wheels) != 1 or not wheels[0].name.endswith("-none-any.whl"):
+            what = f"its source builds {[wheel.name for wheel in wheels]}, not one wheel of plain Python"
+            raise UserError(Problem(what, f"containers/{lock.name}.lock", entry.name, "take a version that comes as a wheel"))
+        wheel = wheels[0].replace(folder / wheels[0].name)
+    return LockedPackage(entry.name, entry.version, (file_digest(wheel),))
 
 
 # --- a stand-in for the base image ------------------------------------------------------------------------------------
@@ -182,9 +130,12 @@ def _keep(lock: PackageLock, folder: Path) -> dict[str, Wheel]:
 STANDIN_SECONDS = 1800
 PYTHONS = ("3.11", "3.12")
 """Whose Python a stand-in can have: Debian bookworm's and Ubuntu noble's."""
-_LEFT_OUT = ("dev/", "etc/hostname", "etc/resolv.conf", "etc/machine-id", "var/log/", "var/cache/ldconfig/")
-"""Device nodes (a build in a user namespace cannot make them), and what names this machine or this hour."""
-_NO_DOCS = [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("man", "doc", "locale")]
+_LEFT_OUT = (
+    "--skip=output/dev",
+    '--customize-hook=cd "$1" && rm -rf etc/hostname etc/resolv.conf etc/machine-id var/log/* var/cache/ldconfig/*',
+    *(f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("man", "doc", "locale")),
+)
+"""Device nodes (a build in a user namespace cannot make them), what names this machine or this hour, and what nobody reads."""
 
 
 def suite_of(python: str) -> str:
@@ -193,7 +144,7 @@ def suite_of(python: str) -> str:
 
 
 def make_standin(python: str, out: Path, say: Callable[[str], None]) -> None:
-    """Write the stand-in with that Python to ``out``, a docker-archive: ``podman load`` and Apptainer read it.
+    """Write the files of a stand-in with that Python to ``out``, as tar: for ``podman import``, and Apptainer's ``localimage``.
 
     Raises UserError where mmdebstrap is missing or fails.
     """
@@ -210,9 +161,7 @@ def make_standin(python: str, out: Path, say: Callable[[str], None]) -> None:
             keys = [f"--keyring={path}"] if (path := _keyring(suite, bases, scratch)) else []
             mirror = f"deb {bases[f'ARCHIVE_{suite.upper()}']} {suite} main"
             _debootstrap(suite, mirror, keys, scratch / "root.tar")
-            _strip(scratch / "root.tar", scratch / "layer.tar")
-            _as_image(scratch, f"clustertune-standin:{suite}", scratch / "image.tar")
-            (scratch / "image.tar").replace(out)
+            (scratch / "root.tar").replace(out)
 
 
 def _keyring(suite: str, bases: Mapping[str, str], scratch: Path) -> Path | None:
@@ -239,40 +188,10 @@ def _keyring(suite: str, bases: Mapping[str, str], scratch: Path) -> Path | None
 def _debootstrap(suite: str, mirror: str, keys: list[str], out: Path) -> None:
     command = ["mmdebstrap", "--quiet", "--variant=minbase", "--format=tar", "--include=apt,ca-certificates,python3"]
     try:
-        done = captured([*command, *_NO_DOCS, *keys, suite, str(out), mirror], STANDIN_SECONDS)
+        done = captured([*command, *_LEFT_OUT, *keys, suite, str(out), mirror], STANDIN_SECONDS)
     except subprocess.TimeoutExpired as error:
         text = f"mmdebstrap took over {STANDIN_SECONDS} s"
         raise UserError(text, ExitCode.AGAIN, fix="look at the network") from error
     if done.returncode:
         text = f"mmdebstrap: {done.stderr.strip()[-600:]}"
         raise UserError(text, ExitCode.FAILED, fix="look at the network and at the free space")
-
-
-def _strip(whole: Path, layer: Path) -> None:
-    with tarfile.open(whole) as source, tarfile.open(layer, "w", format=tarfile.PAX_FORMAT) as target:
-        for member in source:
-            name = member.name.removeprefix("./")
-            if name.startswith(_LEFT_OUT) and not (member.isdir() and f"{name}/" in _LEFT_OUT):
-                continue
-            target.addfile(member, source.extractfile(member) if member.isreg() else None)
-    whole.unlink()
-
-
-def _as_image(scratch: Path, name: str, out: Path) -> None:
-    """A docker-archive of one layer (https://github.com/moby/docker-image-spec/blob/main/v1.2.md)."""
-    layer = scratch / "layer.tar"
-    digest = file_digest(layer)
-    asked = captured(["dpkg", "--print-architecture"], 30)
-    if asked.returncode != 0:
-        raise UserError(f"dpkg does not name the architecture: {asked.stderr.strip()[-300:]}", fix="repair dpkg on this host")
-    machine = asked.stdout.strip()
-    config = {
-        "architecture": machine, "os": "linux", "created": "1970-01-01T00:00:00Z",
-        "config": {"Env": ["PATH=/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"]},
-        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]}, "history": [{"created": "1970-01-01T00:00:00Z"}],
-    }  # fmt: skip
-    (scratch / "config.json").write_text(json.dumps(config))
-    (scratch / "manifest.json").write_text(json.dumps([{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]))
-    with tarfile.open(out, "w") as archive:
-        for part in ("manifest.json", "config.json", "layer.tar"):
-            archive.add(scratch / part, arcname=part)

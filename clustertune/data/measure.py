@@ -139,8 +139,10 @@ def _recognised(data: Data) -> dict[str, Any]:
     """``format``, and ``columns`` where they are named otherwise, of the first row that has any. Raises UserError."""
     ((_, source),) = find_sources(data, Path(), None)
     columns: list[str] = []
+    bad = ""
     for _, row in islice(source.records(), LOOKED_AT):
         if not isinstance(row, dict):
+            bad = bad or f": {row.detail}"
             continue
         given = {name: row[other] for name, other in (data.columns or {}).items() if other in row}
         if (found := recognise({**row, **given})) is not None:
@@ -150,4 +152,6 @@ def _recognised(data: Data) -> dict[str, Any]:
         columns = columns or sorted(map(str, row))
     named = f"rows with the columns {', '.join(columns)[:200]} are of no format that is trained on here"
     fix = "name them behind the options, as 'data.columns={prompt: QUESTION, completion: ANSWER}'; docs/data.md has the formats"
-    raise UserError(named if columns else "no row can be read", file=source.shown, key="--data", fix=fix)
+    if not columns:
+        raise UserError(f"no row can be read{bad}", file=source.shown, key="--data", fix="docs/data.md has the formats")
+    raise UserError(named, file=source.shown, key="--data", fix=fix)

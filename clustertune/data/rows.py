@@ -14,6 +14,7 @@ import io
 import json
 import lzma
 import re
+import shlex
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -283,6 +284,8 @@ KNOWN = frozenset(column for columns in COLUMNS.values() for column in columns)
 _BOM = b"\xef\xbb\xbf"
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 _REPORT_EVERY = 512
+LATIN1 = "iconv -f LATIN1 -t UTF-8"
+"""What turns a file of older spreadsheets into UTF-8."""
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Errors that only writing gives: they come from the file of rejected rows, which is written while the input is read."""
 
@@ -460,6 +463,10 @@ def _table(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[
             continue
         if not names:
             names = [name.strip() for name in values]
+            if len(names) == 1 and (sign := next((sign for sign in ";\t|" if sign in names[0]), None)):
+                program = f"import csv, sys; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter={sign!r}))"
+                fix = f"write commas: python3 -c {shlex.quote(program)} < {shlex.quote(shown)} > commas.csv"
+                raise UserError(f"the columns are separated by {sign!r}, not by commas", file=f"{shown}:{at.line}", fix=fix)
             if len(set(names)) < len(names):
                 twice = ", ".join(sorted({repr(name) for name in names if names.count(name) > 1}))
                 fix = "name each column once in the first line"
@@ -469,7 +476,8 @@ def _table(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[
         if len(values) != len(names):
             yield at, BadRow("wrong-column", f"{len(values)} values, the first line names {len(names)} columns")
         elif found := next(filter(None, map(_ESCAPED_BYTE.search, values)), None):
-            yield at, BadRow("not-utf8", f"byte 0x{ord(found.group()) - 0xDC00:02x} in the row")
+            why = f"byte 0x{ord(found.group()) - 0xDC00:02x} in the row; of Latin-1: {LATIN1} {shlex.quote(shown)} > utf8.csv"
+            yield at, BadRow("not-utf8", why)
         else:
             yield at, dict(zip(names, (value or None for value in values), strict=True))
 

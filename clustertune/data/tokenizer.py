@@ -58,6 +58,8 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
+    if source.startswith((".", "/", "~")) and not Path(source).exists():  # else the Hub is asked for it, seven seconds long
+        raise UserError(f"no such folder: {source}", key="model.path", fix="give the folder of the model, as model.path=FOLDER")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError) as error:  # no network, no licence accepted, no such file or package

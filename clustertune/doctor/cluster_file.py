@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from clustertune.host.facts import HostFacts, Mount
 from clustertune.host.gpus import has_nvlink
 from clustertune.host.mounts import lies_elsewhere
 from clustertune.host.probe import ask
-from clustertune.process import captured
 
 WAIT_SECONDS = 60
 """How long Slurm may take to give a node; a cluster that is full gives none."""
@@ -34,15 +32,13 @@ def look_at_one(cluster: Cluster) -> tuple[HostFacts | None, str]:
         return None, "there is no Slurm"
     command = ["srun", f"--partition={slurm.partition}", "--nodes=1", "--ntasks=1", "--time=5", f"--immediate={WAIT_SECONDS}"]
     command += [f"--gres={cluster.gres(gpus)}"] if gpus else []
-    try:
-        done = captured([*command, "--quiet", *facts_command(STEP, LOOK_SECONDS)], WAIT_SECONDS + 2 * LOOK_SECONDS + 20)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return None, f"srun: {error}"
-    found, faults, _ = wire.decode(done.stdout.splitlines())
+    answer = ask([*command, "--quiet", *facts_command(STEP, LOOK_SECONDS)], WAIT_SECONDS + 2 * LOOK_SECONDS + 20)
+    found, faults, _ = wire.decode(answer.text.splitlines())
     if found:
         return next(iter(found.values())), ""
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return None, next(iter(faults.values()), lines[-1] if lines else "the node printed nothing")
+    return None, next(
+        iter(faults.values()), answer.fault or ("the node printed nothing" if answer.present else "there is no srun")
+    )
 
 
 def accounts() -> list[str]:

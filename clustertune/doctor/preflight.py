@@ -14,7 +14,7 @@ from typing import IO, Any
 from clustertune.check import report as reports
 from clustertune.check.machine import CONTAINER_STEP, STEP, Expects, Machine
 from clustertune.check.nodes import JobNodes
-from clustertune.check.rule import FAIL, Finding, worst
+from clustertune.check.rule import FAIL, MACHINE, NODES, Finding, checks, worst
 from clustertune.cluster.ignoring import ignored
 from clustertune.cluster.schema import Cluster, same_host
 from clustertune.doctor import wire
@@ -54,7 +54,7 @@ class NodeReports:
 
 def facts_command(place: str, seconds: float) -> list[str]:
     """The command that prints the facts of a machine in lines that srun keeps whole."""
-    return [sys.executable, "-m", "clustertune.doctor", "--facts", "--lines", f"--place={place}", f"--seconds={seconds:g}"]
+    return [sys.executable, "-m", "clustertune.doctor", f"--place={place}", f"--seconds={seconds:g}"]
 
 
 def collector(cluster: Cluster, nodes: Sequence[str], seconds: float) -> list[str]:
@@ -133,15 +133,6 @@ SECONDS = 50.0
 """How long a node may look; a healthy one takes less than one, with eight GPUs some. Without persistence mode the driver
 wakes one GPU after the other: only beyond host.gpus.SMI_SECONDS it is known to hang."""
 
-STOPS = frozenset(
-    """
-    node-silent gpu-driver gpu-count gpu-compute-mode cuda-init driver-cuda interface nodes-network rdma-port rdma-verbs memlock
-    shm glibc mount-silent mount-missing mount-read-only scratch nodes-packages
-    """.split()  # noqa: SIM905 (one word a rule is what a person can read and extend)
-)
-"""Rules whose failure is sure to stop or spoil the job that is about to start. What else fails (a full brick, an error of a GPU
-that may have been reset since, a name that nobody may ask for) is written to the log, and the job continues."""
-
 
 def check(
     cluster: Cluster,
@@ -156,8 +147,8 @@ def check(
 ) -> reports.Report:
     """Look at every node, say what is not as it should be, and log what was found.
 
-    Raises UserError for a failure of :data:`STOPS`: exit 2, or 75 where nodes only did not answer, as one that has just lost
-    its power: the job may continue later, or on others.
+    Raises UserError for a failure of a rule that stops jobs: exit 2, or 75 where nodes only did not answer, such as one that
+    has just lost its power: the job may continue later, or on others.
 
     ``ranks``: of one node; ``gpus``: whether each uses one. ``log`` takes the name of an event and its fields. Rules that
     the cluster file ignores neither stop a job nor warn.
@@ -172,7 +163,9 @@ def check(
     lines = [f"{item.rule} {item.where}".strip() for item in report.faults]
     log("doctor", verdict=worst(report.counted), nodes=len(looked.facts), seconds=round(looked.seconds, 3), faults=lines[:100])
     every = [item for item in report.faults if item.status == FAIL]
-    failed = [item for item in every if item.rule in STOPS]
+    # What else fails (a full branch, an error of a GPU that may have been reset since) is in the log, and the job continues.
+    stops = {one.rule.id for one in checks(MACHINE, NODES) if one.rule.stops}
+    failed = [item for item in every if item.rule in stops]
     if every and not failed:
         say("doctor: the job continues: none of these failures is certain to stop it")
     if failed:

@@ -14,17 +14,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from clustertune import bounded, secrets
-from clustertune.check.machine import mount_of
-from clustertune.checkpoint import store
 from clustertune.cluster.schema import Cluster, same_host
 from clustertune.containers import pins
 from clustertune.errors import Problem, UserError
 from clustertune.host import packages
-from clustertune.host.facts import HostFacts
-from clustertune.host.mounts import lies_elsewhere, own_mounts
+from clustertune.host.facts import HostFacts, Mount
+from clustertune.host.mounts import mount_of, own_mounts
 from clustertune.launch import cluster_paths
 from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.predict import Plan, make_plan
@@ -175,67 +173,8 @@ def _size(path: Path) -> int:
 
 SECONDS = 5.0
 """How long a folder may take to answer: the server of an NFS mount may be gone."""
-SENTINEL = "checkpoint-is-incomplete.txt"
-"""What transformers' just-in-time checkpoint leaves while it writes; nothing there reads it (transformers 5.23)."""
-LOOKED_AT = 3
-"""How many of the newest checkpoints are compared with their manifests."""
 _TRUE = ("1", "ON", "YES", "TRUE")
 """What huggingface_hub takes for true (huggingface_hub/constants.py)."""
-
-
-@dataclass(frozen=True)
-class FolderFileSystem:
-    """The file system of a folder."""
-
-    point: str
-    kind: str
-    """``nfs4``, ``fuse.mergerfs``, ``xfs``; ``unknown`` where nothing tells."""
-    options: tuple[str, ...] = ()
-    source: str = ""
-    """Where this is from, in words."""
-
-    @property
-    def remote(self) -> bool:
-        """Whether other machines hold it."""
-        return lies_elsewhere(self.kind)
-
-    def __str__(self) -> str:
-        return f"{self.kind} at {self.point}{self.source}"
-
-
-class Newest(NamedTuple):
-    """The newest checkpoints of a run, as far as they are looked at."""
-
-    whole: store.Checkpoint | None
-    broken: list[tuple[store.Checkpoint, str]]
-    """Newer than the whole one, each with what is wrong."""
-    more: bool
-    """There are older ones, which were not looked at."""
-
-
-def newest(run_dir: Path) -> Newest:
-    """Looks at the newest checkpoints of a run folder, until one is whole."""
-    listed = store.list_checkpoints(run_dir / "checkpoints") if run_dir.is_dir() else []
-    found = Newest(None, [], len(listed) > LOOKED_AT)
-    for checkpoint in listed[:LOOKED_AT]:
-        # Sizes only: the hashes of a full 405B checkpoint would be a read of terabytes.
-        problems = store.verify(checkpoint.path, hashes=False)
-        if not problems and not any((path / SENTINEL).exists() for path in (checkpoint.path, *shards_of(checkpoint.path))):
-            return found._replace(whole=checkpoint)
-        found.broken.append((checkpoint, _message(problems[0]) if problems else f"{SENTINEL} lies in it"))
-    return found
-
-
-def _message(problem: Problem) -> str:
-    """What is wrong, with the name of the file."""
-    return f"{Path(problem.file).name}: {problem.message}" if problem.file else problem.message
-
-
-def shards_of(path: Path) -> list[Path]:
-    """Folders of a checkpoint that hold torch's sharded files."""
-    with contextlib.suppress(OSError):
-        return sorted({file.parent for file in path.glob("*/*.distcp")})
-    return []
 
 
 @dataclass(frozen=True)
@@ -304,18 +243,15 @@ class RecipeContext:
         return not self.silent and not self.staged_problems
 
     @property
-    def several_nodes(self) -> bool:
-        """Ranks run on more than one node."""
-        return self.recipe.slurm.nodes > 1
-
-    @property
     def minutes(self) -> float:
         """The job's time limit."""
         return parse_minutes(self.recipe.slurm.time) or 0.0
 
     @property
     def offline(self) -> bool:
-        """The Hub is not to be asked."""
+        """The Hub is not to be asked, or not reached by the nodes."""
+        if self.cluster.network.internet != "all":
+            return True
         return any(self.environment.get(key, "").upper() in _TRUE for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
 
     def version(self, package: str) -> str | None:
@@ -329,12 +265,6 @@ class RecipeContext:
             if self.environment.get(key):
                 return expand_home(self.environment[key])
         return self._hub_home / "hub"
-
-    @property
-    def hub_token(self) -> Path:
-        """Where ``hf auth login`` keeps its token: beside the cache only as long as that was not moved."""
-        value = self.environment.get("HF_TOKEN_PATH")
-        return expand_home(value) if value else self._hub_home / "token"
 
     @property
     def _hub_home(self) -> Path:
@@ -374,33 +304,25 @@ class RecipeContext:
         """The same of a run that is meant to give a model."""
         return self.model if self.is_real else None
 
-    @cached_property
-    def newest(self) -> Newest:
-        """The newest checkpoints of the run folder."""
-        return newest(self.run_dir) if self.run_dir is not None else Newest(None, [], False)
-
     @property
     def is_ours(self) -> bool:
         """This machine is one of the cluster's, so that what it has mounted is what its jobs see."""
         host = self.facts.hostname if self.facts else platform.node()
         return same_host(host, (node.name for node in self.cluster.nodes)) is not None
 
-    def lies_on(self, path: Path) -> FolderFileSystem:
+    def lies_on(self, path: Path) -> Mount:
         """The file system of a path: what is mounted here, or for another machine's path what the cluster file says."""
-        storage = self.cluster.storage
-        if not self.is_ours and not path.is_absolute():
-            return FolderFileSystem("/", "unknown")
+        storage, pool = self.cluster.storage, self.cluster.storage.pool
         if not self.is_ours:
-            pool = storage.pool
+            if not path.is_absolute():
+                return Mount("/", "unknown")
             if pool and path.is_relative_to(pool.mount):
-                return FolderFileSystem(pool.mount, "fuse.mergerfs", source=f" (by {self.cluster.source})")
+                return Mount(pool.mount, "fuse.mergerfs")
             for brick in storage.bricks:
                 if path.is_relative_to(brick.mount):
-                    return FolderFileSystem(brick.mount, f"nfs{storage.nfs_version[:1]}", source=f" (by {self.cluster.source})")
+                    return Mount(brick.mount, f"nfs{storage.nfs_version[:1]}")
         known = mount_of(str(path), self.facts.mounts) if self.facts and path.is_absolute() else None
-        if known:
-            return FolderFileSystem(known.point, known.kind, tuple(known.options))
-        return FolderFileSystem(*cluster_paths.filesystem(path, self.mounts))
+        return known or cluster_paths.filesystem(path, self.mounts)
 
     @property
     def weights_at(self) -> Path:

@@ -33,14 +33,14 @@ from clustertune.evaluate.model import (
     weight_bytes,
 )
 from clustertune.evaluate.scores import METHOD, RESULT, clustered_stderr, compare, judge, read_result
+from clustertune.plan.constants import duration
 from clustertune.recipe.schema import Eval
 from clustertune.recipe.tasks import Seeds
 from clustertune.replaced import replaced
 
 KIND = "evaluation"
 SAMPLES, TASK = "samples.jsonl", "task"
-_OURS = {RESULT, SAMPLES, TASK, manifest.MANIFEST, inputs.NLTK, "prompts.jsonl"}
-"""The last is a former release's."""
+_OURS = {RESULT, SAMPLES, TASK, manifest.MANIFEST, inputs.NLTK}
 _PACKAGES = ("lm_eval", "torch", "transformers", "datasets", "nltk", "langdetect")
 
 
@@ -239,7 +239,7 @@ class _Evaluation:
                 opened = model_for(self.backend, self.facts, self.settings, adapter=self.adapter, device=self.device)
                 lm = stack.enter_context(opened)
                 raise_if(weights.finish())
-            report = stack.enter_context(progress())
+            report = stack.enter_context(progress(str(folder)))
             stack.enter_context(out_of_memory(folder))
             wrapped = RecordedLM(lm, log, size, report, whole=self.backend.name != "hf")
             raw = lm_eval.evaluator.evaluate(
@@ -264,7 +264,6 @@ class _Evaluation:
                     row[key] = clustered_stderr(mine)
         details = {name: self._detail(name, raw) for name in scores}
         found: dict[str, Any] = {
-            "schema": 2,
             "model": self.label,
             "path": str(self.facts.folder.resolve()),
             "adapter": self.adapter and str(self.adapter.resolve()),
@@ -573,17 +572,21 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Callable[[int, int], None]]:
-    """A function ``report(done, total)``: a bar on a terminal; elsewhere a line every half minute."""
+def progress(model: str) -> Iterator[Callable[[int, int], None]]:
+    """A function ``report(done, total)``: a bar on a terminal; elsewhere a line every half minute, with what is left."""
     with console.count_progress() as bar:
         task = bar.add_task("evaluation", total=None)
-        last = time.monotonic()
+        began = last = time.monotonic()
+        first: int | None = None  # answers of an earlier call are counted, and took no time
 
         def report(done: int, total: int) -> None:
-            nonlocal last
+            nonlocal last, first
+            first = done if first is None else first
             bar.update(task, completed=done, total=total)
             if not console.stderr.is_terminal and time.monotonic() - last > SECONDS_BETWEEN_LINES:
                 last = time.monotonic()
-                console.say(f"evaluation: {done} of {total} prompts answered")
+                rate = (done - first) / (last - began)
+                left = f", about {duration((total - done) / rate)} left" if rate else ""
+                console.say(f"evaluation of {model}: {done} of {total} prompts answered{left}")
 
         yield report

@@ -13,12 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.evaluate import punkt
-from clustertune.recipe.schema import FIRST_TASK, Eval
-from clustertune.recipe.tasks import find_task, first_task
+from clustertune.recipe.schema import Eval
+from clustertune.recipe.tasks import find_task
 
 RESULT = "results.json"
-OLD_RESULT = f"{FIRST_TASK}.json"
 """What an evaluation was called while there was one task."""
 
 
@@ -39,40 +37,11 @@ def clustered_stderr(followed: Sequence[Sequence[bool]]) -> float | None:
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """The result in an evaluation's folder, that of the first releases as today's; None where there is none.
-
-    Raises OSError and ValueError where it cannot be read.
-    """
-    for name in (RESULT, OLD_RESULT):
-        if (folder / name).is_file():
-            found = json.loads((folder / name).read_bytes())
-            return _from_old(found) if isinstance(found, dict) and "tasks" not in found else found
-    return None
-
-
-def _from_old(found: dict[str, Any]) -> dict[str, Any]:
-    """A result from when there was one task; as it is, where it is of no known form."""
-    scores, dataset, stderr, verdict, splitter = (
-        value if isinstance(value := found.get(key), dict) else {} for key in ("scores", "dataset", "stderr", "pass", "punkt")
-    )
-    if not scores or not all(isinstance(value, int | float) for value in scores.values()):
-        return found
-    row: dict[str, Any] = {"n": dataset.get("prompts")}
-    for name, value in scores.items():
-        row |= {f"{name},none": value, f"{name}_stderr,none": stderr.get(name)}
-    known = "" if "is_benchmark" in dataset else "known to be "
-    whole = bool(dataset.get("is_benchmark") and not dataset.get("limited"))
-    notes = [] if whole else [f"Not {known}the {first_task().title} benchmark: these numbers compare with nothing published."]
-    notes += [punkt.NOTE] if splitter.get("source") == punkt.TRAINED else []
-    judged = {"marks": {FIRST_TASK: verdict.get("marks") or {}}, "difference_marks": {}}
-    missed = [f"{FIRST_TASK} {name}" for name in verdict.get("missed") or []]
-    return {
-        **found,
-        "tasks": {FIRST_TASK: row},
-        "details": {FIRST_TASK: {"data": [dataset.get("name")], "comparable": whole}},
-        "pass": {**judged, "missed": missed, "passed": not missed},
-        "notes": notes,
-    }
+    """The result in an evaluation's folder; None where there is none. Raises OSError and ValueError where it cannot be read."""
+    if not (folder / RESULT).is_file():
+        return None
+    found: dict[str, Any] = json.loads((folder / RESULT).read_bytes())
+    return found
 
 
 def find_metric(row: Mapping[str, Any], name: str) -> str | None:

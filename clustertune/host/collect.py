@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # 3.8 cannot subscript collections.abc
 
 _SLURM_KEYS = """
     SLURM_VERSION AccountingStorageType ConstrainDevices GresTypes PropagateResourceLimits PropagateResourceLimitsExcept
-    ProctrackType SelectType TaskPlugin
+    TaskPlugin SlurmdSpoolDir StateSaveLocation KillWait Prolog Epilog
 """.split()  # noqa: SIM905 (one word a key is what a person can read and extend)
 _BAD_STATES = re.compile(
     r"(?i)(?<!power_)(?<!powered_)(?<!powering_)down|drain|fail|not_respond|unknown|error|reboot|inval|\*$"
@@ -66,50 +66,57 @@ def find_place(kind: str, environ: Mapping[str, str], *, slurm: bool) -> str:
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """The keys of ``scontrol show config`` that rules read."""
-    found = {}
+    """The keys of ``scontrol show config`` that rules read; of several scripts (``Prolog[0]``) the first."""
+    found: dict[str, str] = {}
     for line in text.splitlines():
         name, equals, value = line.partition("=")
-        if equals and name.strip() in _SLURM_KEYS:
-            found[name.strip()] = value.strip()
+        name = name.strip().partition("[")[0]
+        if equals and name in _SLURM_KEYS:
+            found.setdefault(name, value.strip())
     return found
 
 
-def parse_nodes(text: str) -> dict[str, str]:
-    """Nodes that take no jobs, with state and reason, of ``sinfo -h -N -o '%N|%T|%E'``."""
-    found = {}
+def parse_nodes(text: str) -> dict[str, Any]:
+    """Nodes that take no jobs, GRES of nodes and limits of partitions, of ``sinfo -h -N -o '%N|%T|%G|%R|%l|%E'``."""
+    found: dict[str, dict[str, str]] = {"slurm_nodes": {}, "slurm_gres": {}, "slurm_limits": {}}
     for line in text.splitlines():
-        fields = line.split("|", 2)
-        if len(fields) == 3 and _BAD_STATES.search(fields[1].strip()):
-            reason = fields[2].strip()
-            found[fields[0].strip()] = fields[1].strip() + (f" ({reason})" if reason not in ("", "none") else "")
+        fields = [field.strip() for field in line.split("|", 5)]
+        if len(fields) != 6:
+            continue
+        name, state, gres, partition, limit, reason = fields
+        found["slurm_gres"][name], found["slurm_limits"][partition] = gres, limit
+        if _BAD_STATES.search(state):
+            found["slurm_nodes"][name] = state + (f" ({reason})" if reason not in ("", "none") else "")
     return found
 
 
 def slurm(probe: Probe) -> dict[str, Any]:
     """What the controller says. Not to be asked by every node of a job at once: it is one process for all of them."""
-    config = probe.call("scontrol", "show", "config", seconds=8.0)
-    if not config.present:
+    answer = probe.call("scontrol", "show", "config", seconds=8.0)
+    if not answer.present:
         return {}
-    if not config.good:
-        return {"slurm_silent": config.fault}
-    nodes = probe.call("sinfo", "-h", "-N", "-o", "%N|%T|%E", seconds=8.0)
-    return {"slurm": parse_config(config.text), "slurm_nodes": parse_nodes(nodes.text)}
+    if not answer.good:
+        return {"slurm_silent": answer.fault}
+    config = parse_config(answer.text)
+    nodes = probe.call("sinfo", "-h", "-N", "-o", "%N|%T|%G|%R|%l|%E", seconds=8.0)
+    scripts = {path: "" for key in ("Prolog", "Epilog") if (path := config.get(key, "")).startswith("/")}
+    for path in scripts:
+        if probe.live and not os.access(path, os.X_OK):
+            scripts[path] = "cannot be run" if os.path.exists(path) else "does not exist"  # noqa: PTH110 - a plain word
+    return {"slurm": config, "slurm_scripts": scripts, **parse_nodes(nodes.text)}
 
 
-def files_that_matter(environ: Mapping[str, str], cwd: str) -> list[tuple[str, str]]:
-    """Files with secrets, and programs that a job runs, with ``secret`` or ``program``."""
+def files_with_secrets(environ: Mapping[str, str], cwd: str) -> list[str]:
+    """Files with secrets that the user, Slurm or a library keeps."""
     home = environ.get("HOME", "")
     hub = environ.get("HF_HOME") or (f"{environ.get('XDG_CACHE_HOME') or f'{home}/.cache'}/huggingface" if home else "")
-    named = [
+    return [
         f"{cwd}/.env",
         *([f"{home}/.netrc", f"{home}/.git-credentials"] if home else []),
         *([f"{hub}/token", f"{hub}/stored_tokens"] if hub else []),
         "/etc/slurm/slurmdbd.conf",
         "/etc/munge/munge.key",
     ]
-    programs = [f"{cwd}/launch/run.sbatch", *([f"{home}/.nccl.conf"] if home else []), "/etc/nccl.conf"]
-    return [(path, "secret") for path in named] + [(path, "program") for path in programs]
 
 
 def probe_folders(environ: Mapping[str, str]) -> list[str]:
@@ -223,7 +230,7 @@ def _storage(probe: Probe, *, environ: Mapping[str, str], names: Sequence[str], 
     wanted = mounts.MountQuery(
         folders=[*probe_folders(environ), *(folder for folder in folders if folder.startswith("/"))],
         names=list(names),
-        files=files_that_matter(environ, os.getcwd()),  # noqa: PTH109 - a plain word
+        files=files_with_secrets(environ, os.getcwd()),  # noqa: PTH109 - a plain word
         libraries=[path for path in dict.fromkeys(environ.get("LD_LIBRARY_PATH", "").split(":")) if path.startswith("/")],
     )
     return mounts.look(probe, wanted)

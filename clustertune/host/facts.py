@@ -23,8 +23,6 @@ class Gpu:
     used_mib: int | None = None
     pids: list[int] | None = None
     """Compute processes on it; None: the driver did not tell."""
-    compute_mode: str = ""
-    """``Default``, ``Exclusive_Process``, ``Prohibited``."""
     persistence: bool | None = None
     mig: bool | None = None
     ecc: bool | None = None
@@ -88,7 +86,6 @@ class RdmaPort:
     gbit: float | None = None
     link_layer: str = ""
     """``InfiniBand`` or ``Ethernet`` (RoCE)."""
-    netdev: str = ""
     numa: int | None = None
     firmware: str = ""
 
@@ -119,7 +116,7 @@ class FolderProbe:
 
     folder: str
     what: str
-    """``mmap`` (a shared mapping of a file), ``flock`` (a lock), ``exec`` (a mapping that may be executed)."""
+    """``mmap`` (a shared mapping of a file), ``flock`` (a lock)."""
     ok: bool | None = None
     """None: it could not be tried, because nothing can be written there, or nothing answered in time."""
     message: str = ""
@@ -128,14 +125,11 @@ class FolderProbe:
 
 @dataclass
 class FileMode:
-    """A file that others should not read or change."""
+    """A file with secrets, which others should not read."""
 
     path: str
-    what: str
-    """``secret`` (nobody else may read it) or ``program`` (nobody else may change it)."""
     mode: int = 0
     """Permission bits."""
-    uid: int | None = None
 
 
 @dataclass
@@ -177,11 +171,9 @@ class HostFacts:
     memory_available_bytes: int | None = None
     memory_limit_bytes: int | None = None
     """Of the cgroup; None: none, or not seen."""
-    swap_used_bytes: int | None = None
     memlock_bytes: int | None = None
     """Soft limit; -1: unlimited."""
     nofile: int | None = None
-    nproc: int | None = None
     shm_bytes: int | None = None
     """Size of /dev/shm."""
     shm_free_bytes: int | None = None
@@ -209,8 +201,6 @@ class HostFacts:
     """Whether libibverbs can be loaded here."""
     verbs_providers: list[str] = field(default_factory=list)
     """Of what it drives: ``mlx5``, ``efa``, from the provider libraries that are installed."""
-    port_range: list[int] | None = None
-    """First and last of the kernel's ephemeral ports."""
     mounts: list[Mount] = field(default_factory=list)
     automounts: list[str] = field(default_factory=list)
     """Points at or below which something is mounted when it is first used."""
@@ -220,10 +210,6 @@ class HostFacts:
     """The training stack's, of the ranks' Python."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that steer Slurm, NCCL, gloo, torch, CUDA, HF, caches and proxies; what looks like a secret is left out."""
-    swap_bytes: int | None = None
-    """Size of the swap space."""
-    thp_defrag: str = ""
-    """What the kernel does to get a huge page: ``always``, ``defer``, ``madvise``, ``never``."""
     affinity_list: str = ""
     """The CPUs that this process may use, ``0-3,8``."""
     numa_cpus: dict[str, str] = field(default_factory=dict)
@@ -236,8 +222,6 @@ class HostFacts:
     """NCCL's settings that stand in files, ``NCCL_ALGO`` to ``Tree (/etc/nccl.conf)``."""
     nvidia_devices: int | None = None
     """NVIDIA GPUs on the PCI bus, whether a driver serves them or not."""
-    gpu_files: list[str] = field(default_factory=list)
-    """Device files of GPUs, ``/dev/nvidia0``."""
     nvidia_smi: str = ""
     """Why ``nvidia-smi`` says nothing; empty where it answered, or is not installed."""
     cuda_init: int | None = None
@@ -254,16 +238,20 @@ class HostFacts:
     """Folder of the user's own packages."""
     user_site_used: bool | None = None
     """Whether the ranks' Python looks there."""
-    python_paths: list[str] = field(default_factory=list)
-    """Where the ranks' Python looks for packages, in order."""
-    exports: list[str] = field(default_factory=list)
-    """Folders of /etc/exports."""
+    exports: dict[str, str] = field(default_factory=dict)
+    """Folders of /etc/exports, each with its clients and their options."""
     probes: list[FolderProbe] = field(default_factory=list)
     files: list[FileMode] = field(default_factory=list)
     slurm: dict[str, str] = field(default_factory=dict)
     """What ``scontrol show config`` says, the keys that rules read."""
     slurm_nodes: dict[str, str] = field(default_factory=dict)
     """State and reason of each node that takes no jobs."""
+    slurm_gres: dict[str, str] = field(default_factory=dict)
+    """Generic resources of each node, ``gpu:h100:8(S:0-1)``."""
+    slurm_limits: dict[str, str] = field(default_factory=dict)
+    """Time limit of each partition, ``1-00:00:00`` or ``infinite``."""
+    slurm_scripts: dict[str, str] = field(default_factory=dict)
+    """Prolog and epilog as configured, each with why this machine cannot run it; empty: it can."""
     slurm_silent: str = ""
     """Why Slurm's controller says nothing; empty where it answered, or Slurm is not installed."""
     uptime_s: float | None = None

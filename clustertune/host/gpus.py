@@ -18,9 +18,6 @@ from clustertune.host.probe import Probe
 # What ``nvidia-smi`` and the kernel's log say about GPUs, read from their texts alone.
 
 
-CSV_QUERY = "index,name,uuid,pci.bus_id,memory.total,memory.used"
-"""Fields that every driver of the last ten years knows: a query with one unknown field fails as a whole."""
-
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _REASON = re.compile(r"clocks_(?:event|throttle)_reason_(\w+)")
 _HARMLESS = ("gpu_idle", "applications_clocks_setting", "display_clocks_setting", "sync_boost")
@@ -79,7 +76,6 @@ def _gpu(index: int, node: ET.Element) -> Gpu:
         memory_mib=number(node.findtext("fb_memory_usage/total")),
         used_mib=number(node.findtext("fb_memory_usage/used")),
         pids=_pids(node.find("processes")),
-        compute_mode=_word(node.findtext("compute_mode")),
         persistence=flag(node.findtext("persistence_mode")),
         mig=flag(node.findtext("mig_mode/current_mig")),
         ecc=flag(node.findtext("ecc_mode/current_ecc")),
@@ -124,10 +120,10 @@ def _throttle(node: ET.Element) -> Iterator[str]:
             yield found[1]
 
 
-def parse_csv(text: str, query: str = CSV_QUERY) -> list[Gpu]:
+def parse_csv(text: str, query: str) -> list[Gpu]:
     """GPUs of ``nvidia-smi --query-gpu=QUERY --format=csv,noheader``; lines of another form are skipped.
 
-    ``query``: fields of :data:`CSV_QUERY`, ``index`` first.
+    ``query``: of index, name, uuid, pci.bus_id, memory.total and memory.used those that were asked for, ``index`` first.
     """
     found = []
     for line in text.splitlines():
@@ -212,9 +208,6 @@ def driver(probe: Probe) -> dict[str, Any]:
             found["nvidia_smi"] = ""  # exit 14: it answered in full, and warns of a damaged infoROM, with which GPUs work
     except ValueError:
         found["nvidia_smi"] = full.fault or "an answer that is not XML"
-        if "no answer" not in full.fault:  # a driver that hangs once hangs twice
-            short = probe.call("nvidia-smi", f"--query-gpu={CSV_QUERY}", "--format=csv,noheader", seconds=SMI_SECONDS)
-            found["gpus"] = parse_csv(short.text)
     for gpu in found.get("gpus", ()):
         gpu.numa = probe.numa(f"/sys/bus/pci/devices/{gpu.bus}") if gpu.bus else None
     if found.get("gpus") and not found.get("driver"):
@@ -254,14 +247,13 @@ def kernel_log(probe: Probe) -> dict[str, Any]:
 
 
 def devices(probe: Probe) -> dict[str, Any]:
-    """GPUs on the PCI bus and their device files, whether a driver serves them or not, and what the kernel has loaded."""
+    """GPUs on the PCI bus, whether a driver serves them or not, and what the kernel has loaded."""
     folder = "/sys/bus/pci/devices"
     buses = probe.names(folder)
     own = [bus for bus in buses if _nvidia(probe, bus)]
     # 0x0300: VGA, 0x0302: a GPU without a display (linux/pci_ids.h)
     count = sum(probe.read(f"{folder}/{bus}/class")[:6] in ("0x0300", "0x0302") for bus in own)
-    files = [f"/dev/{name}" for name in probe.names("/dev") if re.fullmatch(r"nvidia\d+", name)]
-    found: dict[str, Any] = {"nvidia_devices": count if buses else None, "gpu_files": files}
+    found: dict[str, Any] = {"nvidia_devices": count if buses else None}
     text = probe.read("/proc/driver/nvidia/version")
     if modules := probe.read("/proc/modules"):
         # dma-buf needs the open kernel modules and Linux 5.12; without them the adapter asks nvidia_peermem

@@ -11,14 +11,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from clustertune.host.facts import FileMode, FolderProbe, Mount
 from clustertune.host.probe import Probe, ask
 
 SECONDS = 12.0
 """How long a file system may take to say how full it is: a server under load some seconds, one that is gone for ever."""
-PROBES = ("mmap", "flock", "exec")
+PROBES = ("mmap", "flock")
 _PSEUDO = frozenset(
     """
     autofs binfmt_misc bpf cgroup cgroup2 configfs debugfs devpts devtmpfs efivarfs fuse.gvfsd-fuse fuse.lxcfs fuse.portal
@@ -55,20 +55,6 @@ def lies_elsewhere(fstype: str) -> bool:
     return fstype in NETWORK_KINDS or (fstype.startswith("fuse.") and fstype not in LOCAL_FUSE) or fstype == "fuse"
 
 
-class MountLine(NamedTuple):
-    """One line of ``/proc/self/mountinfo`` (proc(5))."""
-
-    point: str
-    fstype: str
-    source: str
-    root: str
-    """The folder of the file system that is mounted there: more than ``/`` for a bind."""
-    options: tuple[str, ...]
-    """Of the mount and of the file system."""
-    device: str
-    """``major:minor``."""
-
-
 def own_mounts() -> str:
     """The text of ``/proc/self/mountinfo``; empty where there is none. Reading it asks no file system."""
     try:
@@ -78,34 +64,34 @@ def own_mounts() -> str:
         return ""
 
 
-def mount_lines(text: str) -> list[MountLine]:
-    """The lines of ``/proc/self/mountinfo``, in its order: a later one covers an earlier one at its point."""
+def all_mounts(text: str) -> list[Mount]:
+    """What ``/proc/self/mountinfo`` (proc(5)) says, in its order: a later one covers an earlier one at its point."""
     found = []
     for line in text.splitlines():
         fields, dash, rest = line.partition(" - ")
         parts, after = fields.split(" "), rest.split(" ")
         if dash and len(parts) >= 6 and len(after) >= 3:
-            options = tuple(dict.fromkeys([*parts[5].split(","), *unescape(after[2]).split(",")]))
-            found.append(MountLine(unescape(parts[4]), after[0], unescape(after[1]), unescape(parts[3]), options, parts[2]))
+            options = list(dict.fromkeys([*parts[5].split(","), *unescape(after[2]).split(",")]))
+            if "ro" in options and "rw" in options:  # a mount, or its file system, that is read-only is not writable
+                options.remove("rw")
+            found.append(Mount(unescape(parts[4]), after[0], unescape(after[1]), options))
     return found
 
 
 def parse_mounts(text: str) -> list[Mount]:
     """The mounts of ``/proc/self/mountinfo`` that hold files."""
-    found = []
-    for line in mount_lines(text):
-        if line.fstype in _PSEUDO or _SYSTEM.match(line.point):
-            continue
-        options = list(line.options)
-        if "ro" in options and "rw" in options:  # a mount, or its file system, that is read-only is not writable
-            options.remove("rw")
-        found.append(Mount(point=line.point, kind=line.fstype, source=line.source, options=options))
-    return found[:MOST]
+    return [one for one in all_mounts(text) if one.kind not in _PSEUDO and not _SYSTEM.match(one.point)][:MOST]
+
+
+def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
+    """The mount with the longest point above ``path``; of two at one point the later one, which covers the other."""
+    above = [mount for mount in reversed(mounts) if path == mount.point or path.startswith(mount.point.rstrip("/") + "/")]
+    return max(above, key=lambda mount: len(mount.point.rstrip("/")), default=None)
 
 
 def parse_automounts(text: str) -> list[str]:
     """Where autofs waits for the first use, of ``/proc/self/mountinfo``."""
-    return [line.point for line in mount_lines(text) if line.fstype == "autofs"]
+    return [mount.point for mount in all_mounts(text) if mount.kind == "autofs"]
 
 
 def unescape(text: str) -> str:
@@ -137,9 +123,9 @@ def _exported(line: str) -> str:
     return os.path.normpath(unescape(first)) if first.startswith("/") else ""
 
 
-def parse_exports(text: str) -> list[str]:
-    """The folders of /etc/exports."""
-    return [folder for _, _, folder in export_lines(text) if folder]
+def parse_exports(text: str) -> dict[str, str]:
+    """The folders of /etc/exports, each with its clients and options as they stand there."""
+    return {folder: re.sub(r"^(\"[^\"]*\"|\S+)\s*", "", line) for _, line, folder in export_lines(text) if folder}
 
 
 @dataclass
@@ -150,8 +136,8 @@ class MountQuery:
     """Where locks, mappings and programs are tried."""
     names: Sequence[str] = ()
     """Hosts to resolve."""
-    files: Sequence[tuple[str, str]] = ()
-    """Path and kind (``secret``, ``program``) of files whose mode matters."""
+    files: Sequence[str] = ()
+    """Files with secrets, whose mode matters."""
     libraries: Sequence[str] = ()
     """Folders of LD_LIBRARY_PATH."""
 
@@ -160,7 +146,8 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
     """The mounts with their room, the exports, and what is wanted; what does not answer in time is silent, or missing."""
     mounts = parse_mounts(probe.read("/proc/self/mountinfo"))
     exports = parse_exports(probe.read("/etc/exports"))
-    exports += [line for name in probe.names("/etc/exports.d") for line in parse_exports(probe.read(f"/etc/exports.d/{name}"))]
+    for name in probe.names("/etc/exports.d"):
+        exports |= parse_exports(probe.read(f"/etc/exports.d/{name}"))
     automounts = parse_automounts(probe.read("/proc/self/mountinfo"))
     found: dict[str, Any] = {"mounts": mounts, "exports": exports, "automounts": automounts}
     if not probe.live:
@@ -170,7 +157,7 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
     requests = [["space", point] for point in sorted({"/dev/shm", *(mount.point for mount in mounts)})]  # noqa: S108
     requests += [["pool", mount.point] for mount in mounts if mount.kind == "fuse.mergerfs"]
     requests += [["names", name] for name in dict.fromkeys([own, *wanted.names])]
-    requests += [["mode", path] for path, _ in wanted.files]
+    requests += [["mode", path] for path in wanted.files]
     requests += [["list", path] for path in wanted.libraries]
     requests += [[what, folder] for folder in folders for what in PROBES]
     answered = answers(requests, probe.left(SECONDS))
@@ -184,8 +171,8 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
             setattr(mount, key, (answer or {}).get(key))
     found["names"] = {name: answered[("names", name)] for name in wanted.names if ("names", name) in answered}
     found["own_addresses"] = answered.get(("names", own)) or []
-    modes = [(path, what, answered.get(("mode", path))) for path, what in wanted.files]
-    found["files"] = [FileMode(path, what, answer["mode"], answer["uid"]) for path, what, answer in modes if answer]
+    modes = [(path, answered.get(("mode", path))) for path in wanted.files]
+    found["files"] = [FileMode(path, mode) for path, mode in modes if mode is not None]
     found["probes"] = [_probe(folder, what, answered) for folder in folders for what in PROBES]
     found["libraries"] = [
         f"{folder.rstrip('/')}/{name}"

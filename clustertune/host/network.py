@@ -63,9 +63,7 @@ def interfaces(probe: Probe) -> dict[str, Any]:
         if nic.bond_mode and not nic.mbit:
             each = [other.mbit for other in found if other.name in nic.bond_links_up and other.mbit]
             nic.mbit = sum(each) or None
-    ports = probe.read("/proc/sys/net/ipv4/ip_local_port_range").split()
-    numbers = [int(word) for word in ports if word.isdigit()]
-    return {"nics": found, "port_range": numbers if len(numbers) == 2 else None}
+    return {"nics": found}
 
 
 def _nic(probe: Probe, name: str) -> Nic:
@@ -125,7 +123,6 @@ def _port(probe: Probe, device: str, number: str) -> RdmaPort:
         physical=probe.read(f"{folder}/phys_state").partition(":")[2].strip(),
         gbit=float(rate[1]) if rate else None,
         link_layer=probe.read(f"{folder}/link_layer"),
-        netdev=probe.read(f"{folder}/gid_attrs/ndevs/0"),
         numa=probe.numa(f"{_IB}/{device}/device"),
         firmware=probe.read(f"{_IB}/{device}/fw_ver"),
     )

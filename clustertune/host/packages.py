@@ -41,7 +41,6 @@ def look() -> dict[str, Any]:
         "torch_cuda": cuda_of(torch) if torch else "",
         "user_site": site.getusersitepackages(),
         "user_site_used": bool(site.ENABLE_USER_SITE),
-        "python_paths": [path for path in sys.path if path],
     }
 
 

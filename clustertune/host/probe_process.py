@@ -41,8 +41,8 @@ def names(name: str) -> list[str]:
     return sorted({str(entry[4][0]) for entry in found})
 
 
-def mode(path: str) -> dict[str, int] | None:
-    """Permission bits and owner of a file; None where there is none.
+def mode(path: str) -> int | None:
+    """Permission bits of a file; None where there is none.
 
     Bits without effect are left out: those of a group that is its owner's own (same number), and all of others below a folder
     that they cannot enter.
@@ -61,7 +61,7 @@ def mode(path: str) -> dict[str, int] | None:
             folder = os.path.dirname(folder)  # noqa: PTH120
     except OSError:
         return None
-    return {"mode": bits, "uid": status.st_uid}
+    return bits
 
 
 POOL = ("branches", "cache.files", "category.create", "minfreespace", "moveonenospc", "version")
@@ -90,8 +90,6 @@ def probe(folder: str, what: str) -> dict[str, Any]:
         os.write(handle, b"\0" * mmap.PAGESIZE)
         if what == "mmap":
             mmap.mmap(handle, mmap.PAGESIZE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE).close()
-        elif what == "exec":
-            mmap.mmap(handle, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_EXEC).close()
         else:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -57,17 +57,12 @@ def parse_meminfo(text: str) -> dict[str, int]:
 
 
 def memory(probe: Probe) -> dict[str, Any]:
-    """Memory and swap of the machine, and the limit of this process's cgroup."""
+    """Memory of the machine, and the limit of this process's cgroup."""
     info = parse_meminfo(probe.read("/proc/meminfo"))
-    total, free = info.get("SwapTotal"), info.get("SwapFree")
-    defrag = re.search(r"\[([a-z+]+)\]", probe.read("/sys/kernel/mm/transparent_hugepage/defrag"))
     return {
         "memory_bytes": info.get("MemTotal"),
         "memory_available_bytes": info.get("MemAvailable"),
-        "swap_bytes": total,
-        "swap_used_bytes": total - free if total is not None and free is not None else None,
         "memory_limit_bytes": memory_limit(probe),
-        "thp_defrag": defrag[1] if defrag else "",
     }
 
 
@@ -99,7 +94,7 @@ def limits(probe: Probe) -> dict[str, Any]:
     """Soft limits of this process; -1: unlimited."""
     if not probe.live:
         return {}
-    kinds = (("memlock_bytes", "RLIMIT_MEMLOCK"), ("nofile", "RLIMIT_NOFILE"), ("nproc", "RLIMIT_NPROC"))
+    kinds = (("memlock_bytes", "RLIMIT_MEMLOCK"), ("nofile", "RLIMIT_NOFILE"))
     found = {}
     for key, name in kinds:
         soft = resource.getrlimit(getattr(resource, name))[0]

@@ -17,7 +17,7 @@ from typing import Any
 
 from clustertune import secrets
 from clustertune.errors import ExitCode, Problem
-from clustertune.events import SCHEMA, read_object, read_text
+from clustertune.events import read_object, read_text
 from clustertune.launch.plan import AttemptPlan, newest_attempt
 from clustertune.manifest import write_durably
 from clustertune.process import handled, start, stop_signals
@@ -67,7 +67,6 @@ def leave_record(
 ) -> None:
     """Write ``node-N.json``. ``launcher``: its exit code, None where it was never started; ``signals``: their names."""
     record = {
-        "schema": SCHEMA,
         "node": node,
         "host": os.uname().nodename,
         "code": int(code),

@@ -15,7 +15,6 @@ from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
 from clustertune.host.system import MIB
 from clustertune.launch import rendezvous, shape, slurm
-from clustertune.launch.signal_margin import SignalMargin
 from clustertune.process import captured
 from clustertune.recipe.schema import parse_minutes
 from clustertune.resolve.resolve import resolve
@@ -163,13 +162,11 @@ def check(
     cluster: Cluster,
     arguments: Sequence[str],
     stages: tuple[str, str] = (STAGES[0], STAGES[-1]),
-    margin: SignalMargin | None = None,
 ) -> list[Problem]:
     """What keeps the training of a recipe from running in this allocation; each fix is the whole line to use instead.
 
     ``arguments``: what the user gave to the script: the recipe, overrides, flags. ``stages`` are the first and
-    the last that the job runs: where the training is not among them, any allocation will do. ``margin`` is the warning that the
-    recipe needs: the script's own is the reference recipe's, which would use up a short job.
+    the last that the job runs: where the training is not among them, any allocation will do.
     """
     if not STAGES.index(stages[0]) <= STAGES.index("train") <= STAGES.index(stages[1]):
         return []
@@ -192,14 +189,14 @@ def check(
             has_gb = allocation.memory_mb * MIB / 1e9
             text = f"the job has {has_gb:.1f} GB on each node, the ranks of a node take {need / 1e9:.1f} GB"
             faults.append(("--mem", text))
-    line = sbatch_line(resolved, cluster, arguments, margin=margin)
+    line = sbatch_line(resolved, cluster, arguments)
     problems = [Problem(text, file=f"job {allocation.job_id}", key=key, fix=f"use: {line}") for key, text in faults]
     # What does not fit even in the shape that was asked for gets the line for the smallest shape that would hold it.
     unfit = shape.fit_problems(resolved, cluster)
     least = shape.least_nodes(resolved, cluster) if unfit else None
     if least is not None and least > wanted_nodes:
         more = [word for word in arguments if not word.startswith("slurm.nodes=")]
-        line = sbatch_line(resolved, cluster, insert_overrides(more, [f"slurm.nodes={least}"]), nodes=least, margin=margin)
+        line = sbatch_line(resolved, cluster, insert_overrides(more, [f"slurm.nodes={least}"]), nodes=least)
         unfit = [replace(problem, file=f"job {allocation.job_id}", fix=f"use: {line}") for problem in unfit]
     return problems + unfit
 
@@ -216,15 +213,14 @@ def sbatch_line(
     arguments: Sequence[str],
     *,
     nodes: int | None = None,
-    margin: SignalMargin | None = None,
 ) -> str:
     """The command, quoted for a shell, whose allocation is the recipe's."""
     wanted = shape.train_shape(resolved, cluster)
     options = replace(wanted, nodes=nodes or wanted.nodes).options()
     if not wanted.gpus_per_node:
         options.insert(2, "--gpus-per-node=0")  # the script's own header asks for some
-    if margin is not None:
-        options.append(f"--signal=B:USR1@{margin.seconds}")
+    # The script's own is the reference recipe's, which would use up a short job.
+    options.append(f"--signal=B:USR1@{resolved.recipe.slurm.signal_seconds}")
     return shlex.join(["sbatch", *(word for word in options if word != "--ntasks-per-node=1"), SCRIPT, *arguments])
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError, raise_if, storage_error
-from clustertune.host.mounts import lies_elsewhere, mount_lines, own_mounts
+from clustertune.host.facts import Mount
+from clustertune.host.mounts import all_mounts, lies_elsewhere, mount_of, own_mounts
 from clustertune.launch.environment import Setting
 from clustertune.secrets import SECRET
 from clustertune.tree import ROOT
@@ -86,8 +87,47 @@ def existing(path: Path) -> Path:
     """``runs/NAME/ID`` in the folder of the cluster that this machine belongs to, where it is not in the working folder."""
     if path.exists() or path.is_absolute() or path.parts[:1] != ("runs",):
         return path
-    found = runs(local_cluster()).joinpath(*path.parts[1:])
+    found = found_runs().joinpath(*path.parts[1:])
     return found if found.exists() else path
+
+
+def found_runs() -> Path:
+    """Where there are runs: the folder of this machine's cluster, else ``runs`` of the working folder or of one above it."""
+    below = runs(local_cluster())
+    if below.is_absolute() or below.is_dir():
+        return below
+    return next((above / below for above in Path.cwd().parents if (above / below).is_dir()), below)
+
+
+def run_folders(below: Path) -> list[Path]:
+    """Run folders, those of a sweep's points too, the newest first."""
+    found = [path for pattern in ("*/run.json", "*/*/run.json", "*/*/points/*/run.json") for path in below.glob(pattern)]
+    return [path.parent for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
+
+
+LATEST = "latest"
+SHORTEST_ID = 4
+"""Characters of a run's id that name it."""
+
+
+def named_run(text: str) -> Path | None:
+    """The run that ``latest``, a recipe's name or the beginning of an id names; the newest where a recipe has several.
+
+    None where the text names none. Raises UserError where the beginning of an id names several.
+    """
+    if Path(text).name != text:
+        return None
+    folders = run_folders(found_runs())
+    if text == LATEST:
+        return folders[0] if folders else None
+    of_recipe = [folder for folder in folders if text in (folder.parent.name, folder.name)]
+    if of_recipe:
+        return of_recipe[0]
+    begin = [folder for folder in folders if len(text) >= SHORTEST_ID and folder.name.startswith(text)]
+    if len(begin) > 1:
+        names = ", ".join(str(folder) for folder in begin[:4])
+        raise UserError(f"{text!r} is the beginning of {len(begin)} runs", file="command line", fix=f"one of {names}")
+    return begin[0] if begin else None
 
 
 def parse(assignments: Iterable[str]) -> dict[str, str]:
@@ -146,6 +186,19 @@ def _absolute(name: str, value: str) -> str:
         return value
     parts = value.split(":") if name == "NLTK_DATA" else [value]
     return ":".join(os.path.abspath(os.path.expanduser(part)) for part in parts)  # noqa: PTH100, PTH111
+
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+"""What keeps the libraries of a job from asking servers that its node does not reach: each waits for minutes."""
+
+
+def of_jobs(cluster: Cluster) -> list[Setting]:
+    """:func:`settings` of the stages on a cluster's nodes, which may reach less than the machine that submits them."""
+    found = settings(cluster)
+    if cluster.network.internet == "all":
+        return found
+    known, why = {setting.name for setting in found}, f"network.internet: {cluster.network.internet} of {cluster.source}"
+    return [*found, *(Setting(name, value, why) for name, value in OFFLINE.items() if name not in known)]
 
 
 def flags(found: Sequence[Setting]) -> list[str]:
@@ -214,13 +267,9 @@ def make(environ: Mapping[str, str] = os.environ) -> None:
 # Whether the nodes of a cluster see a folder of this machine: by the cluster file and the kind of file system it lies on.
 
 
-def filesystem(path: Path, mounts: str) -> tuple[str, str]:
-    """Mount point and kind of the file system on which ``path`` lies, from the text of ``/proc/self/mountinfo``."""
-    best = ("/", "unknown")
-    for line in mount_lines(mounts):
-        if path.is_relative_to(line.point) and len(line.point) >= len(best[0]):
-            best = (line.point, line.fstype)
-    return best
+def filesystem(path: Path, mounts: str) -> Mount:
+    """The mount on which ``path`` lies, from the text of ``/proc/self/mountinfo``; of kind ``unknown`` where it tells none."""
+    return mount_of(str(path), all_mounts(mounts)) or Mount("/", "unknown")
 
 
 def shared_folders(cluster: Cluster) -> list[str]:
@@ -232,7 +281,7 @@ def shared_folders(cluster: Cluster) -> list[str]:
 
 def is_shared(path: Path, cluster: Cluster, mounts: str) -> bool:
     """Whether a folder is on other machines' disks: by its kind of file system, or by the cluster file."""
-    return lies_elsewhere(filesystem(path, mounts)[1]) or any(map(path.is_relative_to, shared_folders(cluster)))
+    return lies_elsewhere(filesystem(path, mounts).kind) or any(map(path.is_relative_to, shared_folders(cluster)))
 
 
 def find_unshared(
@@ -252,8 +301,8 @@ def find_unshared(
     for what, path in places:
         if is_shared(path, cluster, mounts):
             continue
-        point, kind = filesystem(path, mounts)
-        text = f"{what} is on {kind} at {point} of this machine: the other nodes of {cluster.name} do not see it"
+        on = filesystem(path, mounts)
+        text = f"{what} is on {on.kind} at {on.point} of this machine: the other nodes of {cluster.name} do not see it"
         fix = f"put it below {shared[0]}"
         problems.append(Problem(text, file=str(path), fix=fix))
     return problems

@@ -169,3 +169,14 @@ def make_own_folder(values: Mapping[str, str]) -> Path | None:
         message = "belongs to another user, or others can write to it: compiled code from there would be run"
         raise UserError(message, file=str(folder), fix="remove it, or set storage.scratch in the cluster file")
     return folder
+
+
+def one_gpu(world_size: int, env: Mapping[str, str]) -> dict[str, str]:
+    """What limits a training of one rank to the first GPU that it sees; nothing for several ranks.
+
+    TRL loads the model of a single process with ``device_map="auto"``, over all GPUs (trl/trainer/utils.py,
+    ``create_model_from_path``), and transformers wraps one that fits a GPU in ``DataParallel``: the batch would be another one.
+    Works until CUDA is initialised.
+    """
+    visible = env.get("CUDA_VISIBLE_DEVICES", "0")
+    return {"CUDA_VISIBLE_DEVICES": visible.partition(",")[0]} if world_size == 1 else {}

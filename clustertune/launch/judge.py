@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem
-from clustertune.events import SCHEMA, read_text
+from clustertune.events import read_text
 from clustertune.launch.agent import ask_anew, log_file, node_record, rank_record
 from clustertune.launch.plan import OUTCOME, AttemptPlan
 from clustertune.manifest import write_durably
@@ -42,7 +42,7 @@ class Outcome:
 
     def write(self, folder: Path, **more: Any) -> None:
         """Leave ``outcome.json`` in the attempt's folder."""
-        body = {"schema": SCHEMA, **asdict(self), "code": int(self.code), "time": round(time.time(), 3), **more}
+        body = {**asdict(self), "code": int(self.code), "time": round(time.time(), 3), **more}
         # "asked": the key that every version reads.
         write_durably(folder / OUTCOME, json.dumps({"asked": body.pop("stop_requested"), **body}, indent=1) + "\n")
 

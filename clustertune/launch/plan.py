@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.events import SCHEMA, check_schema
 from clustertune.manifest import write_durably
 
 PLAN = "plan.json"
@@ -59,10 +58,6 @@ class AttemptPlan:
     """Network interface between the nodes; None: the one that the route to the first node takes."""
     environment: dict[str, str] = field(default_factory=dict)
     """NCCL's, gloo's and torch's variables for every rank."""
-    numa_gpus: tuple[tuple[int, ...], ...] = ()
-    """GPU indices of each NUMA node; empty: ranks are not bound."""
-    numa_cpus: tuple[str, ...] = ()
-    """CPU list of each NUMA node in the kernel's form (``0-63,128-191``); empty: read on the node."""
     stall_seconds: float | None = None
     """Seconds without a sign of life from a rank after which the attempt is ended; None: derived from what was measured."""
     begun: float = field(default_factory=time.time, compare=False)
@@ -86,22 +81,14 @@ class AttemptPlan:
 
     def write(self, folder: Path) -> None:
         """Write ``plan.json`` into an attempt's folder, durably."""
-        write_durably(folder / PLAN, json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
+        write_durably(folder / PLAN, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> AttemptPlan:
-        """The plan of an attempt's folder. Raises UserError where there is none, or one of a later release."""
+        """The plan of an attempt's folder. Raises UserError where there is none."""
         try:
             body: dict[str, Any] = json.loads((folder / PLAN).read_bytes())
-            check_schema(body, folder / PLAN)
-            body.pop("schema", None)
-            # What releases before these keys did not write; they knew launchers by name.
-            body.setdefault("begun", (folder / PLAN).stat().st_mtime)
-            body.setdefault("sigterm_asks", body.get("launcher") != "slurm")
-            body.setdefault("node_per_rank", body.get("launcher") == "ray")
             body["nodes"] = tuple(Node(**node) for node in body["nodes"])
-            body["numa_gpus"] = tuple(tuple(group) for group in body["numa_gpus"])
-            body["numa_cpus"] = tuple(body["numa_cpus"])
             return cls(**body)
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise UserError(f"no plan of an attempt: {error}", file=str(folder / PLAN)) from None

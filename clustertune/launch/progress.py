@@ -14,7 +14,7 @@ from pathlib import Path
 
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.events import SCHEMA, read_object
+from clustertune.events import read_object
 from clustertune.launch import plan as plans
 from clustertune.launch.plan import OUTCOME, PLAN
 from clustertune.manifest import write_durably
@@ -121,7 +121,7 @@ def check_requeue(run_path: Path, job: str) -> None:
         text = f"requeued {ENDED_LIMIT} times before it began an attempt or finished anything: the job stops"
         raise UserError(text, file=str(run_path), fix=fix, code=ExitCode.STOP)
     with contextlib.suppress(OSError):
-        write_durably(path, json.dumps({"schema": SCHEMA, "job": job, "count": count, "mark": mark}) + "\n")
+        write_durably(path, json.dumps({"job": job, "count": count, "mark": mark}) + "\n")
 
 
 def _mark(run_path: Path) -> list[int]:
@@ -179,7 +179,7 @@ def taken_over(run: RunDir, job: str, restart: int, is_running: Callable[[str], 
         raise UserError(f"job {former} works in this run folder", file=str(run.path), fix=fix, code=ExitCode.AGAIN)
     if former == job and int(str(owner.get("restart", 0))) > restart:
         raise UserError(f"a later start of job {job} owns this run; stopping this one", file=str(run.path), code=ExitCode.AGAIN)
-    now = {"schema": SCHEMA, "job": job, "restart": restart, "host": os.uname().nodename, "pid": os.getpid()}
+    now = {"job": job, "restart": restart, "host": os.uname().nodename, "pid": os.getpid()}
     body = json.dumps(now) + "\n"
     with contextlib.ExitStack() as stack:
         if former == job:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.events import SCHEMA
 from clustertune.host.probe import Probe
 from clustertune.launch.agent import await_object
 from clustertune.launch.plan import RENDEZVOUS, AttemptPlan
@@ -88,7 +87,7 @@ def meet(folder: Path, plan: AttemptPlan, node: int, give_up: Callable[[], bool]
 
 def publish(folder: Path, address: str, port: int) -> None:
     """Tell the other nodes where the first one listens."""
-    body = {"schema": SCHEMA, "address": address, "port": port, "host": os.uname().nodename}
+    body = {"address": address, "port": port, "host": os.uname().nodename}
     write_durably(folder / RENDEZVOUS, json.dumps(body) + "\n")
 
 

@@ -17,7 +17,7 @@ from clustertune import secrets
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.events import SCHEMA, check_schema, read_object
+from clustertune.events import read_object
 from clustertune.launch import cluster_paths, slurm
 from clustertune.launch.plan import OUTCOME, read_attempts
 from clustertune.launch.shape import JobShape
@@ -28,8 +28,6 @@ from clustertune.tree import ROOT, env_file, python_lines
 
 SCRIPT = ROOT / "launch" / "run.sbatch"
 JOBS = "jobs.json"
-WHOLE = "chain"
-"""The name of a single job that runs all stages."""
 STAGE_SIGNAL_SECONDS = 60
 """Warning of the stages other than training: they continue file by file, prompt by prompt."""
 
@@ -42,7 +40,6 @@ class StageJob:
     """One job of a submission."""
 
     stage: str
-    """A stage, or ``chain`` for all in one job."""
     shape: JobShape
     script: str
     """The text of its sbatch file."""
@@ -135,7 +132,6 @@ def make_jobs(
     arguments: Sequence[str],
     flags: Sequence[str],
     signal_seconds: int,
-    one_job: bool = False,
 ) -> list[StageJob]:
     """The jobs of a submission, in order.
 
@@ -143,19 +139,17 @@ def make_jobs(
     them, ahead of ``--run-dir``.
     """
     source = SCRIPT.read_text()
-    groups = [(WHOLE, stages[0], stages[-1])] if one_job else [(stage, stage, stage) for stage in stages]
     jobs = []
-    for stage, first, last in groups:
-        shape = shapes["train" if stage == WHOLE else stage]
-        seconds = signal_seconds if stage in (WHOLE, "train") else STAGE_SIGNAL_SECONDS
+    for stage in stages:
+        seconds = signal_seconds if stage == "train" else STAGE_SIGNAL_SECONDS
         jobs.append(
             StageJob(
                 stage=stage,
-                shape=shape,
-                script=render(f"{name}-{stage}", shape, seconds, source=source),
+                shape=shapes[stage],
+                script=render(f"{name}-{stage}", shapes[stage], seconds, source=source),
                 path=run_path.absolute() / "jobs" / f"{stage}.sbatch",
                 options=tuple(command_options(run_path)),
-                arguments=(*arguments, *flags, "--run-dir", str(run_path.absolute()), "--from", first, "--to", last),
+                arguments=(*arguments, *flags, "--run-dir", str(run_path.absolute()), "--from", stage, "--to", stage),
             )
         )
     return jobs
@@ -192,7 +186,6 @@ def read_jobs(run_path: Path) -> dict[str, Any]:
         raise UserError(f"unreadable: {error}", file=str(path), fix="move it away, then submit again") from None
     if not isinstance(body, dict) or not all(isinstance(entry, dict) for entry in body.get("jobs", [None])):
         raise UserError("is not a list of jobs", file=str(path), fix="move it away, then submit again")
-    check_schema(body, path)
     return body
 
 
@@ -274,7 +267,7 @@ def submit_all(
 
 
 def _write(run_path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    write_durably(run_path / "jobs" / JOBS, json.dumps({"schema": SCHEMA, "jobs": list(entries)}, indent=1) + "\n")
+    write_durably(run_path / "jobs" / JOBS, json.dumps({"jobs": list(entries)}, indent=1) + "\n")
 
 
 def _undo(run_path: Path, before: list[Any], entries: list[dict[str, Any]], run: slurm.Run) -> list[str]:
@@ -309,7 +302,7 @@ UNKNOWN = "UNKNOWN"
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage, or one job that runs several."""
+    """One stage."""
 
     stage: str
     job: str | None = None
@@ -350,7 +343,7 @@ def read_status(run: RunDir, run_command: slurm.Run = slurm.call) -> StagesStatu
     newest: dict[str, Mapping[str, Any]] = {str(entry.get("stage")): entry for entry in read_jobs(run.path)["jobs"]}
     note: str | None = None
     rows = []
-    for stage in (*([WHOLE] if WHOLE in newest else []), *STAGES):
+    for stage in STAGES:
         entry = newest.get(stage)
         found: dict[str, str] | None = None
         if entry is not None and note is None:
@@ -369,7 +362,7 @@ def _row(
 ) -> StageRow:
     record = run.stage(stage) or {}
     training: dict[str, Any] = {}
-    if stage in ("train", WHOLE):
+    if stage == "train":
         training = {"attempts": len(read_attempts(run.path)), "step": newest_step(run.path)}
     job = str(entry["id"]) if entry is not None else None
     if found is not None:
@@ -387,7 +380,7 @@ def _row(
         return StageRow(stage, job, "done", "", _float(record.get("seconds")), **training)
     if job is None:
         return StageRow(stage, **training)
-    reason = last_outcome(run.path) if stage in ("train", WHOLE) else ""
+    reason = last_outcome(run.path) if stage == "train" else ""
     return StageRow(stage, job, FORGOTTEN if requested else UNKNOWN, reason, **training)
 
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from clustertune import manifest, secrets
 from clustertune.checkpoint.store import KIND, CheckpointStore, close, find_open
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.events import SCHEMA
 from clustertune.megatron import bridge, inputs, settings
 from clustertune.training.events import EventLog
 from clustertune.training.heartbeat import Attempt
@@ -192,7 +191,7 @@ class _Training:
         self.store.tell(f"{rows} sequences to train on, {evals} to evaluate: {self.steps} steps")
         if self.group.rank == 0:
             folder = attempt.run.attempt(attempt.number)
-            document = {"schema": SCHEMA, "sequences": {"train": rows, "eval": evals}, "configuration": config}
+            document = {"sequences": {"train": rows, "eval": evals}, "configuration": config}
             manifest.write_durably(folder / PLAN_FILE, json.dumps(document, indent=1) + "\n")
         return config
 

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clustertune.events import SCHEMA
 from clustertune.monitor.sampler import append, is_over, listen_to_parent
 from clustertune.report.telemetry import FOLDER
 
@@ -40,7 +39,7 @@ class Alerts:
     def _record(self, alert: Alert) -> None:
         from clustertune.console import say
 
-        body = {"schema": SCHEMA, "time": round(time.time(), 3), "run": str(self.run), **vars(alert)}
+        body = {"time": round(time.time(), 3), "run": str(self.run), **vars(alert)}
         say(f"alert: {alert.kind}: {alert.text}")
         (self.run / FOLDER).mkdir(exist_ok=True)
         append(self.run / FOLDER / "alerts.jsonl", json.dumps(body) + "\n")

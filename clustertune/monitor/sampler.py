@@ -82,7 +82,6 @@ def main(run: Path, attempt: int, node: int) -> None:
 
 TIERS = ((10, 180), (60, 360), (900, None))
 """Seconds of a row, and after how many rows a file is replaced (so that up to twice as many are kept)."""
-SCHEMA = "clustertune.telemetry/1"
 _JOIN: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": lambda values: sum(values) / len(values),
     "max": max,
@@ -130,7 +129,7 @@ class TelemetryWriter:
         if folder.is_symlink():
             raise NotADirectoryError(errno.ENOTDIR, "is a link", str(folder))
         self.folder, self.name = folder, re.sub(r"[^A-Za-z0-9_.-]", "-", name)
-        head = {"schema": SCHEMA, **about, "node_columns": list(COLUMNS), "gpu_columns": list(GPU_COLUMNS)}
+        head = {**about, "node_columns": list(COLUMNS), "gpu_columns": list(GPU_COLUMNS)}
         self.head = json.dumps(head, separators=(",", ":")) + "\n"
         self._counts = dict.fromkeys((seconds for seconds, _ in TIERS), 0)
         self._waiting: dict[int, list[TelemetryRow]] = {seconds: [] for seconds, _ in TIERS[1:]}

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ class RunStatus:
         budget = get(document, "recipe", "recipe", "budget")
         self.budget = Budget.model_validate(budget) if budget else None
         self.budget_used = cost.used(self.budget, self.cost) if self.budget else None
-        self.score = self._score()
+        self.score_name, self.score = self._score()
         self.nodes = tuple(self._nodes())
         self.alerts = tuple(self._alerts())
 
@@ -117,6 +118,11 @@ class RunStatus:
         head = {"run": str(path), "recipe": self.recipe, "state": self.state, "step": self.step, "steps": self.steps}
         spent = self.cost.training
         hours = None if self.cost.on_cpu else spent.gpu_hours
+        begun = None
+        with contextlib.suppress(OSError):
+            seconds = min(file.stat().st_mtime for file in (path / "run.json", *path.glob("attempts/*")))
+            begun = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+        head |= {"begun": begun, "score_name": self.score_name}
         return {**head, "score": self.score, "gpu_hours": hours, "usd": spent.usd, "kwh": spent.kwh}
 
     def _steps(self) -> int | None:
@@ -154,12 +160,12 @@ class RunStatus:
         (first, began), (last, ended) = times[0], times[-1]
         return (steps - step) * (ended - began) / (last - first) if last > first else None
 
-    def _score(self) -> float | None:
-        """The headline of the evaluation's first task."""
+    def _score(self) -> tuple[str | None, float | None]:
+        """The evaluation's first task, and its headline."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
             for name, row in (get(scores.read_result(self.run.eval), "tasks") or {}).items():
-                return None if (value := scores.headline(name, row)[1]) is None else float(value)
-        return None
+                return (None, None) if (value := scores.headline(name, row)[1]) is None else (name, float(value))
+        return None, None
 
     # -- nodes and who is slow -----------------------------------------------------------------------------------------
 

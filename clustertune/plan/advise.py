@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
 from clustertune.host.system import GIB
-from clustertune.plan.constants import Constants
+from clustertune.plan.constants import Constants, duration
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.predict import Footprint, Plan, held, make_plan, make_shape, real_length
@@ -91,11 +92,10 @@ def _sizes(found: Candidate) -> Iterator[Candidate]:
         if used.virtual > 1 and accumulation % used.pp:
             continue  # the interleaved schedule takes whole rounds of micro batches
         for ratio in RATIOS:
-            if ratio not in (0.0, 1.0) and used.kind not in ("FSDP1", "FSDP2"):
+            if ratio not in (0.0, 1.0) and used.kind != "FSDP2":
                 continue
             recomputed = share(found.resolved, ratio, used.kind)
-            by = used.recompute.by if ratio == 1 else "model"  # FSDP's own takes all layers
-            recompute = replace(used.recompute, share=recomputed, by=by) if recomputed else Recompute()
+            recompute = replace(used.recompute, share=recomputed) if recomputed else Recompute()
             changed = replace(used, micro_batch=micro, accumulation=accumulation, recompute=recompute)
             yield replace(found, strategy=changed, ratio=ratio)
 
@@ -177,8 +177,13 @@ class CostedCandidate:
     """What it spends its time on, or why it does not fit."""
     burdens: int = 0
     """How many of these it needs beyond the recipe: a quantised base, host memory or NVMe for what a GPU would hold."""
-    hours: float | None = None
-    """Of the whole training; None where the number of steps is not known."""
+    seconds: Mapping[str, float] | None = None
+    """Of the whole training by part; None where the number of steps is not known."""
+
+    @property
+    def hours(self) -> float | None:
+        """Of the whole training."""
+        return None if self.seconds is None else math.fsum(self.seconds.values()) / 3600
 
     @property
     def strategy(self) -> Strategy:
@@ -270,12 +275,13 @@ class _Search:
         return option if known is None or not known.fits or option.key(self.goal) < known.key(self.goal) else None
 
     def timed(self, option: CostedCandidate) -> CostedCandidate:
-        """The option with the hours of its whole training."""
+        """The option with the seconds of its whole training, and what most of them go to."""
         found = option.candidate
         plan = make_plan(
             found.resolved, self.machine, self.constants, lengths=self.lengths, chosen=found.strategy, sure=False
         )  # fmt: skip
-        return replace(option, hours=plan.hours)
+        seconds = plan.totals()
+        return option if seconds is None else replace(option, seconds=seconds, why=_largest(seconds, option.why))
 
     def _burdens(self, shape: ModelShape) -> int:
         places = (shape.strategy.offload_params, shape.strategy.offload_optimizer)
@@ -308,6 +314,27 @@ def _spent(one: Step) -> str:
     return text
 
 
+AROUND = {"load": "loading the weights", "evaluation": "evaluations", "checkpoint": "saving"}
+"""Parts of a training that lie around its steps, as a phrase."""
+
+
+def _largest(seconds: Mapping[str, float], of_a_step: str) -> str:
+    """The largest part of a whole training, as a phrase."""
+    name = max(seconds, key=lambda part: seconds[part])
+    return f"{seconds[name] / math.fsum(seconds.values()):.0%} {AROUND[name]}" if name in AROUND else of_a_step
+
+
+def _longer(option: CostedCandidate, winner: CostedCandidate) -> str:
+    """The part around the steps by which an option is slower than the winner; else what it spends its time on."""
+    if option.seconds is None or winner.seconds is None:
+        return option.why
+    more = {name: value - winner.seconds.get(name, 0.0) for name, value in option.seconds.items()}
+    name = max(more, key=lambda part: more[part])
+    if name not in AROUND or more[name] <= 0:
+        return option.why
+    return f"{duration(more[name])} more for {AROUND[name]}"
+
+
 def reasons(advice: Advice) -> list[tuple[CostedCandidate, str]]:
     """For each option but the winner, why it loses."""
     found = []
@@ -323,7 +350,8 @@ def reasons(advice: Advice) -> list[tuple[CostedCandidate, str]]:
                 text += f", uses {more / GIB:.1f} GiB more per GPU"
             found.append((option, f"{text}: {option.why}"))
             continue
-        found.append((option, f"{ratio:.2f}x {comparison}: {option.why}"))
+        why = option.why if advice.goal == "memory" else _longer(option, winner)
+        found.append((option, f"{ratio:.2f}x {comparison}: {why}"))
     return found + [(option, option.why) for option in advice.losing]
 
 
@@ -409,7 +437,7 @@ def _changes(plan: Plan) -> Iterator[_Change]:
             size = used.micro_batch // smaller
             text = f"a micro batch of {size}, accumulated {used.accumulation * smaller} times"
             yield _Change(text, [f"train.per_device_train_batch_size={size}"])
-    if used.kind in ("FSDP1", "FSDP2") and used.offload_params == "none":
+    if used.kind == "FSDP2" and used.offload_params == "none":
         yield _Change("weights and optimizer state in host memory", [f"accelerate.{acc.key_of('offload_params')}=true"])
     if used.lora and not plan.shape.quantised and used.kind in ("FSDP2", "DDP", "NO"):
         yield _Change("a base quantised to NF4", loaded(start, "nf4"), same=False)
@@ -422,7 +450,7 @@ def _sharded(plan: Plan) -> Iterator[_Change]:
     """What is whole on every rank, split over them."""
     used, start = plan.strategy, plan.resolved
     nodes = start.recipe.slurm.nodes
-    if used.kind in ("FSDP2", "FSDP1") and not used.reshard and used.weight_shards > 1:
+    if used.kind == "FSDP2" and not used.reshard and used.weight_shards > 1:
         layout = RequestedLayout("FSDP2", nodes, used.replicas, used.tp, cp=used.cp, offload_params=used.offload_params)
         yield _Change("give the weights back after forward", distribution(start, layout))
     elif used.kind in ("DDP", "ZeRO-0", "ZeRO-1", "ZeRO-2") and used.world_size > 1:

@@ -224,6 +224,6 @@ def forecast(resolved: Resolved, cluster: Cluster) -> dict[str, Any]:
         plan = make_plan(resolved, where.machine(resolved.recipe.slurm.nodes), where.constants)
     except UserError as error:
         return {"unknown": str(error.problems[0])}
-    planned = as_json(plan, None)
+    planned = as_json(plan)
     keys = ("step_s", "step_s_range", "tokens_per_s", "peak_gib_per_gpu", "hours", "bandwidth_source", "calibrated")
     return {key: planned[key] for key in keys}

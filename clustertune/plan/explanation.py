@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from clustertune.cluster.hardware import Price
@@ -116,9 +116,7 @@ def _recomputed(plan: Plan) -> str:
     text = f"layers recomputed in the backward pass: {'none' if not share else 'all' if share == 1 else f'{share:.0%}'}"
     if share and again.save:
         text += f"; of them {' and '.join(again.save)} kept".replace("every_second_matmul", "every second product")
-    keys = ("activation_checkpointing", "gradient_checkpointing")
-    explicit = recipe.activation_checkpointing is not None or any(recipe.train.get(key) is not None for key in keys)
-    if share and not explicit and plan.resolved.train_args.get("activation_checkpointing"):
+    if share and recipe.activation_checkpointing is None and recipe.megatron is None:
         text += ", TRL's default; activation_checkpointing.ratio=0 turns it off"
     return text
 
@@ -207,11 +205,6 @@ def money(found: Mapping[str, Any] | None) -> str:
 # --- the documents of --json ------------------------------------------------------------------------------------------
 
 
-def cost(plan: Plan, price: Price | None) -> dict[str, Any] | None:
-    """Money of the whole training; None where the hours or the price are unknown."""
-    return spent(None if plan.hours is None else plan.hours * plan.strategy.world_size, price)
-
-
 def spent(gpu_hours: float | None, price: Price | None) -> dict[str, Any] | None:
     """Money of so many GPU-hours; None where they or the price are unknown."""
     if price is None or gpu_hours is None:
@@ -243,8 +236,8 @@ def memory_parts(plan: Plan) -> dict[str, float]:
     return found
 
 
-def as_json(plan: Plan, price: Price | None) -> dict[str, Any]:
-    """The document of ``plan --json``. Seconds, GiB (2**30 bytes), tokens per second over all ranks, hours, money."""
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The training in the document of ``plan --json``. Seconds, GiB (2**30 bytes), tokens per second over all ranks, hours."""
     hours = plan.hours
     return {
         "recipe": plan.resolved.name,
@@ -272,7 +265,6 @@ def as_json(plan: Plan, price: Price | None) -> dict[str, Any]:
         "hours": hours,
         "hours_range": None if hours is None else [hours * plan.low, hours * plan.high],
         "gpu_hours": None if hours is None else hours * plan.strategy.world_size,
-        "cost": cost(plan, price),
         "bottleneck": bottleneck(plan),
         "bandwidth_source": bandwidth_source(plan),
         "communication": [
@@ -290,12 +282,14 @@ def as_json(plan: Plan, price: Price | None) -> dict[str, Any]:
 
 
 def advice_json(
-    advice: Advice, overrides: Mapping[str, Sequence[str]], cluster: Cluster, price: Price | None
-) -> dict[str, Any]:
-    """The document of ``plan --advise --json``."""
+    advice: Advice, overrides: Mapping[str, Sequence[str]], cluster: Cluster,
+    money: Callable[[float | None], float | None], currency: str,
+) -> dict[str, Any]:  # fmt: skip
+    """The document of ``plan --advise --json``. ``money``: of a training's GPU-hours, what the whole run costs."""
     why = {option.candidate.family: text for option, text in reasons(advice)}
     return {
         "goal": advice.goal,
+        "currency": currency,
         "searched": advice.searched,
         "refused": advice.refused,
         "options": [
@@ -306,7 +300,7 @@ def advice_json(
                 "starts_here": o.starts(cluster),
                 "step_s": o.step_s if o.fits else None,
                 "hours": o.hours,
-                "cost": spent(None if o.hours is None else o.hours * o.strategy.world_size, price),
+                "cost": money(None if o.hours is None else o.hours * o.strategy.world_size),
                 "needed_gib_per_gpu": o.needed / GIB,
                 "nodes": o.strategy.nodes,
                 "micro_batch": o.strategy.micro_batch,

@@ -26,6 +26,10 @@ TILE_TOKENS, TILE_ENTRIES = 4096, 32768
 """TRL's loss projects so many tokens on so many vocabulary entries at once, in a buffer that is this wide even where the
 vocabulary is not (trl/kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE; trl/trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE)."""
 
+FORWARD, LOSS, REFERENCE = "forward pass, last layer", "end of the forward pass, at the loss", "forward pass of the reference"
+BACKWARD, UPDATE = "backward pass", "optimizer step"
+"""The moments of a step by name."""
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -46,11 +50,11 @@ def moments(shape: ModelShape, constants: Constants) -> list[Moment]:
     paired = shape.strategy.second_forward == "reference"
     update = [*resting, memory.gradients(1.0), memory.update(), memory.held_logits()]
     named = {
-        **({"forward pass, last layer": _largest(resting, forward)} if (forward := memory.forward()) else {}),
-        "end of the forward pass, at the loss": _largest(resting, memory.at_loss()),
-        **({"forward pass of the reference": _largest(resting, memory.second_forward())} if paired else {}),
-        "backward pass": _largest(resting, memory.backward()),
-        "optimizer step": update,
+        **({FORWARD: _largest(resting, forward)} if (forward := memory.forward()) else {}),
+        LOSS: _largest(resting, memory.at_loss()),
+        **({REFERENCE: _largest(resting, memory.second_forward())} if paired else {}),
+        BACKWARD: _largest(resting, memory.backward()),
+        UPDATE: update,
     }
     return [Moment(name, [term for term in parts if term.value]) for name, parts in named.items()]
 

@@ -14,7 +14,7 @@ from clustertune.plan.lengths import Lengths, known_lengths
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.memory import COPY_SHARE, host_parts, save_copy
 from clustertune.plan.schedule import Schedule, schedule
-from clustertune.plan.step import Step, flops, step
+from clustertune.plan.step import LAUNCHING, Step, flops, step
 from clustertune.plan.strategy import ModelShape, Strategy, strategy
 from clustertune.recipe.parameters import KNOWN, adapted_experts, count, lora_parameter_count
 from clustertune.resolve.distribution import Distribution
@@ -287,11 +287,11 @@ def check_room(resolved: Resolved, used: Strategy, machine: PlanMachine) -> None
 
 SPREAD = {
     "compute": 0.10, "fp8": 0.22, "experts": 0.40, "intra": 0.15, "inter": 0.25, "measured": 0.06, "calibrated": 0.03,
-    "offload": 0.25,
+    "offload": 0.25, "host": 0.20,
 }  # fmt: skip
 """Standard deviation of what each part of the model may be off, as a share: the errors of docs/results/planner.md by class,
 rounded up; ``fp8`` (and Megatron-Core) and ``experts`` replace ``compute``, ``measured`` and ``calibrated`` the nominal ones
-where a figure is known. ``offload`` is assumed, as the speeds are that it is of."""
+where a figure is known. ``offload`` is assumed, as the speeds are that it is of; ``host``: two steps of an H200."""
 QUANTILE = 1.28
 """Of the normal distribution: 80 % lie within."""
 
@@ -308,7 +308,10 @@ def step_range(shape: ModelShape, machine: PlanMachine, constants: Constants, on
     }
     for key in spread.keys() & set(constants.calibrated):
         spread[key] = max(SPREAD["calibrated"], constants.deviation.get(key, 0.0))
+    host = sum(term.value for term in one.compute if term.name == LAUNCHING)
     up = down = (SPREAD["offload"] * _offloading(shape, one) / seconds) ** 2
+    if host:  # the whole step is the host's then, not what it adds alone
+        up = down = SPREAD["host"] ** 2
     for key, share in spread.items():
         for sign in (1, -1):
             moved = replace(constants, **{key: getattr(constants, key) * (1 + share) ** sign})

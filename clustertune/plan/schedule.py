@@ -57,8 +57,6 @@ class Schedule:
     """Seconds from one save to the next, where they come by time."""
     save_steps: int | None
     """Steps from one save to the next; None where they come by epochs, or never."""
-    local_bytes: float
-    """On each node's own disk at most: its part of the local checkpoints, and a neighbour's."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,7 @@ def schedule(
         disk["adapter"] = 4.0 * shape.adapters
     return Schedule(
         steps, why, evaluations, _evaluation(args, shape, machine, constants, found), saves, checkpoint, size,
-        _start(resolved, shape, machine), disk, cost, copied, interval, every, local_bytes(resolved, size),
+        _start(resolved, shape, machine), disk, cost, copied, interval, every,
     )  # fmt: skip
 
 
@@ -194,14 +192,6 @@ def best_seconds(cost: float, write: float, between: float) -> float:
 def given_seconds(every: str | int) -> float | None:
     """The seconds of ``30m``; None for a number of steps and ``auto``."""
     return seconds_of(every) if isinstance(every, str) and every != "auto" else None
-
-
-def local_bytes(resolved: Resolved, checkpoint: float) -> float:
-    """Bytes on each node's own disk, of checkpoints of so many: those that are kept and the one that is being written."""
-    local, nodes = resolved.recipe.save and resolved.recipe.save.local, resolved.recipe.slurm.nodes
-    if not local:
-        return 0.0
-    return (LOCAL_KEPT + 1) * checkpoint / nodes * (2 if local.neighbour and nodes > 1 else 1)
 
 
 FEW_STEPS = 10

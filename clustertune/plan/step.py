@@ -548,6 +548,8 @@ def step(shape: ModelShape, machine: PlanMachine, constants: Constants) -> Step:
         for t in _together(compute)
     ]
     values = {"n": count, "micro": micro, "last": last, "after": timer.all(moved.after), "busy": busy}
+    if (host := launching(shape, busy + exposed)) is not None:
+        parts.append(host)
     text = "({n} - 1) micro batches x {micro} s + the last {last} s + {after} s after the optimizer; computing takes {busy} s"
     exposed_term = Term("exposed communication", exposed, SECONDS, text, values)
     return Step(
@@ -558,6 +560,31 @@ def step(shape: ModelShape, machine: PlanMachine, constants: Constants) -> Step:
         timer.wires(moved, count),
         copies,
     )
+
+
+LAUNCHING = "host launching kernels"
+LAUNCH_S = 40e-6
+"""Seconds of the host for each kernel that it launches, with the Python above it. Measured on one H200: 38 us of an 8B with
+LoRA, 44 us of a 1B (docs/results/gpu-h200.md), over the launches that simulations of the same recipes count."""
+LAYER_LAUNCHES, PLAIN_LAUNCHES, ADAPTER_LAUNCHES, OTHER_LAUNCHES = 180, 130, 31, 140
+"""Kernels of a micro batch, forward and backward, as simulations count them: of a layer that is recomputed, of one that is not,
+of each module with an adapter, and of what is no layer."""
+
+
+def launching(shape: ModelShape, seconds: float) -> Term | None:
+    """What the host adds to ``seconds`` of a step where it cannot launch kernels as fast as the GPU computes them: small micro
+    batches under TRL. Compiled code launches fewer; of other programs nothing is known."""
+    plan = shape.strategy
+    if plan.compiled or plan.liger or not plan.tiled_loss or plan.pp > 1:
+        return None
+    again = plan.recompute.share
+    adapted = len(shape.targets) if plan.lora else 0
+    layer = LAYER_LAUNCHES * again + PLAIN_LAUNCHES * (1 - again) + ADAPTER_LAUNCHES * adapted
+    kernels = layer * shape.layers + OTHER_LAUNCHES
+    values = {"n": plan.accumulation, "kernels": kernels, "each": LAUNCH_S * 1e6, "seconds": seconds}
+    text = "{n} micro batches x {kernels} kernels x {each} us - {seconds} s of computing and exposed communication"
+    value = plan.accumulation * kernels * LAUNCH_S - seconds
+    return Term(LAUNCHING, value, SECONDS, text, values) if value > 0 else None
 
 
 def _passes(compute: ComputeTime, moved: Traffic, copies: Offload, timer: _Timer, constants: Constants) -> tuple[float, float]:

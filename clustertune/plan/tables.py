@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from rich.box import SIMPLE_HEAD
@@ -10,14 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from clustertune.cluster.hardware import Price
 from clustertune.cluster.schema import Cluster
 from clustertune.host.system import GIB
 from clustertune.plan import explanation
 from clustertune.plan.advise import ALIKE, Advice, CostedCandidate, reasons
 from clustertune.plan.calibration import Fit, unexplained
 from clustertune.plan.constants import quantity
-from clustertune.plan.explanation import cost, memory_parts
+from clustertune.plan.explanation import memory_parts
 from clustertune.plan.predict import Plan
 
 BAR = 40
@@ -33,9 +32,12 @@ MARKS = {
 }
 
 
-def render(plan: Plan, price: Price | None, console: Console) -> None:
-    """Print a plan: answers, the bar of a step, memory by part, the bottleneck, the assumptions."""
-    console.print(_answers(plan, price))
+def render(plan: Plan, headline: str, whole: Mapping[str, str], console: Console) -> None:
+    """Print a plan: answers, the bar of a step, memory by part, the bottleneck, the assumptions.
+
+    ``headline``: what the whole run takes, in a few words; ``whole``: the rows that say it with its parts.
+    """
+    console.print(_answers(plan, headline, whole))
     _bar(plan, console)
     console.print(_memory(plan))
     console.print(Text(explanation.bottleneck(plan), style="bold"), soft_wrap=True)
@@ -44,7 +46,7 @@ def render(plan: Plan, price: Price | None, console: Console) -> None:
         console.print(Text(f"- {line}"), soft_wrap=True)
 
 
-def _table(*columns: str, title: str | None = None, text_columns: int = 1) -> Table:
+def make_table(*columns: str, title: str | None = None, text_columns: int = 1) -> Table:
     """A plain table, whose first columns hold text and the others numbers."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
     for index, name in enumerate(columns):
@@ -52,14 +54,15 @@ def _table(*columns: str, title: str | None = None, text_columns: int = 1) -> Ta
     return table
 
 
-def _answers(plan: Plan, price: Price | None) -> Table:
-    table = _table("", "", title=f"{plan.resolved.name} on {plan.machine.name}", text_columns=2)
-    for name, value in _rows(plan, price).items():
+def _answers(plan: Plan, headline: str, whole: Mapping[str, str]) -> Table:
+    title = f"{plan.resolved.name} on {plan.machine.name}" + (f": {headline}" if headline else "")
+    table = make_table("", "", title=title, text_columns=2)
+    for name, value in _rows(plan, whole).items():
         table.add_row(Text(name), Text(value, style="red" if name == "fits" and not plan.fits else ""))
     return table
 
 
-def _rows(plan: Plan, price: Price | None) -> dict[str, str]:
+def _rows(plan: Plan, whole: Mapping[str, str]) -> dict[str, str]:
     used, seconds, low, high = plan.strategy, plan.step.seconds, plan.low, plan.high
     needed, tensors, usable = (size / GIB for size in (plan.needed, plan.peak.bytes, plan.machine.usable_bytes))
     parts = f"{tensors:.1f} tensors + {needed - tensors:.1f} CUDA and fragmentation"
@@ -69,13 +72,12 @@ def _rows(plan: Plan, price: Price | None) -> dict[str, str]:
         "step": f"{quantity(seconds, 's')} per step ({around}), {plan.shape.step_tokens:,} tokens per step",
         "throughput": f"{plan.tokens_per_s:,.0f} tokens/s, {plan.tokens_per_s / used.world_size:,.0f} per GPU",
         "utilisation": f"MFU {plan.utilisation(hardware=False):.1%}, HFU {plan.utilisation(hardware=True):.1%}",
-        "time": f"unknown: {plan.schedule.steps_why}",
+        "training": f"unknown: {plan.schedule.steps_why}",
     }
     if plan.hours is not None:
         hours = f"{plan.hours:.2f} h ({plan.hours * low:.2f} to {plan.hours * high:.2f})"
-        found["time"] = f"{hours}, {plan.schedule.steps:,} steps"
-        found["GPU-hours"] = f"{plan.hours * used.world_size:,.1f} on {used.world_size} x {plan.machine.gpu}"
-    found["cost"] = _money(plan, price)
+        found["training"] = f"{hours}, {plan.schedule.steps:,} steps, on {used.world_size} x {plan.machine.gpu}"
+    found |= whole
     found["host memory"] = f"{plan.host_bytes / GIB:,.0f} of {plan.machine.host_bytes / GIB:,.0f} GiB per node"
     disk = ", ".join(f"{name} {size / 1e9:,.1f} GB" for name, size in plan.schedule.disk.items())
     if saves := plan.schedule.checkpoints:
@@ -84,18 +86,7 @@ def _rows(plan: Plan, price: Price | None) -> dict[str, str]:
             disk += f", {saves * plan.schedule.save.value / 36 / plan.hours:.1f} % of the time"
         if plan.schedule.interval is not None:
             disk += f", one every {plan.schedule.interval.value:,.0f} s ({plan.schedule.save_steps:,} steps)"
-    if plan.schedule.local_bytes:
-        disk += f"; {plan.schedule.local_bytes / 1e9:,.1f} GB on each node's own disk"
     return found | {"storage": disk}
-
-
-def _money(plan: Plan, price: Price | None) -> str:
-    money = cost(plan, price)
-    if price is None:
-        return f"no price of {plan.machine.gpu} in ops/prices.yaml"
-    if money is None:
-        return "unknown, because the time is unknown"
-    return f"{explanation.money(money)} (prices of {price.date})"
 
 
 def _bar(plan: Plan, console: Console) -> None:
@@ -111,19 +102,19 @@ def _bar(plan: Plan, console: Console) -> None:
 
 
 def _memory(plan: Plan) -> Table:
-    table = _table("part", "GiB", title=f"GPU memory at its peak: {plan.peak.name}")
+    table = make_table("part", "GiB", title=f"GPU memory at its peak: {plan.peak.name}")
     for name, value in memory_parts(plan).items():
         if value >= 0.005:
             table.add_row(name, f"{value:.2f}")
     return table
 
 
-def compare(one: Plan, other: Plan, prices: Sequence[Price | None], console: Console) -> None:
+def compare(one: Plan, other: Plan, wholes: Sequence[Mapping[str, str]], console: Console) -> None:
     """Two plans side by side, and what makes the difference."""
-    table = _table("", one.resolved.name, other.resolved.name, text_columns=3)
-    rows = [_rows(plan, price) for plan, price in zip((one, other), prices, strict=True)]
-    for name in rows[0]:
-        table.add_row(*map(Text, (name, rows[0][name], rows[1].get(name, ""))))
+    table = make_table("", one.resolved.name, other.resolved.name, text_columns=3)
+    rows = [_rows(plan, whole) for plan, whole in zip((one, other), wholes, strict=True)]
+    for name in rows[0] | rows[1]:
+        table.add_row(*map(Text, (name, rows[0].get(name, ""), rows[1].get(name, ""))))
     before, after = one.parts(), other.parts()
     for name in before:
         table.add_row(f"{name.replace('_', ' ')}, s per step", f"{before[name]:.3g}", f"{after.get(name, 0.0):.3g}")
@@ -137,32 +128,49 @@ def compare(one: Plan, other: Plan, prices: Sequence[Price | None], console: Con
     console.print(Text(text), soft_wrap=True)
 
 
+def clusters(recipe: str, columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+    """A recipe on several clusters, a row each; what keeps it from one below the table."""
+    fitting, others = ([row for row in rows if (row[2] == "yes") == fits] for fits in (True, False))
+    if fitting:
+        table = make_table(*columns, title=f"{recipe}, the cheapest first", text_columns=3)
+        for row in fitting:
+            table.add_row(*map(Text, row))
+        console.print(table)
+    for row in others:
+        console.print(Text(f"does not fit: {row[0]} ({row[1]}): {row[-1]}"), soft_wrap=True)
+
+
 ROWS = 5
 """Strategies that the table of ``--advise`` shows; ``--json`` has all."""
 
 
 def advice(
     found: Advice, overrides: Mapping[str, Sequence[str]], plan: Plan, console: Console, *, recipe: str, cluster: Cluster,
-    price: Price | None,
+    money: Callable[[float | None], float | None], currency: str,
 ) -> None:  # fmt: skip
-    """The winner with what it saves, the best of the others, what cannot be started here, and what nearly fits."""
+    """The winner with what it saves, the best of the others, what cannot be started here, and what nearly fits.
+
+    ``money``: of a training's GPU-hours, what the whole run costs in ``currency``; None where that is not known.
+    """
     local = [option for option in found.fitting if option.starts(cluster)]
     elsewhere = [option for option in found.fitting if not option.starts(cluster)]
     why = {option.candidate.family: text for option, text in reasons(replace(found, fitting=[*local, *elsewhere]))}
     if local:
         winner = local[0]
-        console.print(Text(f"{winner.candidate.family}: {_worth(winner, plan, price)}", style="bold"), soft_wrap=True)
+        console.print(Text(f"{winner.candidate.family}: {_worth(winner, plan, money, currency)}", style="bold"), soft_wrap=True)
         console.print(Text(" ".join(["clustertune plan", recipe, *overrides[winner.candidate.family]])), soft_wrap=True)
         console.print()
         why[winner.candidate.family] = winner.why
     title = f"{found.searched:,} strategies searched, by {found.goal}"
-    table = _table("strategy", "nodes", "micro batch", "recomputed", "s per step", "hours", "cost", "GiB", title=title)
+    table = make_table(
+        "strategy", "nodes", "micro batch", "recomputed", "s per step", "hours", currency or "cost", "GiB", title=title
+    )
     table.columns[0].no_wrap = True
     shown = [*local[:ROWS], *elsewhere[:1]]
     for index, option in enumerate(shown):
         if index == len(local[:ROWS]):
             table.add_section()
-        used, spent = option.strategy, _cost(option, price)
+        used, spent = option.strategy, money(_gpu_hours(option))
         hours = "" if option.hours is None else _hours(option.hours)
         name = option.candidate.family if option.starts(cluster) else f"needs Megatron image: {option.candidate.family}"
         table.add_row(
@@ -185,21 +193,20 @@ def advice(
         console.print(Text("No strategy that this cluster can start fits: try more nodes (--nodes), or another GPU."))
 
 
-def _cost(option: CostedCandidate, price: Price | None) -> float | None:
-    """Money of an option's training, on demand where that is offered."""
-    rate = None if price is None else price.spot if price.on_demand is None else price.on_demand
-    return None if rate is None or option.hours is None else option.hours * option.strategy.world_size * rate
+def _gpu_hours(option: CostedCandidate) -> float | None:
+    return None if option.hours is None else option.hours * option.strategy.world_size
 
 
 def _hours(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _worth(option: CostedCandidate, plan: Plan, price: Price | None) -> str:
+def _worth(option: CostedCandidate, plan: Plan, money: Callable[[float | None], float | None], currency: str) -> str:
     """An option's hours and money, and what it saves of the recipe's."""
-    seconds, spent, before = option.step_s, _cost(option, price), cost(plan, price)
+    seconds, spent = option.step_s, money(_gpu_hours(option))
+    paid = money(None if plan.hours is None else plan.hours * plan.strategy.world_size)
     worth = f"{quantity(seconds, 's')} a step" if option.hours is None else f"{_hours(option.hours)} h"
-    worth += f", {spent:,.2f} {price.currency}" if spent is not None and price is not None else ""
+    worth += f" of training; the whole run costs {spent:,.2f} {currency}" if spent is not None else " of training"
     if not plan.fits:
         return f"{worth}; the recipe itself does not fit"
     ratio = (plan.step.seconds if plan.hours is None or option.hours is None else plan.hours) / (option.hours or seconds)
@@ -211,15 +218,14 @@ def _worth(option: CostedCandidate, plan: Plan, price: Price | None) -> str:
         return f"{worth}; {1 / ratio:.2f} times the recipe's time"
     if option.hours is None or plan.hours is None:
         return f"{worth}; {ratio:.2f} x as fast as the recipe"
-    paid = (before or {}).get("on_demand") or (before or {}).get("spot")
-    saved = f" and {paid - spent:,.2f} {price.currency}" if price and paid and spent is not None and paid > spent else ""
+    saved = f" and {paid - spent:,.2f} {currency}" if paid is not None and spent is not None and paid > spent else ""
     saved = f"saves {_hours(plan.hours - option.hours)} h{saved} of the recipe's {_hours(plan.hours)} h"
     return f"{worth}; {saved} ({ratio:.2f} x as fast)"
 
 
 def calibration(found: Fit, console: Console) -> None:
     """What runs taught: errors before and after, and what they say nothing of."""
-    table = _table("run", "measured s", "before s", "error", "after s", "error")
+    table = make_table("run", "measured s", "before s", "error", "after s", "error")
     for run in found.runs:
         both = ((f"{at:.3g}", f"{at / run.measured_s - 1:+.1%}") for at in (run.before_s, run.after_s))
         table.add_row(Text(run.name), f"{run.measured_s:.3g}", *(cell for pair in both for cell in pair))

@@ -1,6 +1,7 @@
 """The recipe's accelerate configuration: accelerate's own file, checked against the pinned accelerate before the queue.
 
-``accelerate launch`` takes unknown keys of ``fsdp_config`` without a message and reads FSDP1's keys as nothing under FSDP2.
+``accelerate launch`` takes unknown keys of ``fsdp_config`` without a message and reads FSDP1's keys as nothing under FSDP2, the
+only version that a recipe may ask for.
 """
 
 from __future__ import annotations
@@ -43,19 +44,15 @@ _FSDP1_ONLY = {
     "fsdp_forward_prefetch": "leave it out: accelerate refuses it with FSDP2",
 }
 """Keys that mean nothing under ``fsdp_version: 2``."""
-_BOOLEANS = (
-    "fsdp_offload_params", "fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_cpu_ram_efficient_loading",
-    "fsdp_sync_module_states", "fsdp_activation_checkpointing", "fsdp_activation_checkpointing_offload",
-)  # fmt: skip
+_BOOLEANS = ("fsdp_offload_params", "fsdp_cpu_ram_efficient_loading")
+_RECOMPUTING = ("fsdp_activation_checkpointing", "fsdp_activation_checkpointing_offload")
 _OF_DEEPSPEED_FILE = {
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device", "offload_param_device",
     "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
 }  # fmt: skip
 """Keys that accelerate refuses beside a ``deepspeed_config_file`` (accelerate/utils/dataclasses.py:1508)."""
 _WORDS = {
-    "fsdp_sharding_strategy": "FSDP_SHARDING_STRATEGY",
     "fsdp_auto_wrap_policy": "FSDP_AUTO_WRAP_POLICY",
-    "fsdp_backward_prefetch": "FSDP_BACKWARD_PREFETCH",
     "fsdp_state_dict_type": "FSDP_STATE_DICT_TYPE",
 }
 """Keys that take one of the names of a list in ``accelerate/utils/constants.py``."""
@@ -82,7 +79,8 @@ FSDP2 = f"{VERSION}: 2"
 TYPE, MESH, PRECISION = "distributed_type", "parallelism_config", "mixed_precision"
 """Keys as errors name them: what distributes, the sizes of the mesh, and what is computed in, which is also a field of
 ``recipe.distribution`` in run.json."""
-DYNAMIC, BY_LAYER, BACKEND = (f"dynamo_config.dynamo_{key}" for key in ("use_dynamic", "use_regional_compilation", "backend"))
+COMPILER = "dynamo_config"
+DYNAMIC, BY_LAYER, BACKEND = (f"{COMPILER}.dynamo_{key}" for key in ("use_dynamic", "use_regional_compilation", "backend"))
 """Key paths of the compiler: how it takes lengths, whether it compiles one layer for all, and by what."""
 USE_FSDP2 = f"write {TYPE}: FSDP with {FSDP2}"
 SECTIONS = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
@@ -144,11 +142,6 @@ def fsdp_settings(body: Mapping[str, Any]) -> dict[str, Any]:
     return {key.removeprefix("fsdp_"): value for key, value in section(body, "fsdp_config").items()}
 
 
-def fsdp1_keys(body: Mapping[str, Any]) -> list[str]:
-    """Full key paths of what the file says to FSDP1 alone."""
-    return [f"fsdp_config.{key}" for key in section(body, "fsdp_config") if key in _FSDP1_ONLY]
-
-
 def _flag(config: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
     """A true-or-false key of ``fsdp_config``, without its ``fsdp_`` prefix."""
     return _is_true(config.get(f"fsdp_{key}", default))
@@ -163,31 +156,9 @@ def _is_true(value: object) -> bool:
     return str(value).lower() in {"true", "1", "yes"}
 
 
-def fsdp_generation(body: Mapping[str, Any]) -> int | None:
-    """1 or 2, accelerate's own being 1; None without FSDP."""
-    if distributed_type(body) != "FSDP":
-        return None
-    return 2 if str(section(body, "fsdp_config").get(VERSION)) == "2" else 1
-
-
-def recomputes(body: Mapping[str, Any]) -> bool:
-    """Whether FSDP recomputes the layers that it wraps."""
-    return fsdp_flag(body, "activation_checkpointing")
-
-
-def sharding_strategy(body: Mapping[str, Any]) -> str:
-    """torch's ShardingStrategy, which under FSDP2 is ``FULL_SHARD`` or, without resharding, ``SHARD_GRAD_OP``."""
-    config = section(body, "fsdp_config")
-    if fsdp_generation(body) == 2:
-        return "SHARD_GRAD_OP" if str(config.get("fsdp_reshard_after_forward")).lower() == "false" else "FULL_SHARD"
-    return str(config.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
-
-
 def state_dict_type(body: Mapping[str, Any]) -> str:
-    """torch's StateDictType; accelerate's own is sharded under FSDP2, else full."""
-    given = section(body, "fsdp_config").get("fsdp_state_dict_type")
-    default = "SHARDED_STATE_DICT" if fsdp_generation(body) == 2 else "FULL_STATE_DICT"
-    return default if given is None else str(given).upper()
+    """torch's StateDictType."""
+    return str(section(body, "fsdp_config").get("fsdp_state_dict_type") or "SHARDED_STATE_DICT").upper()
 
 
 def dynamo_backend(body: Mapping[str, Any]) -> str | None:
@@ -288,7 +259,7 @@ def _find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> I
         sizes = parallel_sizes(body)
         if "cp" in sizes and "sp" in sizes:  # accelerate/parallelism_config.py:325, whatever the number of ranks is
             yield ("parallelism_config",), "cp and sp both split a sequence", "set one of the two to 1"
-        yield from _check_fsdp(section(body, "fsdp_config"), section(body, "parallelism_config"), kind)
+        yield from _check_fsdp(section(body, "fsdp_config"), kind)
     if kind_of == "DEEPSPEED":
         yield from _check_deepspeed(body, folder)
 
@@ -315,7 +286,7 @@ def _check_sections(body: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def _check_fsdp(  # noqa: PLR0912 - a check each
-    config: Mapping[str, Any], parallel: Mapping[str, Any], kind: str | None
+    config: Mapping[str, Any], kind: str | None
 ) -> Iterator[Found]:
     known = {name for name in facts("accelerate")["options"] if name.startswith("fsdp_")}
     values = {}
@@ -328,14 +299,19 @@ def _check_fsdp(  # noqa: PLR0912 - a check each
         if key != full:  # accelerate launch adds the prefix; all others that read the file do not
             yield ("fsdp_config", key), "is only known with its prefix", f"write {full}"
     version = str(values.get(VERSION, ("", ""))[1])
-    if version not in {"1", "2"}:
-        text = f"{show_value(version)} is not 1 or 2" if version else "missing; accelerate would take 1"
-        yield ("fsdp_config", VERSION), text, f"write {FSDP2}"
+    if version != "2":
+        text = f"{show_value(version)}: recipes train under FSDP2" if version else "missing; accelerate would take 1, FSDP1"
+        fix = "accelerate to-fsdp2 --config_file FILE --output_file NEW converts the file"
+        yield ("fsdp_config", VERSION), text, fix
+        return
     for full, (key, value) in values.items():
         path = ("fsdp_config", key)
-        if version == "2" and full in _FSDP1_ONLY:
+        if full in _RECOMPUTING and str(value).lower() != "false":
+            fix = "leave it out: activation_checkpointing.ratio=1 recomputes all layers, train.activation_offloading moves them"
+            yield path, "the recipe's section activation_checkpointing says what is recomputed", fix
+        elif full in _FSDP1_ONLY:
             yield path, f"has no meaning under {FSDP2}", _FSDP1_ONLY[full]
-        elif full in _BOOLEANS or (full == "fsdp_reshard_after_forward" and version == "2"):
+        elif full in _BOOLEANS or full == "fsdp_reshard_after_forward":
             if str(value).lower() not in {"true", "false"}:
                 yield path, f"{show_value(value)} is not true or false", None
         elif full in _WORDS:
@@ -344,23 +320,12 @@ def _check_fsdp(  # noqa: PLR0912 - a check each
                 yield path, f"{show_value(value)} is not one of {', '.join(choices)}", did_you_mean(str(value), choices)
         elif full == "fsdp_min_num_params" and not is_whole(value):
             yield path, f"{show_value(value)} is not a whole number from 1", None
-        elif full == "fsdp_reshard_after_forward":
-            yield path, "is FSDP2's key", "write fsdp_sharding_strategy"
     yield from _check_wrap(values, kind)
     # What accelerate or clustertune refuses for two keys together.
     plain = {full: value for full, (_, value) in values.items()}
     states = plain.get("fsdp_state_dict_type")
     if str(states).upper() in {"FULL_STATE_DICT", "LOCAL_STATE_DICT"}:
         yield ("fsdp_config", "fsdp_state_dict_type"), f"{states}: checkpoints are written sharded", "write SHARDED_STATE_DICT"
-    if version == "1" and parallel:
-        yield ("parallelism_config",), f"accelerate takes it only with {FSDP2}", None
-    if _flag(plain, "activation_checkpointing_offload") and not (version == "2" and _flag(plain, "activation_checkpointing")):
-        text = f"needs {FSDP2} and fsdp_activation_checkpointing: true"
-        yield ("fsdp_config", "fsdp_activation_checkpointing_offload"), text, None
-    unsynced = plain.get("fsdp_sync_module_states") is not None and not _flag(plain, "sync_module_states")
-    if version == "1" and _flag(plain, "cpu_ram_efficient_loading") and unsynced:
-        text = "false, while fsdp_cpu_ram_efficient_loading: true leaves all ranks but the first without weights"
-        yield ("fsdp_config", "fsdp_sync_module_states"), text, "set both true or both false"
 
 
 def _check_wrap(values: Mapping[str, tuple[str, Any]], kind: str | None) -> Iterator[Found]:

@@ -194,15 +194,6 @@ def check_native(section: NativeSection, given: Mapping[str, Any]) -> tuple[dict
     return checked, found
 
 
-def check_local_saves(save: Any, distribution: Mapping[str, Any], *, megatron: bool) -> Iterator[Found]:
-    """Local checkpoints where the state is not FSDP2's: the files of other kinds have not been proved to come back."""
-    if isinstance(save, Mapping) and save.get("local") is not None:
-        kind = "Megatron" if megatron else acc.distributed_type(distribution) or "NO"
-        if kind != "FSDP" or acc.fsdp_generation(distribution) != 2:
-            text = f"checkpoints on the nodes' own disks are for FSDP2, this is {'FSDP1' if kind == 'FSDP' else kind}"
-            yield ("save", "local"), text, "leave it out, and lower save.every"
-
-
 def check_train(train: Mapping[str, Any]) -> Iterator[Found]:
     """What ``SFTConfig`` or clustertune refuses for the values of several keys together."""
     if train.get("fp16"):
@@ -231,14 +222,6 @@ def check_train(train: Mapping[str, Any]) -> Iterator[Found]:
         if name not in known:
             text = f"{show_value(name)} is not a tracker of the pinned transformers"
             yield ("train", "report_to"), text, did_you_mean(name, known)
-    for key in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
-        if isinstance(given := train.get(key), dict) and given.get("preserve_rng_state") is False:
-            text = "preserve_rng_state is false: a layer with dropout, computed again, would drop other values"
-            yield ("train", key), text, "leave it out: it saves nothing where there is no dropout"
-    old, new = train.get("gradient_checkpointing"), train.get("activation_checkpointing")
-    if old is not None and new is not None and old != new:
-        text = f"{old}, while activation_checkpointing is {new}: they are one"
-        yield ("train", "gradient_checkpointing"), text, "keep the second"
 
 
 _EVALUATED = ("loss", "runtime", "samples_per_second", "steps_per_second")
@@ -319,9 +302,8 @@ def check_dpo(train: Mapping[str, Any], accelerate: Mapping[str, Any], *, megatr
     for axis in sorted({"tp", "cp"} & set(sizes)):
         text = f"{sizes[axis]}: the two answers of a pair are computed by one rank with trainer: dpo"
         yield _mesh(axis), text, "leave it out: FSDP2 shards over all ranks"
-    if kind == "DEEPSPEED" or acc.fsdp_generation(accelerate) == 1:
-        name = "DeepSpeed" if kind == "DEEPSPEED" else "FSDP1"
-        text = f"{name} has no reference model here: trainer: dpo is sharded by FSDP2"
+    if kind == "DEEPSPEED":
+        text = "DeepSpeed has no reference model here: trainer: dpo is sharded by FSDP2"
         yield ("accelerate", acc.TYPE), text, f"{acc.USE_FSDP2}, or MULTI_GPU"
 
 
@@ -546,19 +528,14 @@ def _quantized(
     config: Mapping[str, Any], train: Mapping[str, Any], accelerate: Mapping[str, Any], zero: int | None
 ) -> Iterator[Found]:
     path = ("train", "model_init_kwargs", QUANTIZATION)
-    kind, version = str(acc.distributed_type(accelerate)), acc.fsdp_generation(accelerate)
+    kind = str(acc.distributed_type(accelerate))
     four, storage = config.get("load_in_4bit"), str(config.get("bnb_4bit_quant_storage", "uint8"))
     text = quantization.cast_away(config, train, kind)
-    if text is None and four and version == 2 and storage == "uint8":
+    if text is None and four and kind == "FSDP" and storage == "uint8":
         # accelerate/utils/fsdp_utils.py:800: such weights are left out of the sharding, whole on every rank.
         text = f"bnb_4bit_quant_storage is {storage}: FSDP2 would keep the whole base on every rank"
     if text is not None:
         yield (*path, "bnb_4bit_quant_storage"), text, "write bnb_4bit_quant_storage: bfloat16"
-    dtype = str((train.get("model_init_kwargs") or {}).get("dtype", "float32"))
-    if four and version == 1 and storage != dtype:
-        wanted = dtype if train.get("bf16") is False else "bfloat16"
-        text = f"bnb_4bit_quant_storage is {storage}, the model's dtype {dtype}: FSDP1 flattens weights of one type only"
-        yield path, text, f"write bnb_4bit_quant_storage: {wanted}, and model_init_kwargs: {{dtype: {wanted}}}"
     method = quantization.method(config)
     if (kind == "FSDP" or zero == 3) and not quantization.is_sharded(config) and method in quantization.METHODS:
         stored = "8 bits of bitsandbytes" if config.get("load_in_8bit") else method
@@ -574,10 +551,8 @@ def _quantized(
 
 def _experts(train: Mapping[str, Any], accelerate: Mapping[str, Any], zero: int | None) -> Iterator[Found]:
     """Where PEFT's ``ParamWrapper``, which replaces a parameter while a layer runs, does not find it whole."""
-    # Tried with PEFT 0.20: FSDP1 ends in the first step, ZeRO-3 when the adapter is made.
+    # Tried with PEFT 0.20: ZeRO-3 ends when the adapter is made.
     path, fix = ("lora", "target_parameters"), acc.USE_FSDP2
-    if acc.fsdp_generation(accelerate) == 1:
-        yield path, "FSDP1 has parted A and B where PEFT makes the experts' update of them", fix
     if zero == 3:
         yield path, "ZeRO-3 has parted the experts when PEFT asks for their sizes", fix
     if quantization.of(train) is not None:

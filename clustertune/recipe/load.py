@@ -6,13 +6,14 @@ import copy
 import difflib
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError, collect_problems
-from clustertune.recipe.schema import NAME, named_bases, without_old_keys
+from clustertune.recipe.schema import NAME, named_bases
 from clustertune.recipe.yamlfile import Document, Emptied, KeyPath, parse_value, read_yaml
 from clustertune.tree import ROOT
 
@@ -49,7 +50,7 @@ class Layers:
         values: dict[str, Any] = {}
         owners: dict[KeyPath, Layer] = {}
         for layer in self.layers:
-            _lay_over(values, owners, without_old_keys(layer.document.data), layer, ())
+            _lay_over(values, owners, layer.document.data, layer, ())
         return values, owners
 
     def position(self, path: KeyPath, owners: Mapping[KeyPath, Layer]) -> str:
@@ -214,6 +215,17 @@ def _read_base(base: str, asking: Document, folder: Path, shown: str) -> Layer:
     return Layer(f"base {base}", document)
 
 
+def _cut_by_the_shell(overrides: Sequence[str]) -> Problem | None:
+    """A value in braces or brackets that the shell cut at its blanks: the words behind it are its rest."""
+    for number, text in enumerate(overrides[:-1]):
+        key, _, value = text.partition("=")
+        if value[:1] in ("{", "[") and value.count(value[0]) > value.count({"{": "}", "[": "]"}[value[0]]):
+            whole = " ".join(overrides[number:])
+            said = f"the shell has cut {value!r} off from {overrides[number + 1]!r}"
+            return Problem(said, file=COMMAND_LINE, key=key, fix=f"quote it: {shlex.quote(whole)}")
+    return None
+
+
 def read_overrides(overrides: Sequence[str]) -> tuple[Document, dict[str, Document], list[Problem]]:
     """``section.key=value`` arguments: the recipe's, and those of each file beside it; the last of two for one key holds.
 
@@ -222,6 +234,8 @@ def read_overrides(overrides: Sequence[str]) -> tuple[Document, dict[str, Docume
     data: dict[str, Any] = {}
     beside: dict[str, dict[str, Any]] = {name: {} for name in BESIDE}
     problems: list[Problem] = []
+    if (cut := _cut_by_the_shell(overrides)) is not None:
+        return Document(COMMAND_LINE, {}), {name: Document(COMMAND_LINE, {}) for name in BESIDE}, [cut]
     for text in overrides:
         key, equals, value = text.partition("=")
         path = tuple(key.split("."))

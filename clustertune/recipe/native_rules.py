@@ -102,6 +102,13 @@ TRAIN_OWNED = {
         ),
         "a run publishes nothing",
     ),
+    **dict.fromkeys(
+        (
+            *("activation_checkpointing", "activation_checkpointing_kwargs"),
+            *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
+        ),
+        "the section activation_checkpointing says it: {ratio: 0} for none, {ratio: 1} for all layers",
+    ),
     "hub_token": "a recipe contains no secrets",
     "overwrite_output_dir": "nothing published is ever overwritten",
     "gradient_accumulation_steps": "it is derived from global_batch_size: set that",
@@ -284,11 +291,8 @@ def lora_fields() -> dict[str, NativeField]:
 
 
 def train_defaults(trainer: str = "sft") -> dict[str, Any]:
-    """What TRL takes for each key of ``train`` that a recipe leaves out, but for those that it leaves out itself (None).
-
-    Without ``gradient_checkpointing``, the deprecated name of a key that is always derived.
-    """
-    return _defaults(train_fields(trainer), {*TRAIN_OWNED, *(DPO_OWNED if trainer == "dpo" else ()), "gradient_checkpointing"})
+    """What TRL takes for each key of ``train`` that a recipe leaves out, but for those that it leaves out itself (None)."""
+    return _defaults(train_fields(trainer), {*TRAIN_OWNED, *(DPO_OWNED if trainer == "dpo" else ())})
 
 
 def lora_defaults() -> dict[str, Any]:

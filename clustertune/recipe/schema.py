@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -92,7 +91,7 @@ TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}$")
 MetricName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.+-]{1,80}(,[A-Za-z0-9_.+-]{1,80})?$")]
 """lm-eval's ``METRIC``, or ``METRIC,FILTER``."""
 FIRST_TASK = "ifeval"
-"""What ``eval.tasks`` is by default: the only task of the first releases, whose keys and files bear its name."""
+"""What ``eval.tasks`` is by default."""
 
 Scores = dict[TaskName, dict[MetricName, Score]]
 Differences = dict[TaskName, dict[MetricName, Annotated[Number, Field(ge=-1, le=1)]]]
@@ -261,6 +260,9 @@ class Slurm(Section):
         str, form(r"(\d+-)?\d{1,3}(:\d{2}){0,2}", "a Slurm time such as 48:00:00 or 2-00:00:00"), AfterValidator(check_time)
     ] = "24:00:00"
     """Wall time limit in Slurm's form."""
+    signal_seconds: Annotated[Positive, Field(le=65_535)] = 600
+    """Seconds before the time limit at which Slurm signals the job, which ends its step, saves and goes back into the queue.
+    Slurm keeps the number in 16 bits."""
     stall_seconds: Annotated[Number, Field(ge=60)] | None = None
     """Silence of a rank after which its attempt is ended and begun again; None: 300 s, or 5 times the longest so far."""
     staging: bool | None = None
@@ -316,19 +318,6 @@ class Expect(Section):
     steps: Positive | None = None
     """Optimizer steps."""
     trainable_parameters: Positive | None = None
-
-
-def without_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe's values with ``eval.TASK`` and ``expect.TASK``, from when there was one task, where they stand today."""
-    found = dict(values)
-    if isinstance(section := found.get("eval"), dict) and isinstance(old := section.get(FIRST_TASK), dict):
-        marks = {"pass_mark": {FIRST_TASK: old["pass_mark"]} if old["pass_mark"] else {}} if "pass_mark" in old else {}
-        rest = {key: value for key, value in section.items() if key != FIRST_TASK}
-        found["eval"] = {**{key: value for key, value in old.items() if key != "pass_mark"}, **marks, **rest}
-    if isinstance(section := found.get("expect"), dict) and FIRST_TASK in section:
-        scores = {"tasks": {FIRST_TASK: section[FIRST_TASK]} if section[FIRST_TASK] else {}}
-        found["expect"] = {**scores, **{key: value for key, value in section.items() if key != FIRST_TASK}}
-    return found
 
 
 class ActivationCheckpointing(Section):
@@ -414,17 +403,6 @@ def _check_every(value: Any) -> Any:
     return value
 
 
-class LocalSave(Section):
-    """Checkpoints on the nodes' own disks, between those on shared storage."""
-
-    path: Annotated[str, form(r"/[^\0\n]*", "an absolute path")]
-    """An absolute folder that is there on each node."""
-    every: Annotated[Any, AfterValidator(_check_every)] = "auto"
-    """As ``save.every``."""
-    neighbour: bool = True
-    """Each node keeps a copy of another node's files."""
-
-
 class Save(Section):
     """When a training saves, instead of ``train.save_steps``."""
 
@@ -433,20 +411,6 @@ class Save(Section):
     :mod:`clustertune.checkpoint.cadence` says."""
     milestones: tuple[Positive, ...] = ()
     """Steps that are saved besides, whose checkpoints stay beside those that ``save_total_limit`` counts."""
-    local: LocalSave | None = None
-    """A second tier, saved more often (:mod:`clustertune.checkpoint.local`)."""
-
-    @model_validator(mode="after")
-    def _is_rarer_than_local(self) -> Save:
-        if self.local is None:
-            return self
-        if self.every == "auto":
-            raise ValueError("auto beside save.local: give save.every as steps or a time, longer than save.local.every")
-        often, rare = self.local.every, self.every
-        one_unit = isinstance(often, int) == isinstance(rare, int) and often != "auto"
-        if one_unit and (often >= rare if isinstance(often, int) else seconds_of(often) >= seconds_of(rare)):
-            raise ValueError(f"save.local.every={often} is not below save.every={rare}: lower it, or leave save.local out")
-        return self
 
 
 class Push(Section):
@@ -459,11 +423,6 @@ class Push(Section):
 
 class Recipe(Section):
     """One recipe, after its base and the overrides are laid over each other."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_old_runs(cls, values: Any) -> Any:
-        return without_old_keys(values) if isinstance(values, Mapping) else values
 
     base: Annotated[list[str], BeforeValidator(named_bases)] | None = None
     """A file of ``recipes/_base``, without ``.yaml``, or several, the last the strongest; one level, never a chain."""

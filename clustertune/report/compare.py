@@ -1,4 +1,4 @@
-"""Runs side by side, as the published FSDP validation puts one node beside two: run folders, bench results, metrics JSON.
+"""Runs side by side, as the published FSDP validation puts one node beside two: run folders and metrics JSON.
 
 A column for each, a row for each figure. What one lacks is left empty, and what makes two of them differ is named: another
 model, other data, other hardware, a run that was killed.
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storing
-from clustertune.events import check_schema
 from clustertune.report import cost, forms, plots, telemetry
 from clustertune.report.content import dataset_of, get, is_number, model_of
 from clustertune.report.metrics import Metrics, read_metrics
@@ -26,9 +25,7 @@ from clustertune.resolve import distribution as distributions
 if TYPE_CHECKING:
     from rich.table import Table
 
-SCHEMA = "clustertune.compare/1"
-BENCH = ("clustertune.bench/1", "clustertune.bench/2", "clustertune.bench/3")
-GIVE = "give a run folder, a result of clustertune bench, or a metrics.json"
+GIVE = "give a run folder, or a metrics.json"
 LARGEST = 64 << 20
 """Bytes of a JSON file that is read."""
 NONE, NO_GPU = "-", "no GPU"
@@ -45,7 +42,7 @@ class ComparedRun:
 
     name: str
     kind: str
-    """``run``, ``bench`` or ``metrics``."""
+    """``run`` or ``metrics``."""
     values: dict[str, Any] = field(default_factory=dict)
     """By the keys of :data:`ROWS`."""
     notes: list[str] = field(default_factory=list)
@@ -69,7 +66,6 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """The document of ``compare --json``; numbers as they were read, not rounded for the table."""
         return {
-            "schema": SCHEMA,
             "runs": [{"name": e.name, "kind": e.kind, **{key: e.values.get(key) for key in ROWS}} for e in self.entries],
             "notes": self.notes,
         }
@@ -101,12 +97,10 @@ ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "step_s": ("Seconds of a step, median", _number),
     "warm_up_share": ("Share of wall time above steady steps", lambda v: f"{v:.0%}"),
     "peak_gib": ("Peak memory of a rank, GiB", _number),
-    "mfu": ("MFU", lambda v: f"{100 * v:.1f} %"),
     "loss": ("Loss, last step", _number),
     "steps": ("Steps", str),
     "recipe": ("Recipe", str),
     "cluster": ("Cluster", str),
-    "overrides": ("Overrides", str),
     "model": ("Model", str),
     "dataset": ("Data", str),
     "distribution": ("Distribution", str),
@@ -116,7 +110,7 @@ ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "status": ("State", str),
 }
 """Figures of a column: title and form."""
-MUST_AGREE = ("recipe", "overrides", "model", "dataset", "gpu0", "torch", "bf16")
+MUST_AGREE = ("recipe", "model", "dataset", "gpu0", "torch", "bf16")
 """What, where it differs, a reader must know before he compares rates."""
 
 
@@ -169,7 +163,7 @@ def _differences(entries: Sequence[ComparedRun]) -> Iterator[str]:
 
 
 def read(path: Path) -> ComparedRun:
-    """A run folder, a bench result or a metrics JSON. Raises UserError."""
+    """A run folder or a metrics JSON. Raises UserError."""
     if path.is_dir():
         return _run(path)
     try:
@@ -180,13 +174,10 @@ def read(path: Path) -> ComparedRun:
         raise UserError(Problem("no such file or folder", file=str(path), fix=GIVE)) from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(Problem(f"unreadable: {str(error).splitlines()[0]}", file=str(path), fix=GIVE)) from None
-    if get(body, "schema") in BENCH:
-        return _bench(path, body)
     if isinstance(body, dict) and all(key in body for key in FIELDS[:4]):
-        check_schema(body, path)
         return _metrics(path, body)
     missing = [key for key in FIELDS[:4] if not isinstance(body, dict) or key not in body]
-    raise UserError(Problem(f"is neither a bench result nor metrics: it lacks {', '.join(missing)}", file=str(path), fix=GIVE))
+    raise UserError(Problem(f"is no metrics.json: it lacks {', '.join(missing)}", file=str(path), fix=GIVE))
 
 
 def _shown(path: Path) -> str:
@@ -300,46 +291,6 @@ def _interconnect(run: Mapping[str, Any], nodes: int) -> str | None:
     return ", ".join(parts) or None
 
 
-def _bench(path: Path, body: Mapping[str, Any]) -> ComparedRun:
-    """A result of ``clustertune bench``: its rates are steady by themselves."""
-    raise_if(forms.find_problems(body, forms.BENCH, str(path), "leave it out, or measure again"))
-    entry = ComparedRun(_shown(path), "bench")
-    ours, changed = body.get("ours") or {}, body.get("overrides")
-    steps, warm = get(ours, "step_s", "n"), get(ours, "warmup_s") or []
-    mean, rate = _figure(get(ours, "step_s", "mean")), _figure(get(ours, "computed_tokens_per_s_per_gpu"))
-    wall = sum(w for w in warm if _figure(w)) + (mean or 0.0) * (steps or 0) if mean else None
-    tokens = rate * mean * (len(warm) + (steps or 0)) if rate and mean else None
-    entry.values = {
-        "world_size": get(body, "hardware", "ranks"),
-        "nodes": get(body, "hardware", "nodes"),
-        "recipe": body.get("recipe"),
-        # None: it is of a time when that was not written down.
-        "overrides": None if changed is None else ", ".join(map(str, changed)) or "none",
-        "gpu0": get(body, "hardware", "gpu") or NO_GPU,
-        "wall_time_s": wall,
-        "approx_tokens_per_rank": tokens,
-        "approx_tokens_per_s_per_rank": tokens / wall if tokens and wall else None,
-        STEADY: rate,
-        "step_s": _figure(get(ours, "step_s", "median")),
-        "peak_gib": _figure(get(ours, "peak", "allocated_gib")) or _figure(get(ours, "peak", "rss_gib")),
-        "mfu": _figure(get(body, "utilisation", "mfu")),
-        "steps": steps,
-        "model": get(body, "model"),
-        "dataset": get(body, "dataset"),
-        "distribution": distributions.format_distribution(body.get("distributed")),
-        "fsdp": get(body, "distributed", "type") == "FSDP",
-        "bf16": get(body, "bf16"),
-        "torch": get(body, "versions", "torch"),
-        "status": "finished",
-    }
-    if rate is None:
-        entry.notes.append("contains no rate")
-    if body.get("tiny"):
-        entry.notes.append("was run with --tiny: a scaled-down model with random weights")
-    _all_ranks(entry)
-    return entry
-
-
 # --- how it is shown ---------------------------------------------------------------------------------------------------
 
 
@@ -395,7 +346,14 @@ def _strategy(entry: ComparedRun) -> str:
 def page(found: Comparison) -> str:
     """The drawings and the table as one self-contained page."""
     head = ["", *(entry.name for entry in found.entries)]
-    values = {"plots": drawings(found), "columns": head, "rows": cells(found), "notes": found.notes}
+    return table_page("Runs side by side", head, cells(found), found.notes, drawings(found))
+
+
+def table_page(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str], plots: Sequence[Any] = ()
+) -> str:
+    """A table as a self-contained page, with drawings above it and notes below."""
+    values = {"title": title, "plots": plots, "columns": columns, "rows": rows, "notes": notes}
     return render(Path(__file__).with_name("compare.html.jinja"), values) + "\n"
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from clustertune.errors import ExitCode
 from clustertune.evaluate import scores as evaluation
-from clustertune.recipe.schema import without_old_keys
 from clustertune.report.metrics import Metrics
 
 Row = list[str]
@@ -216,7 +215,7 @@ def expected_rows(expect: Any, metrics: Metrics, stages: Mapping[str, Any], scor
         "trainable_parameters": trained,
     }
     rows = []
-    expect = without_old_keys({"expect": expect})["expect"] if isinstance(expect, Mapping) else {}
+    expect = expect if isinstance(expect, Mapping) else {}
     scores = []
     for name, marks in (expect.get("tasks") or {}).items():
         row, comparable = get(scored, "tasks", name) or {}, get(scored, "details", name, "comparable")

@@ -340,16 +340,16 @@ def failures(attempts: Sequence[AttemptCost]) -> Failures:
 
 
 def saves_as_dict(document: Mapping[str, Any], metrics: Metrics, attempts: Sequence[AttemptCost]) -> dict[str, Any] | None:
-    """The part ``saves`` of ``report.json``; None for a run that saved nothing. Seconds and bytes: medians of the
-    saves to shared storage, where there are any; null: unknown.
+    """The part ``saves`` of ``report.json``; None for a run that saved nothing. Seconds and bytes: medians; null:
+    unknown.
     """
-    saves = [record for record in metrics.checkpoints if record.status in ("saved", "local")]
+    saves = [record for record in metrics.checkpoints if record.status == "saved"]
     if not saves:
         return None
 
-    def middle(get: Callable[[Any], float | None], status: str = "saved") -> float | None:
-        known = [value for record in saves if record.status == status and (value := get(record)) is not None]
-        return median(known) if known else middle(get, "local") if status == "saved" else None
+    def middle(get: Callable[[Any], float | None]) -> float | None:
+        known = [value for record in saves if (value := get(record)) is not None]
+        return median(known) if known else None
 
     stalls = [record.stall for record in saves if record.stall is not None]
     trained, met = sum(one.seconds(time.time()) for one in attempts), failures(attempts)
@@ -360,13 +360,12 @@ def saves_as_dict(document: Mapping[str, Any], metrics: Metrics, attempts: Seque
     mtbf = given or met.mtbf_hours
     limit = (attempts[-1].limit_minutes if attempts else None) or get(document, "jobs", "train", "minutes")
     between = seconds_between_ends(nodes, mtbf, limit)
-    every = next((record.every for record in reversed(saves) if record.every is not None and record.status == "saved"), None)
+    every = next((record.every for record in reversed(saves) if record.every is not None), None)
     return {
         "every": get(recipe, "save", "every") or (f"{steps}" if (steps := get(recipe, "train", "save_steps")) else None),
         "every_seconds": every,
         "milestones": list(get(recipe, "save", "milestones") or ()),
-        "shared": sum(record.status == "saved" for record in saves),
-        "local": sum(record.status == "local" for record in saves),
+        "count": len(saves),
         "bytes": middle(lambda one: one.bytes),
         "copy_seconds": middle(lambda one: one.copy),
         "stall_seconds": stall,
@@ -390,9 +389,6 @@ def saves_rows(found: Mapping[str, Any] | None) -> list[list[str]]:
         cadence += f": {duration(seconds)} in the end"
     if found["milestones"]:
         cadence += f"; and at {', '.join(map(number, found['milestones']))}"
-    count = f"{number(found['shared'])} on shared storage"
-    if found["local"]:
-        count += f", {number(found['local'])} on the nodes' own disks"
     stall = f"{duration(found['stall_seconds'])} a save, {duration(found['copy_seconds'])} to copy to host memory beside it"
     if found["stall_share"] is not None:
         stall += f"; {percent(found['stall_share'])} of the training"
@@ -405,7 +401,7 @@ def saves_rows(found: Mapping[str, Any] | None) -> list[list[str]]:
     wanted += source[found["mtbf_from"]]
     return [
         ["saved every", cadence],
-        ["saves", f"{count}, {size(found['bytes'])} each"],
+        ["saves", f"{number(found['count'])}, {size(found['bytes'])} each"],
         ["training stood still", stall],
         ["written in", duration(found["write_seconds"])],
         ["ends without a warning", met],

@@ -14,13 +14,12 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and is_number(value) and value >= 0
 
 
-OBJECT, LIST, TEXT, WHOLE, NUMBER = "an object", "a list", "a text", "a whole number, 0 or more", "a number"
+OBJECT, LIST, TEXT, WHOLE = "an object", "a list", "a text", "a whole number, 0 or more"
 _KINDS: dict[str, Callable[[Any], bool]] = {
     OBJECT: lambda value: isinstance(value, Mapping),
     LIST: lambda value: isinstance(value, list),
     TEXT: lambda value: isinstance(value, str),
     WHOLE: _is_whole,
-    NUMBER: is_number,
 }
 
 RUN = {
@@ -34,15 +33,6 @@ RUN = {
     "versions": OBJECT, "host": OBJECT, "git": OBJECT, "container": OBJECT,
 }  # fmt: skip
 """``run.json``: what is read of it."""
-
-BENCH = {
-    "recipe": TEXT, "model": TEXT, "dataset": TEXT, "overrides": LIST,
-    "hardware": OBJECT, "hardware.ranks": WHOLE, "hardware.nodes": WHOLE, "hardware.gpu": TEXT,
-    "ours": OBJECT, "ours.step_s": OBJECT, "ours.step_s.n": WHOLE, "ours.step_s.mean": NUMBER, "ours.step_s.median": NUMBER,
-    "ours.warmup_s": LIST, "ours.computed_tokens_per_s_per_gpu": NUMBER, "ours.peak": OBJECT,
-    "distributed": OBJECT, "distributed.mesh": OBJECT, "utilisation": OBJECT, "versions": OBJECT,
-}  # fmt: skip
-"""A result of ``clustertune bench``."""
 
 
 def find_problems(document: Any, form: Mapping[str, str], file: str, fix: str) -> list[Problem]:

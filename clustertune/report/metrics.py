@@ -13,8 +13,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
-from clustertune.events import check_schema
-
 
 class StepRecord(NamedTuple):
     """One optimizer step. What the line lacked, or held in another type, is None."""
@@ -284,8 +282,7 @@ def read_metrics(path: Path) -> Metrics:
 
     Where an attempt resumes from step S, what earlier attempts logged after S has been thrown away and is left out here,
     whether or not the new attempt has come as far again, and wherever in the file it stands: the last lines of an attempt
-    on a node that was cut off may come after the first ones of the next. Raises OSError where the file cannot be read, and
-    UserError where a later release wrote it.
+    on a node that was cut off may come after the first ones of the next. Raises OSError where the file cannot be read.
     """
     reader = MetricsReader()
     if path.exists():
@@ -306,16 +303,12 @@ class MetricsReader:
         self.unreadable = 0
         self.latest: dict[str, Any] = {}
         """The last step's event, with all that it holds."""
-        self._path, self._place = Path("metrics.jsonl"), 0
+        self._place = 0
         names = ("start", "step", "eval", "checkpoint", "startup", "stage", "stop")
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {name: getattr(self, f"_on_{name}") for name in names}
 
     def follow(self, path: Path) -> bytes:
-        """Take the whole lines that came since the call before; returns what follows them.
-
-        Raises OSError, and UserError for lines of a later release.
-        """
-        self._path = path
+        """Take the whole lines that came since the call before; returns what follows them. Raises OSError."""
         if path.exists() and not path.is_file():
             raise OSError(errno.EINVAL, "is not a plain file", str(path))
         with path.open("rb") as lines:
@@ -334,8 +327,6 @@ class MetricsReader:
             event = json.loads(line.decode())  # of bytes, json would look for the encoding first
             name = event["event"]
             handle = self._handlers.get(name) if isinstance(name, str) else None
-            if "schema" in event:
-                check_schema(event, self._path)
             if handle is not None:
                 handle(event)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertune.events import SCHEMA, read_object
+from clustertune.events import read_object
 from clustertune.manifest import write_durably
 from clustertune.report.content import WARM_UP, dataset_of, get, model_of
 from clustertune.report.metrics import Metrics, Steps, read_metrics
@@ -107,5 +107,5 @@ def write(run: Mapping[str, Any], folder: Path) -> Path | None:
     body = describe(run, read_metrics(folder / "metrics.jsonl"))
     if body is None:
         return None
-    write_durably(folder / FILE, json.dumps({**body, "schema": SCHEMA}, indent=1) + "\n")
+    write_durably(folder / FILE, json.dumps(body, indent=1) + "\n")
     return folder / FILE

@@ -30,7 +30,7 @@ _REFUSED = {
     **dict.fromkeys(("expert_parallel", "hybrid_engine", "pipeline", f"{ZERO}.zenflow"), _EXPORT),
     "autotuning": "leave it out: clustertune plan and clustertune sweep do that",
     "data_efficiency": "leave it out: a resumed run continues at the same place in the recipe's own order",
-    "activation_checkpointing": "write train.activation_checkpointing: models of transformers do not read DeepSpeed's",
+    "activation_checkpointing": "write activation_checkpointing.ratio: models of transformers do not read DeepSpeed's",
     "weight_quantization": "write train.model_init_kwargs.quantization_config",
     f"{ZERO}.cpu_offload": "write offload_optimizer: {device: cpu}",
     f"{ZERO}.cpu_offload_param": "write offload_param: {device: cpu}",

@@ -13,9 +13,8 @@ from typing import Any
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import deepspeed_keys as ds
 from clustertune.recipe import quantization
-from clustertune.recipe.schema import Megatron, Recipe
+from clustertune.recipe.schema import ActivationCheckpointing, Megatron, Recipe
 
-_HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 IN_FLIGHT = 5
 """Parts of weights that a rank holds in host memory at once while it reads: four reads, and the one that is placed."""
 
@@ -25,7 +24,7 @@ class Recompute:
     """Which activations are recomputed in the backward pass."""
 
     by: str = "none"
-    """``fsdp`` (accelerate's wrapper around each layer), ``model`` (transformers), ``megatron`` or ``none``."""
+    """``model`` (transformers), ``megatron`` or ``none``."""
     share: float = 0.0
     """Share of the decoder layers, 0 to 1."""
     offload: bool = False
@@ -41,7 +40,7 @@ class Distribution:
     """One way to spread a training over ranks. Sizes are counts of ranks."""
 
     kind: str
-    """``NO``, ``DDP``, ``FSDP1``, ``FSDP2``, ``ZeRO-0`` to ``ZeRO-3`` or ``Megatron``."""
+    """``NO``, ``DDP``, ``FSDP2``, ``ZeRO-0`` to ``ZeRO-3`` or ``Megatron``; ``FSDP1`` in published runs alone."""
     world_size: int
     ranks_per_node: int
     data_parallel_size: int
@@ -59,8 +58,8 @@ class Distribution:
     """Virtual pipeline stages per GPU; 1: plain 1F1B."""
     replicas: int = 1
     """Groups that hold a full copy each (HSDP); 1: none."""
-    strategy: str | None = None
-    """FSDP1's ShardingStrategy."""
+    reshard_after_forward: bool = True
+    """FSDP2's key of that name."""
     weight_shards: int = 1
     """Over how many ranks each weight is split; 1: whole on each."""
     gradient_shards: int = 1
@@ -154,7 +153,7 @@ class Distribution:
 
 
 def format_distribution(distributed: Any) -> str | None:
-    """A run's recorded distribution (``distributed`` of run.json, results of ``bench``) as ``FSDP 2 (tp 2)``.
+    """A run's recorded distribution (``distributed`` of run.json and of ``bench``) as ``FSDP 2 (tp 2)``.
 
     None if ``distributed`` is anything else.
     """
@@ -194,8 +193,8 @@ def read(
 ) -> Distribution:
     """The distribution of a checked recipe.
 
-    ``train``: the arguments after derivation. ``deepspeed``: DeepSpeed's file, None where there is none; records of former
-    releases do not have it, and stage 3 is taken for them. ``layers``: decoder layers.
+    ``train``: the arguments after derivation. ``deepspeed``: DeepSpeed's file, None where there is none.
+    ``layers``: decoder layers.
     """
     compiled, by_layer = acc.compiled(train, accelerate)
     found = Distribution(
@@ -205,7 +204,7 @@ def read(
         data_parallel_size=data_parallel,
         mixed_precision=mixed_precision(train),
         reduce_dtype=reduce_dtype,
-        recompute=_recompute(recipe, train, accelerate, layers),
+        recompute=_recompute(recipe, train, layers),
         compiled=compiled,
         compiled_by_layer=by_layer,
         dynamic_shapes_said=acc.says_dynamic(accelerate),
@@ -214,8 +213,7 @@ def read(
         found = _megatron(found, recipe.megatron)
     elif found.kind != "NO":
         sizes = acc.parallel_sizes(accelerate)
-        if found.kind != "FSDP1":
-            found = replace(found, mesh=sizes, tp=sizes.get("tp", 1), cp=sizes.get("cp", 1), sp=sizes.get("sp", 1))
+        found = replace(found, mesh=sizes, tp=sizes.get("tp", 1), cp=sizes.get("cp", 1), sp=sizes.get("sp", 1))
         if found.is_fsdp:
             found = _fsdp(found, accelerate, quantization.of(train), sizes.get("dp_replicate", 1))
         elif found.is_deepspeed:
@@ -226,8 +224,7 @@ def read(
 def _kind(recipe: Recipe, accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> str:
     if recipe.megatron is not None:
         return "Megatron"
-    zero, generation = acc.zero_stage(accelerate, deepspeed), acc.fsdp_generation(accelerate)
-    kinds = {"FSDP": f"FSDP{generation}", "DEEPSPEED": f"ZeRO-{zero}", "MULTI_GPU": "DDP"}
+    kinds = {"FSDP": "FSDP2", "DEEPSPEED": f"ZeRO-{acc.zero_stage(accelerate, deepspeed)}", "MULTI_GPU": "DDP"}
     return kinds.get(acc.distributed_type(accelerate) or "NO", "NO")
 
 
@@ -237,14 +234,7 @@ def _shards(found: Distribution) -> dict[str, Any]:
     if found.kind == "FSDP2":
         # accelerate/parallelism_config.py:132: FSDP shards over dp_shard and cp together.
         shards = max(1, world // (found.replicas * found.tp * found.sp))
-        return _all(shards) | {"reshard": found.strategy != "SHARD_GRAD_OP" and shards > 1}
-    if found.kind == "FSDP1":
-        # torch/distributed/fsdp/_init_utils.py: under HYBRID_SHARD the group of one node holds a copy of the model.
-        hybrid = found.strategy in _HYBRID
-        shards = 1 if found.strategy == "NO_SHARD" else found.ranks_per_node if hybrid else world
-        replicas = max(1, world // shards) if hybrid else 1
-        reshard = found.strategy in ("FULL_SHARD", "HYBRID_SHARD") and shards > 1
-        return _all(shards) | {"reshard": reshard, "replicas": replicas}
+        return _all(shards) | {"reshard": found.reshard_after_forward and shards > 1}
     if stage is not None:
         # Sequence-parallel ranks (Ulysses) are among those over which ZeRO splits (DeepSpeed's ALST).
         ranks = max(1, world // found.tp)
@@ -264,17 +254,16 @@ def _fsdp(
 ) -> Distribution:
     # FSDP's offload takes parameters, gradients and optimizer state alike (torch, CPUOffloadPolicy and CPUOffload).
     offload = "cpu" if acc.fsdp_flag(accelerate, "offload_params") else "none"
-    efficient, two = acc.fsdp_flag(accelerate, "cpu_ram_efficient_loading"), found.kind == "FSDP2"
-    parts = two and why_whole(quantized) is None
+    efficient, parts = acc.fsdp_flag(accelerate, "cpu_ram_efficient_loading"), why_whole(quantized) is None
     return replace(
         found,
         offload_params=offload,
         offload_optimizer=offload,
         efficient_loading=efficient,
         state_dict=acc.state_dict_type(accelerate),
-        strategy=acc.sharding_strategy(accelerate),
+        reshard_after_forward=acc.fsdp_flag(accelerate, "reshard_after_forward", default=True),
         loading="every" if not efficient else "parts" if parts else "first",
-        replicas=replicas if two else 1,
+        replicas=replicas,
     )
 
 
@@ -329,35 +318,15 @@ def _megatron(found: Distribution, m: Megatron) -> Distribution:
     )
 
 
-def _recompute(recipe: Recipe, train: Mapping[str, Any], accelerate: Mapping[str, Any], layers: int) -> Recompute:
+def _recompute(recipe: Recipe, train: Mapping[str, Any], layers: int) -> Recompute:
     if recipe.megatron is not None:
         given = recipe.megatron.recompute_granularity
         return Recompute("megatron" if given else "none", float(given == "full"), selective=given == "selective")
-    if acc.recomputes(accelerate):
-        return Recompute("fsdp", 1.0, acc.fsdp_flag(accelerate, "activation_checkpointing_offload"))
-    if not train.get("activation_checkpointing"):
-        return Recompute()
-    named = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
-    settings = next((given for key in named if isinstance(given := train.get(key), dict) and given), {})
-    section = recipe.activation_checkpointing
-    if section is not None:
-        share = len(recomputed_layers(section.ratio, layers)) / layers
-    else:
-        # transformers/modeling_utils.py:3238: layer_index % every_n_layers == 0
-        every = settings.get("every_n_layers", 1)
-        share = -(-layers // (every if isinstance(every, int) and every >= 1 else 1)) / layers
-    saved = tuple(section.save) if section is not None and section.save else ("attention",) * bool(settings.get("selective"))
+    section = recipe.activation_checkpointing or ActivationCheckpointing()
+    share = len(recomputed_layers(section.ratio, layers)) / layers
     # TRL's activation_offloading moves whatever backward saves: of recomputed layers that is their input.
-    return Recompute("model", share, bool(settings.get("offload") or train.get("activation_offloading")), saved)
-
-
-def breaks_nodes(found: Distribution) -> str | None:
-    """Why FSDP1's hybrid strategies, which shard inside of a node, cannot have these ranks; None where they can."""
-    if found.kind != "FSDP1" or found.strategy not in _HYBRID or found.world_size % found.ranks_per_node == 0:
-        return None
-    return (
-        f"{found.strategy} needs whole nodes: {found.world_size} ranks are not a multiple of {found.ranks_per_node} on a node"
-    )
+    offload = bool(train.get("activation_offloading"))
+    return Recompute("model", share, offload, tuple(section.save or ())) if share else Recompute()
 
 
 def how_to_load(found: Distribution) -> tuple[str, str]:

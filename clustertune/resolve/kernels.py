@@ -147,9 +147,3 @@ def warnings(distribution: Distribution) -> Iterator[str]:
             "the model is compiled as a whole, every layer again, and the first step takes minutes; "
             f"accelerate.{acc.BY_LAYER}=true compiles one layer for all"
         )
-    if distribution.compiled and distribution.recompute.by == "fsdp" and distribution.kind == "FSDP2":
-        # accelerate 1.15 compiles the wrapper, FSDP2 hooks the layer in it: torch 2.13 traces no checkpoint around a hook.
-        yield (
-            f"{acc.key_of('activation_checkpointing')} leaves the layers uncompiled, because FSDP2 hooks lie inside what is "
-            "recomputed; write false, and train.activation_checkpointing=true"
-        )

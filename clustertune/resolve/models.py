@@ -115,6 +115,9 @@ def find_model(given: str) -> FoundModel:
         return FoundModel({"name": given, "revision": entry.revision}, entry.config, entry.pad_token, notes)
     if (folder := same_model(RECIPES / "_", {"name": given})) is not None:
         return _of_recipe(folder)
+    if given.startswith((".", "/", "~")) and not path.exists():
+        fix = "give the folder of a model with its config.json, or OWNER/NAME of the Hub"
+        raise UserError("no such file or folder", file=given, key="--model", fix=fix)
     if re.fullmatch(f"{NAME}/{NAME}", given):
         if (known := _same_shape(given)) is not None:
             found = find_model(known)

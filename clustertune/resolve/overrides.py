@@ -100,27 +100,17 @@ def sizes(resolved: Resolved, micro_batch: int, ratio: float, kind: str) -> list
 
 
 def recomputation(resolved: Resolved, ratio: float, kind: str) -> list[str]:
-    """Recompute ``ratio`` of the layers; what else says so is taken out, for a recipe may say it once."""
-    recipe, found = resolved.recipe, []
-    for key in ("activation_checkpointing", "gradient_checkpointing"):
-        if recipe.train.get(key) is not None:
-            found.append(f"train.{key}=null")
-        if "every_n_layers" in (recipe.train.get(f"{key}_kwargs") or {}):
-            found.append(f"train.{key}_kwargs=null")
+    """Recompute ``ratio`` of the layers."""
+    recipe, found = resolved.recipe, list[str]()
+    section = recipe.activation_checkpointing
     if kind == "Megatron":
-        if recipe.activation_checkpointing is not None:
-            found.append("activation_checkpointing=null")
+        found = ["activation_checkpointing=null"] if section is not None else []
         wanted, known = ("full" if ratio else None), recipe.megatron.recompute_granularity if recipe.megatron else None
         return found if wanted == known else [*found, f"megatron.recompute_granularity={wanted or 'null'}"]
-    if kind.startswith("FSDP"):
-        if ratio == 1 and not found and recipe.activation_checkpointing is None and acc.recomputes(resolved.accelerate):
-            return _flag(resolved, "activation_checkpointing_offload", False)
-        found += _flag(resolved, "activation_checkpointing_offload", False)
-        found += _flag(resolved, "activation_checkpointing", False)
-    section = recipe.activation_checkpointing
     if section is not None and section.save and not ratio:
-        found = ["activation_checkpointing.save=null", *found]  # there is nothing of which it could be kept
-    return found if section is not None and section.ratio == ratio else [f"activation_checkpointing.ratio={ratio:g}", *found]
+        found = ["activation_checkpointing.save=null"]  # there is nothing of which it could be kept
+    known_ratio = 1.0 if section is None else section.ratio
+    return found if known_ratio == ratio and recipe.megatron is None else [f"activation_checkpointing.ratio={ratio:g}", *found]
 
 
 def share(resolved: Resolved, ratio: float, kind: str) -> float:
@@ -175,14 +165,12 @@ def _changes(section: str, known: Mapping[str, Any], wanted: Mapping[str, Any]) 
 
 
 def _fsdp(resolved: Resolved, layout: RequestedLayout) -> list[str]:
-    """FSDP2's own keys; FSDP1's mean nothing under version 2 and are refused there."""
     config = acc.fsdp_settings(resolved.accelerate)
-    found = [f"accelerate.{acc.key_of('version')}=2"] if not config or resolved.distribution.kind != "FSDP2" else []
+    found = [f"accelerate.{acc.key_of('version')}=2"] if not config else []
     if not config:
         # Without a policy the whole model is one unit, which is gathered at once.
         found.append(f"accelerate.{acc.key_of('auto_wrap_policy')}=TRANSFORMER_BASED_WRAP")
         found.append(f"accelerate.{acc.key_of('cpu_ram_efficient_loading')}=true")
-    found += [f"accelerate.{path}=null" for path in acc.fsdp1_keys(resolved.accelerate)]
     found += _flag(resolved, "reshard_after_forward", layout.reshard, default=True)
     return found + _flag(resolved, "offload_params", layout.offload_params == "cpu")
 

@@ -22,7 +22,6 @@ from clustertune.recipe.parameters import adapted_experts, expert_parameters, pa
 from clustertune.recipe.schema import NAME, ActivationCheckpointing, Megatron, Recipe, read_section
 from clustertune.recipe.yamlfile import Document, KeyPath, leaves, read_text, read_yaml
 from clustertune.resolve import deepspeed, kernels, megatron
-from clustertune.resolve import distribution as distributions
 from clustertune.resolve.distribution import mixed_precision, recomputed_layers
 from clustertune.resolve.resolved import Derived, Resolved, is_there
 from clustertune.resolve.tiny import is_small, scale_deepspeed, scale_mesh, tiny_layer
@@ -31,9 +30,6 @@ MAX_RANKS = 10**6
 _SAVING = ("save_strategy", "save_steps")
 _MESH = ("accelerate", acc.MESH)
 _SECTION = "activation_checkpointing"
-_RECOMPUTED = acc.key_of(_SECTION)
-_ALIASES = (_SECTION, "gradient_checkpointing")
-"""The key of ``train``, which is also a section of the recipe, and its deprecated name."""
 _FEW = "the gradients of adapters are few: to sum them in float32 costs next to nothing"
 
 
@@ -310,7 +306,6 @@ class _Resolution:
             return
         if self.values.get("save") is not None:
             self.report(self._find_saved_twice(given))
-            self.report(checks.check_local_saves(self.values["save"], distribution, megatron=self.megatron is not None))
             given = {key: value for key, value in given.items() if key not in _SAVING}
         self.train, found = checks.check_native(checks.train_section(self.trainer), given)
         self.report([*found, *checks.check_train(train_defaults(self.trainer) | self.train)])
@@ -324,7 +319,7 @@ class _Resolution:
         if self.complete and ("per_device_train_batch_size" in self.train or "per_device_train_batch_size" not in given):
             self.report(more)
         self.derived += [accumulated] if accumulated is not None else []
-        self._recomputation(distribution)
+        self._recomputation()
         lora, deep = self.values.get("lora"), self.deepspeed
         named, wanted = acc.mixed_precision(distribution), mixed_precision(self.args)
         if named not in (None, wanted):
@@ -371,38 +366,24 @@ class _Resolution:
             self.derived.append(Derived(f"deepspeed.{deepspeed.REDUCED_IN}", "fp32", _FEW))
         self.derived += deepspeed.filled(document.data, described)
 
-    def _recomputation(self, distribution: dict[str, Any]) -> None:
-        """Which of the model, FSDP, the ratio and Megatron recompute activations: one of them alone.
-
-        Both together recompute every layer twice and gather its weights again (huggingface/transformers#30404); TRL's default
-        is true, so that the recipe that says nothing would get both.
-        """
+    def _recomputation(self) -> None:
+        """Which layers recompute their activations: those of the section, under Megatron-Bridge by its own key."""
         section = read_section(ActivationCheckpointing, self.values.get(_SECTION))
-        stated = next((key for key in _ALIASES if self.train.get(key) is not None), None)
-        file, wrapped = self.accelerate_file, acc.recomputes(distribution)
         if self.megatron is not None:
             self.report(self._check_megatron(self.megatron, section.ratio if section else None))
             value, reason = False, "left to megatron.recompute_granularity"
-        elif section is not None:
-            self.report(self._check_section(section, wrapped))
+        elif section is None:
+            value, reason = True, f"TRL's default; {_SECTION}.ratio=0 turns it off"
+        else:
+            self.report(self._check_section(section))
             layers = int((self.architecture or {}).get("num_hidden_layers", 1))
             count = len(recomputed_layers(section.ratio, layers))
             saved = f"; of them {', '.join(section.save)} kept" if section.save else ""
             value, reason = bool(count), f"{_SECTION}.ratio {section.ratio:g}: {count} of {layers} layers{saved}"
-        elif wrapped:
-            value, reason = False, f"FSDP checkpoints them ({file}); once is enough"
-            if stated is not None and self.train[stated]:
-                text = f"true, and {file} has {_RECOMPUTED}: true: activations would be checkpointed twice"
-                self.report([(("train", stated), text, "keep one of the two (FSDP's)")])
-        elif stated is not None:
-            value, reason = bool(self.train[stated]), f"train.{stated}"
-        else:
-            value, reason = True, f"TRL's default; {file} does not checkpoint activations"
         self.derived.append(Derived(f"train.{_SECTION}", value, reason))
 
-    def _check_section(self, section: ActivationCheckpointing, wrapped: bool) -> Iterator[Found]:
-        """What is wrong with the section, and what else says which layers are recomputed, or what of them is kept: each is a
-        second home. ``wrapped``: the accelerate file says it."""
+    def _check_section(self, section: ActivationCheckpointing) -> Iterator[Found]:
+        """What is wrong with the section."""
         if not section.model_fields_set & {"ratio", "save"}:
             yield (
                 (_SECTION,),
@@ -419,25 +400,6 @@ class _Resolution:
         if "attention" in saved and (self.train.get("model_init_kwargs") or {}).get("attn_implementation") == "eager":
             text = "attention, and eager attention is not a single operation whose result could be kept"
             yield save, text, "use attn_implementation: sdpa or flash_attention_2, or leave attention out"
-        key_of_section = "ratio" if "ratio" in section.model_fields_set or not section.save else "save"
-        own, fix = f"{_SECTION}.{key_of_section}", "keep one of the two"
-        for key in _ALIASES:
-            if self.train.get(key) is not None:
-                text = f"{self.train[key]}, and {own} says which layers are recomputed: that is given twice"
-                yield ("train", key), text, fix
-            named = ("train", f"{key}_kwargs")
-            arguments = given if isinstance(given := self.train.get(named[1]), dict) else {}
-            if "every_n_layers" in arguments:
-                yield (*named, "every_n_layers"), f"{own} says which layers are recomputed: that is given twice", fix
-            if section.save and arguments.get("selective"):
-                yield (*named, "selective"), f"TRL's name for {_SECTION}.save=[attention], which is given too", fix
-            if section.save and arguments.get("use_reentrant"):
-                text = f"reentrant checkpointing keeps no results, and {_SECTION}.save asks for some"
-                yield (*named, "use_reentrant"), text, "leave it out"
-        if wrapped:
-            text = f"given, and {self.accelerate_file} has {_RECOMPUTED}: true, for all layers: given twice"
-            fix = f"accelerate.{_RECOMPUTED}=false, or leave the section out"
-            yield (_SECTION, key_of_section), text, fix
 
     def _check_megatron(self, section: Megatron, ratio: float | None) -> Iterator[Found]:
         if self.tiny:
@@ -449,7 +411,6 @@ class _Resolution:
             yield from ((("megatron", key), text, fix) for key, text, fix in found)
         for key, value in {
             "activation_checkpointing": ratio,
-            "train.activation_checkpointing": self.train.get("activation_checkpointing"),
             "train.model_init_kwargs.quantization_config": quantization.of(self.train),
             "save": self.values.get("save"),
         }.items():
@@ -482,7 +443,6 @@ class _Resolution:
             body["lora"] = self.lora
         recipe = Recipe.model_validate(body)
         train_args = self.args
-        train_args.pop("gradient_checkpointing", None)  # the deprecated alias of the derived key
         for item in self.derived:
             section, _, key = item.key.partition(".")
             if section == "train":
@@ -509,9 +469,6 @@ class _Resolution:
             deepspeed_overrides=self.deepspeed_overrides,
             derived=self.derived,
         )
-        if text := distributions.breaks_nodes(resolved.distribution):
-            key = acc.key_of("sharding_strategy")
-            raise UserError(Problem(text, file=self.accelerate.file, key=key, fix="use whole nodes"))
         resolved.warnings.extend(_warnings(resolved))
         return resolved
 

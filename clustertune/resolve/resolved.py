@@ -164,17 +164,15 @@ class Resolved:
         rest = {key: value for key, value in body.items() if key not in {"recipe", "derived", "distribution"}}
         derived = [Derived(**item) for item in body["derived"]]
         found = cls(recipe=Recipe.model_validate(body["recipe"]), derived=derived, **rest)
-        if "distribution" in body:  # records of former releases have none: it is read from their files' values
-            vars(found)["distribution"] = Distribution.from_dict(body["distribution"])
+        vars(found)["distribution"] = Distribution.from_dict(body["distribution"])
         return found
 
-    def fingerprint(self, *, former: bool = False, saves: bool = False) -> str:
+    def fingerprint(self) -> str:
         """SHA-256 (hex) of what decides the trained weights: model, data, training, LoRA and distribution.
 
         Left out: names and places of the recipe, what is expected, how it is scored, wall time, trackers, when to save, and the
         shape: ranks, mesh, and so how many micro batches of a global batch fall to a rank, which a run may change between
-        attempts. Megatron's is counted. ``former``: as releases made it that counted the shape and the saves in; their run
-        folders have that name. ``saves``: with the saves, and without the shape.
+        attempts. Megatron's is counted.
         """
         recipe = self.recipe.model_dump(mode="json")
         body = {
@@ -184,20 +182,18 @@ class Resolved:
                 for key, value in recipe["data"].items()
                 if key not in ("expect", "max_rejected") and (key not in CHOOSING or value is not None)
             },
-            "train": {key: value for key, value in self.train_args.items() if self.counts(key)},
+            "train": {key: value for key, value in self.train_args.items() if self.counts(key) and key not in _SAVES},
             "lora": recipe["lora"],
             "world_size": self.world_size,
             "architecture": self.architecture,
             "accelerate": self.accelerate,
             "chat_template": self.chat_template,
         }
-        if not former and self.recipe.megatron is None:
+        if self.recipe.megatron is None:
             del body["world_size"]
             body["global_batch_size"] = self.recipe.train.get("global_batch_size")
             body["train"].pop("gradient_accumulation_steps", None)
             body["accelerate"] = acc.without_sizes(self.accelerate)
-        if not former and not saves:
-            body["train"] = {key: value for key, value in body["train"].items() if key not in _SAVES}
         # Only where they are there: recipes without them keep their fingerprints, and with these their run folders.
         recomputed = self.recipe.activation_checkpointing
         share = recomputed.model_dump(mode="json", exclude_none=True) if recomputed is not None else None
@@ -213,8 +209,3 @@ class Resolved:
         if measured or key == "eval_packing":
             return True
         return key not in _WITHOUT_EFFECT and not key.startswith(_FAMILIES_WITHOUT_EFFECT)
-
-    @property
-    def identities(self) -> tuple[str, str, str]:
-        """The fingerprint, and those that former releases gave the same recipe."""
-        return self.fingerprint(), self.fingerprint(former=True), self.fingerprint(saves=True)

@@ -26,6 +26,8 @@ MAX_STEPS = 6
 EVERY = 2
 MAX_ACCUMULATION = 2
 MAX_NEW_TOKENS = 32
+SIGNAL_SECONDS = 60
+"""A tiny model's step and save take a second together."""
 RANKS = 2
 """Ranks of a tiny run on one machine without GPUs."""
 SMALL = 1.5e9
@@ -123,6 +125,7 @@ def tiny_layer(values: dict[str, Any], folder: Path, data_parallel_size: int) ->
         "eval": {"tasks": [FIRST_TASK], "max_gen_toks": MAX_NEW_TOKENS, "base": False, "pass_mark": {}, "pass_difference": {}},
         "expect": {},
         "push": None,
+        "slurm": {"signal_seconds": SIGNAL_SECONDS},
     }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from clustertune.cluster.schema import Cluster, Host
 from clustertune.errors import Problem, UserError, storing
 from clustertune.setup import slurm_files, verify
-from clustertune.setup.machine import is_here
+from clustertune.setup.setup_machine import is_here
 from clustertune.setup.storage_layout import EXPORT_FILE, layout
 from clustertune.setup.template import render
 

@@ -13,7 +13,7 @@ from clustertune.cluster.hardware import load_hardware
 from clustertune.cluster.schema import FOLDERS, Brick, Cluster, Host
 from clustertune.errors import Problem, UserError
 from clustertune.host.system import GIB, MIB
-from clustertune.setup.machine import choose_node
+from clustertune.setup.setup_machine import choose_node
 
 DATA = "data"
 """The folder of a brick that the pool is made of. It exists on the brick only: where the brick is not mounted, the pool has no

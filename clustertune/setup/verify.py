@@ -15,7 +15,7 @@ from clustertune.host import probe
 from clustertune.host.credentials import mask_settings
 from clustertune.process import captured
 from clustertune.setup import slurm_files
-from clustertune.setup.machine import tool
+from clustertune.setup.setup_machine import tool
 from clustertune.setup.storage_layout import FstabMount
 
 # --- fstab ----------------------------------------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ from clustertune.cluster.schema import Staging
 from clustertune.console import say
 from clustertune.errors import ExitCode, UserError, storage_error, storing
 from clustertune.manifest import MANIFEST, XXH3_128, fsync_path, list_files, read_manifest, seal
-from clustertune.staging import copy
-from clustertune.staging.copy import STALL_SECONDS, amount
-from clustertune.staging.files import SourceFile
+from clustertune.staging import hashed_copy
+from clustertune.staging.hashed_copy import STALL_SECONDS, amount
+from clustertune.staging.source_files import SourceFile
 
 KIND = "staged"
 SPARE = 64 << 20
@@ -270,7 +270,7 @@ class Stager:
 
     def plan(self, source: SourceFolder) -> dict[str, Any]:
         """What :meth:`stage` would do. Raises UserError."""
-        files = copy.survey(source.root, source.what, self._stall)
+        files = hashed_copy.survey(source.root, source.what, self._stall)
         folder = self._cache.folder(key_of(source, files))
         return {
             "what": source.what, "name": source.name, "from": str(source.root), "path": str(folder / source.name),
@@ -288,7 +288,7 @@ class Stager:
             self._tell(f"waits for {holder}, which uses or fills {self._cache.root}")
 
         began = time.perf_counter()
-        files = copy.survey(source.root, source.what, self._stall)
+        files = hashed_copy.survey(source.root, source.what, self._stall)
         key, size = key_of(source, files), sum(file.size for file in files)
         folder = self._cache.folder(key)
         copied, removed, deep = 0, list[str](), self._deep
@@ -330,7 +330,7 @@ class Stager:
         wrong = sorted(present ^ expected)
         states = {name: signs(folder / name) for name in sorted(expected & found.files.keys())}
         suspects = [name for name, state in states.items() if state and (deep or list(state) != recorded.get(name))]
-        answers = copy.hash_files([(folder / name, found.files[name]) for name in suspects], XXH3_128, self._stall)
+        answers = hashed_copy.hash_files([(folder / name, found.files[name]) for name in suspects], XXH3_128, self._stall)
         wrong += [name for name, answer in zip(suspects, answers, strict=True) if answer != found.files[name]]
         if wrong:
             shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
@@ -346,9 +346,9 @@ class Stager:
         size = sum(file.size for file in files)
         self._tell(f"copies {source.name}: {len(files)} files, {amount(size)}, {source.root} -> {out}")
         try:
-            records, copied = copy.mirror(source.root, out, files, XXH3_128, self._stall)
+            records, copied = hashed_copy.mirror(source.root, out, files, XXH3_128, self._stall)
             # The source is now what it was before the first byte: nothing was added, replaced or removed meanwhile.
-            if copy.survey(source.root, source.what, self._stall) != list(files):
+            if hashed_copy.survey(source.root, source.what, self._stall) != list(files):
                 fix = "run the same command again when nothing writes there any more"
                 raise UserError("changed while it was copied", file=str(source.root), fix=fix, code=ExitCode.AGAIN)
             named = {f"{source.name}/{name}": record for name, record in records.items()}

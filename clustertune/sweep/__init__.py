@@ -1,1 +1,1 @@
-"""Many runs of one recipe under varied settings: a grid or random draws, as one job array or one after the other here."""
+"""Many runs of one recipe under varied settings: a grid, as one job array or one after the other here."""

@@ -29,12 +29,10 @@ def indices(points: Sequence[Point]) -> str:
 def find_problems(sweep: Sweep, resolved: Sequence[Resolved], cluster: Cluster) -> list[Problem]:
     """What keeps the points from running on a cluster, each problem once."""
     found: dict[Problem, None] = dict.fromkeys(missing_inputs(sweep, resolved))
-    for point, item in zip(sweep.points, resolved, strict=True):
+    for item in resolved:
         minutes = shape.train_shape(item, cluster).minutes
         found.update(dict.fromkeys(shape.find_problems(item, cluster)))
-        found.update(
-            dict.fromkeys(signal_margin.find_problems(signal_margin.needed(point.run_dir, item), minutes, file=item.name))
-        )
+        found.update(dict.fromkeys(signal_margin.find_problems(item.recipe.slurm.signal_seconds, minutes, file=item.name)))
     if cluster.slurm is None:
         fix = "add a slurm section to its file, --cluster names another one, --here runs the points on this machine"
         found[Problem(f"cluster {cluster.name} has no Slurm", file=cluster.source, fix=fix)] = None
@@ -52,7 +50,6 @@ def make_job(
     if len(shapes) > 1:
         text = "the points ask for nodes, GPUs or memory of different size, and one job array has one shape"
         raise UserError(text, file=sweep.name, fix="a sweep for each: " + "; ".join(map(str, shapes)))
-    needed = max(signal_margin.needed(point.run_dir, item).seconds for point, item in zip(sweep.points, resolved, strict=True))
     limit = f"%{at_once}" if at_once else ""
     folder = sweep.path.absolute()
     logs = submit.escape_pattern(folder / "logs")
@@ -63,7 +60,7 @@ def make_job(
         script=submit.render(
             f"{sweep.name}-sweep",
             shape.train_shape(resolved[0], cluster),
-            min(needed, signal_margin.LONGEST_SECONDS),
+            max(item.recipe.slurm.signal_seconds for item in resolved),
             extra=[f"--array={indices(sweep.left())}{limit}"],
         ),
         path=folder / "jobs" / "sweep.sbatch",

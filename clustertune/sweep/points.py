@@ -1,7 +1,7 @@
 """The sweep folder: ``sweep.json`` with the numbered points, and for each point a run folder of its own.
 
 ``sweep.json`` (written before anything runs), ``points/0000/`` (run folders), ``tokens/`` (which points share), ``logs/``,
-``jobs/``, ``report.html``.
+``jobs/``.
 """
 
 from __future__ import annotations

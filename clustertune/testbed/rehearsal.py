@@ -64,14 +64,6 @@ def rehearse(shape: ClusterSpec, script: Path, arguments: Sequence[str], run_dir
 
 _LOOK = 0.5
 """Seconds between two looks."""
-REASONS = {
-    "BeginTime": "Slurm lets a requeued job wait until its old credential has expired",
-    "Resources": "waits for nodes",
-    "Priority": "waits for its turn",
-    "Dependency": "waits for another job",
-    "DependencyNeverSatisfied": "waits for a job that has failed, and so for ever",
-}
-"""Slurm's word for why a job waits, in plain ones."""
 
 
 class AddedLines:
@@ -98,54 +90,29 @@ class AddedLines:
             yield line.decode(errors="replace").rstrip("\r")
 
 
-def follow(
-    cluster: TemporaryCluster, job: int | str, log: AddedLines | None = None, timeout: float | None = None
-) -> dict[str, str]:
-    """Say what changes until the job has ended. Returns its last record, with its state under ``JobState``.
-
-    ``log`` is by default the file that Slurm writes the job's output to, from its begin. Raises TimeoutError after ``timeout``
-    seconds.
-    """
-    began = time.monotonic()
-    tail = log or AddedLines(Path(cluster.job(job)["StdOut"]))
-    shown = ""
+def follow(cluster: TemporaryCluster, job: int, log: AddedLines) -> dict[str, str]:
+    """Say what changes until the job has ended. Returns its last record, with its state under ``JobState``."""
+    began, shown = time.monotonic(), ""
     while True:
         record = cluster.job(job)
         ended = record["JobState"] in DONE
-        if not ended and (now := describe(record)) != shown:
-            shown = now
-            say(f"[{_clock(began)}] job {job}: {now}")
-        for line in tail.lines(rest=ended):
+        for line in log.lines(rest=ended):
             say(f"  | {line}")
+        if (now := describe(record)) != shown or ended:
+            shown = now
+            say(f"[{time.monotonic() - began:.0f} s] job {job}: {now}")
         if ended:
-            say(f"[{_clock(began)}] job {job}: {describe(record)}")
             return record
-        if timeout is not None and time.monotonic() - began > timeout:
-            raise TimeoutError(f"job {job} is {record['JobState']} after {timeout:.0f} s")
         time.sleep(_LOOK)
 
 
 def describe(record: dict[str, str]) -> str:
-    """A job's state as a phrase."""
-    state, reason = record["JobState"], record.get("Reason", "None")
-    restarts = record.get("Restarts", "0")
-    again = f", restarted {restarts} x" if restarts != "0" else ""
-    if state == "PENDING":
-        why = f" ({known})" if (known := REASONS.get(reason)) else ""
-        return f"PENDING{'' if reason == 'None' else f', {reason}'}{why}{again}"
-    if state == "RUNNING":
-        return f"RUNNING on {record.get('NodeList', '?')}{again}"
-    if state in DONE:
-        code = record.get("ExitCode", "0:0")
-        number, _, by = code.partition(":")
-        how = f", exit code {number}" if number != "0" else f", ended by signal {by}" if by not in ("", "0") else ""
-        return f"{state}{how}{again}"
-    return f"{state}{again}"
-
-
-def _clock(began: float) -> str:
-    minutes, seconds = divmod(int(time.monotonic() - began), 60)
-    return f"{minutes}:{seconds:02d}"
+    """A job's state in Slurm's words, with why it waits, where it runs or how it ended."""
+    state, restarts = record["JobState"], record.get("Restarts", "0")
+    code = record.get("ExitCode", "0:0")
+    more = {"PENDING": record.get("Reason", ""), "RUNNING": f"on {record.get('NodeList', '?')}"}.get(state, "")
+    more = f"exit code {code}" if state in DONE and code != "0:0" else "" if more == "None" else more
+    return ", ".join(filter(None, [state, more, f"restarted {restarts} x" if restarts != "0" else ""]))
 
 
 # --- tryout ---------------------------------------------------------------------------------------------------------------

@@ -8,10 +8,6 @@ from pathlib import Path
 
 SETTINGS = "bench.json"
 """In a run folder: its ranks are measured."""
-OURS, THEIRS = 0, 1
-"""Two programs that take turns: the names of their files in the folder of the turns."""
-GONE = 1 << 62
-"""Steps that a program which has ended has taken: the other one does not wait for it."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +20,6 @@ class BenchSchedule:
     """Timed."""
     profiled: int = 0
     """Under the profiler, behind the timed ones: profiling slows them."""
-    save: bool = True
-    """Save a checkpoint behind the last step."""
-    turns: str | None = None
-    """A folder in which two programs, both alive, agree whose step is next; None: no other program trains meanwhile."""
 
     @property
     def total(self) -> int:

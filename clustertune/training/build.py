@@ -33,11 +33,6 @@ def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> TrainArgument
     values = dict(train_args)
     # The Trainer's own filter logs 0.0 for a loss that is NaN and continues (transformers 5.23, logging_nan_inf_filter).
     values |= {"logging_nan_inf_filter": False, "disable_tqdm": True, "save_only_model": False}
-    for key in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
-        if "selective" in (given := values.get(key) or {}):
-            # TRL hands it to the outermost model; under PEFT transformers asks the one inside, which does not know the word.
-            # The same policy is set for the layers themselves: clustertune/training/recompute.py.
-            values[key] = {name: value for name, value in given.items() if name != "selective"}
     if cuda:
         return TrainArguments(values)
     notes = []
@@ -53,11 +48,6 @@ def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> TrainArgument
     if values.pop("activation_offloading", None):
         # TRL 1.16 asks for the accelerator's streams (trl/models/activation_offloading.py:152), which a CPU has not.
         notes.append("activation_offloading off: activations are in host memory already")
-    for key in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
-        if (given := values.get(key)) and given.get("offload"):
-            # torch.autograd.graph.save_on_cpu asks for pinned memory, which only a GPU's driver gives.
-            values[key] = {name: value for name, value in given.items() if name != "offload"}
-            notes.append(f"{key}.offload off: activations are in host memory already")
     return TrainArguments(values, notes)
 
 

@@ -10,22 +10,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from clustertune.recipe import accelerate_file as acc
 
-
-def set_environment(*, fsdp1: bool) -> list[str]:
-    """Set what accelerate reads on a machine without GPUs; to be called before accelerate is imported.
-
-    Returns a line for each setting that differs from the recipe's file, with its reason.
-    """
+def set_environment() -> None:
+    """Set what accelerate reads on a machine without GPUs; to be called before accelerate is imported."""
     os.environ["ACCELERATE_USE_CPU"] = "true"  # `accelerate launch` does not set it for distributed_type FSDP
-    if not fsdp1:
-        return []
-    # FSDP1 compares the module's device "cpu" with "cpu:0" and refuses; without an index they are equal.
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    os.environ["FSDP_SYNC_MODULE_STATES"] = "false"
-    return [f"{acc.key_of('cpu_ram_efficient_loading')} off: FSDP1 broadcasts the weights on an accelerator device only"]
 
 
 def install() -> None:

@@ -12,19 +12,18 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from clustertune.events import SCHEMA
 from clustertune.manifest import open_plain
+from clustertune.plan.constants import duration
 
 
 class EventLog:
     """Append events to ``metrics.jsonl``; each line is whole or, after a crash, a torn last line that readers skip.
 
-    The first event has a ``schema``. ``fence`` raises where another attempt has taken over; it is asked before each write.
+    ``fence`` raises where another attempt has taken over; it is asked before each write.
     """
 
     def __init__(self, path: Path, attempt: int, fence: Callable[[], object] = lambda: None) -> None:
         self._attempt, self._path, self._fence = attempt, path, fence
-        self._first = {"schema": SCHEMA}
         fence()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.fdopen(open_plain(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b")
@@ -36,8 +35,7 @@ class EventLog:
     def write(self, event: str, **values: Any) -> None:
         """One event, flushed to the file (not to the device: :meth:`sync` does that). Raises what the fence raises."""
         self._fence()
-        line = {"event": event, "time": round(time.time(), 3), "attempt": self._attempt, **self._first, **values}
-        self._first = {}
+        line = {"event": event, "time": round(time.time(), 3), "attempt": self._attempt, **values}
         try:
             self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
             self._file.flush()
@@ -58,6 +56,8 @@ class TrainingConsole:
 
     def __init__(self, out: TextIO, total_steps: int) -> None:
         self._total = total_steps
+        self._first: tuple[int, float] | None = None
+        """The first step that was shown, and when: what is left is counted from there."""
         self._console = Console(file=out, highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
         if self._console.is_terminal:
@@ -79,8 +79,11 @@ class TrainingConsole:
         """Show the figures of one optimizer step."""
         if self._progress:
             self._progress.update(self._task, completed=step, shown=shown)
-        else:
-            self.say(f"step {step}/{self._total}  {shown}")
+            return
+        now = time.monotonic()
+        first, began = self._first = self._first or (step, now)
+        left = (self._total - step) * (now - began) / (step - first) if step > first else 0.0
+        self.say(f"step {step}/{self._total}  {shown}" + (f"  about {duration(left)} left" if left else ""))
 
     def close(self) -> None:
         if self._progress:

@@ -1,7 +1,5 @@
 """A benchmark's stopwatch in a rank: steps timed behind the warm-up, tokens counted, a few steps more under the profiler.
 
-When two programs are compared, both run and take turns, one step each: what else runs on the machine slows both.
-
 torch's profiler says how long ranks exchange data, and how much of that nothing else hides. On a GPU the spans are those of its
 kernels and copies: communication is NCCL's, all others compute. Without a GPU they are gloo's operations, from their call to
 their end, and torch's own operators on the CPU. What is not hidden is the time in which something is exchanged and nothing is
@@ -15,78 +13,38 @@ import os
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
 from clustertune.process import process_age
-from clustertune.training.bench_schedule import OURS, BenchSchedule, result_file
+from clustertune.training.bench_schedule import BenchSchedule, result_file
 from clustertune.training.figures import count_tokens
-
-_POLL_SECONDS = 0.005
-_LONGEST_TURN = 1800.0
 
 
 def attach(trainer: Any, schedule: BenchSchedule, records: Path) -> None:
     """Have a trainer measured. It must call its ``on_inputs`` with the inputs of every micro batch of training."""
-    turns = Turns(Path(schedule.turns), OURS, lambda: trainer.heartbeat("train")) if schedule.turns else None
-    watch = Stopwatch(schedule, result_file(records, int(os.environ.get("RANK", "0"))), turns)
+    watch = Stopwatch(schedule, result_file(records, int(os.environ.get("RANK", "0"))))
     trainer.on_inputs = watch.count
     watch.facts = {"rows": len(trainer.train_dataset)}
     trainer.add_callback(watch)
-
-
-class Turns:
-    """Whose step is next: ours first in even pairs and last in odd ones (A B, B A, A B): neither has the better place."""
-
-    def __init__(self, folder: Path, player: int, on_wait: Callable[[], None] = lambda: None) -> None:
-        self.folder, self.player, self.on_wait = folder, player, on_wait
-
-    def mark(self, steps: int) -> None:
-        """Leave how many steps this program has taken; by one rank alone. Raises OSError."""
-        part = self.folder / f".{self.player}.new"
-        part.write_text(str(steps))
-        part.replace(self.folder / str(self.player))
-
-    def _others(self) -> int:
-        try:
-            return int((self.folder / str(1 - self.player)).read_text())
-        except (OSError, ValueError):
-            return 0
-
-    def wait(self, step: int) -> None:
-        """Return once this program may take its step number ``step`` (from 0). Raises TimeoutError."""
-        is_first = (step % 2 == 0) == (self.player == OURS)
-        self.wait_for_end(step if is_first else step + 1)
-
-    def wait_for_end(self, steps: int) -> None:
-        """Return once the other program has taken ``steps`` steps too: what follows here would slow its last one."""
-        deadline = time.monotonic() + _LONGEST_TURN
-        while self._others() < steps:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the other program took no step for {_LONGEST_TURN:.0f} s")
-            self.on_wait()
-            time.sleep(_POLL_SECONDS)
-        if dist.is_available() and dist.is_initialized():
-            dist.barrier()  # ranks see the file at different moments, which is not part of a step
 
 
 class Stopwatch(TrainerCallback):  # type: ignore[misc]
     """Measures one rank, and writes what it found behind the last step.
 
     A step lasts from the end of the one before to its own end, the GPU's queue emptied: data, forward, backward, optimizer,
-    logging. No collective is made in it: each rank leaves a file of its own. ``turns``: with another program.
+    logging. No collective is made in it: each rank leaves a file of its own.
     """
 
-    def __init__(self, schedule: BenchSchedule, out: Path, turns: Turns | None = None) -> None:
-        self.schedule, self.out, self.turns = schedule, out, turns
+    def __init__(self, schedule: BenchSchedule, out: Path) -> None:
+        self.schedule, self.out = schedule, out
         self.facts: dict[str, Any] = {}
         self._cuda = torch.cuda.is_available()
         self._last, self._cpu = 0.0, 0.0
@@ -126,18 +84,15 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
             self.facts["peak"] = self._peaks()
         if self._taken == self.schedule.total:
             self._end()
-            control.should_save = control.should_save and self.schedule.save
-        if self.turns is not None and self._is_first:
-            self.turns.mark(self._taken)
+            control.should_save = False
         self._begin()
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kw: Any) -> None:  # noqa: ARG002
+        """The last step is not saved here either."""
+        control.should_save = False
+
     def _begin(self) -> None:
-        """Wait for this program's turn, where there are turns, and start the clocks. What follows the timed steps has none."""
-        timed = self.schedule.warmup + self.schedule.steps
-        if self.turns is not None and self._taken < timed:
-            self.turns.wait(self._taken)
-        elif self.turns is not None and self._taken == timed:
-            self.turns.wait_for_end(timed)
+        """Start the clocks of a step."""
         self._last, self._cpu = self._now(), time.process_time()
 
     @property

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from clustertune.errors import Problem, UserError
-from clustertune.recipe import accelerate_file as acc
+from clustertune.recipe.schema import ActivationCheckpointing
 from clustertune.resolve.distribution import recomputed_layers
 from clustertune.resolve.resolved import Resolved
 
@@ -80,24 +79,15 @@ def context_function(save: Sequence[str]) -> functools.partial[Any]:
     return functools.partial(_contexts, tuple(save))
 
 
-WRAPPER = acc.key_of("activation_checkpointing")
-
-
 @dataclass(frozen=True)
 class Recomputed:
-    """How many of a model's decoder layers are recomputed, and by what."""
+    """How many of a model's decoder layers are recomputed (``gradient_checkpointing`` of the layer)."""
 
     layers: int
-    by_model: int
-    """Layers that transformers recomputes (``gradient_checkpointing`` of the layer)."""
-    by_wrapper: int
-    """Layers inside a wrapper of torch's, which accelerate's ``fsdp_activation_checkpointing`` puts around them.
-
-    Under FSDP1 PEFT's policy has each matrix of an adapter wrapped as well: what lies in a wrapped layer is not counted."""
+    recomputed: int
 
     def __str__(self) -> str:
-        count = max(self.by_model, self.by_wrapper)
-        return f"{count} of {self.layers}"
+        return f"{self.recomputed} of {self.layers}"
 
 
 def choose_layers(model: Any, ratio: float, save: Sequence[str] = ()) -> tuple[int, int]:
@@ -130,60 +120,31 @@ def layers_of(model: Any) -> list[Any]:
 def inspect(model: Any) -> Recomputed:
     """What is at work in a model that is ready to train."""
     layers = layers_of(model)
-    wrappers = _wrappers(model)
-    within = {id(inner) for wrapper in wrappers for inner in wrapper._checkpoint_wrapped_module.modules()}
-    outer = sum(id(wrapper) not in within for wrapper in wrappers)
-    return Recomputed(len(layers), sum(bool(layer.gradient_checkpointing) for layer in layers), outer)
-
-
-def _wrappers(model: Any) -> list[CheckpointWrapper]:
-    return [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
-
-
-def _draw_the_same_again(model: Any) -> None:
-    """Have wrapped layers drop the same values when they are computed again.
-
-    accelerate 1.15 wraps them for FSDP2 with ``preserve_rng_state=False`` (utils/fsdp_utils.py:722): the gradients of a layer
-    with dropout would then belong to another forward pass. torch's default costs a copy of the generators' states per layer.
-    """
-    for wrapper in _wrappers(model):
-        wrapper.checkpoint_fn = functools.partial(wrapper.checkpoint_fn, preserve_rng_state=True)
+    return Recomputed(len(layers), sum(bool(layer.gradient_checkpointing) for layer in layers))
 
 
 def apply(model: Any, resolved: Resolved) -> Recomputed:
     """Set what the recipe asks for in a model that the Trainer has prepared, and look what is really at work.
 
-    Raises UserError where that is another share, by another means, or by two at once.
+    Raises UserError where that is another share.
     """
-    section = resolved.recipe.activation_checkpointing
+    section = resolved.recipe.activation_checkpointing or ActivationCheckpointing()
     on = bool(resolved.train_args.get("activation_checkpointing"))
     save = resolved.distribution.recompute.save
-    if on and section is not None:
+    if on:
         choose_layers(model, section.ratio, save)
-    elif on:
-        _keep(layers_of(model), save)
-    _draw_the_same_again(model)
     found = inspect(model)
-    by_fsdp = resolved.distribution.recompute.by == "fsdp"
-    wanted = len(recomputed_layers(section.ratio, found.layers)) if section is not None and on else None
+    wanted = len(recomputed_layers(section.ratio, found.layers)) if on else 0
     dropped = getattr(getattr(model, "config", None), "attention_dropout", None)
-    if found.by_model and dropped and "attention" in save:
+    if found.recomputed and dropped and "attention" in save:
         # Dropout behind the kept kernel would get the random numbers that the kernel took in the first pass.
         text = f"save has attention, and the model drops {dropped:g} of its attention: other values would be dropped again"
-        fix = "leave attention out of activation_checkpointing.save"
-    elif found.by_model and found.by_wrapper:
-        text = f"{found.by_wrapper} layers are recomputed by FSDP's wrapper and {found.by_model} by the model: twice"
-        fix = f"keep one: accelerate.{WRAPPER}, or activation_checkpointing"
-    elif on and not found.by_model:
+        fix: str | None = "leave attention out of activation_checkpointing.save"
+    elif on and not found.layers:
         text = f"{type(model).__name__} has no decoder layer that recomputes its activations, and the recipe asks for it"
-        fix = f"activation_checkpointing.ratio=0, or accelerate.{WRAPPER}=true under FSDP"
-    elif by_fsdp and not found.by_wrapper:
-        text = f"accelerate has wrapped no layer, and {WRAPPER} is true"
-        fix = f"look at {acc.key_of('transformer_layer_cls_to_wrap')} in the accelerate file"
-    elif not on and found.by_model:
-        text, fix = f"{found.by_model} layers are recomputed by the model, and the recipe asks for none", None
-    elif wanted is not None and wanted != found.by_model:
-        text, fix = f"{found.by_model} layers are recomputed, and the recipe asks for {wanted} of {found.layers}", None
+        fix = "activation_checkpointing.ratio=0"
+    elif wanted != found.recomputed:
+        text, fix = f"{found.recomputed} layers are recomputed, and the recipe asks for {wanted} of {found.layers}", None
     else:
         return found
     raise UserError(Problem(text, key="activation_checkpointing", fix=fix))

@@ -377,11 +377,11 @@ class Session:
     def _on_checkpoint(self, saved: Saving) -> None:
         written = saved.written
         assert written is not None
-        name = str(saved.path) if saved.local else str(saved.path.relative_to(self.run_path))
+        name = str(saved.path.relative_to(self.run_path))
         if self.log:
             self.log.write(
                 "checkpoint", step=saved.step, path=name, bytes=written.bytes, seconds=round(saved.seconds, 4),
-                status="local" if saved.local else "saved",
+                status="saved",
                 save_copy_s=round(written.copy_seconds, 4), save_stall_s=round(saved.stall_seconds, 4),
                 save_write_s=round(written.seconds, 4),
                 **({"save_every_s": round(saved.every_seconds, 1)} if saved.every_seconds is not None else {}),

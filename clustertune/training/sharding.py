@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.recipe import accelerate_file as acc
@@ -63,7 +63,7 @@ class FoundSharding:
 
 
 class _Part(NamedTuple):
-    """One parameter, or a flat one of FSDP1."""
+    """One parameter."""
 
     elements: int
     """Over all ranks."""
@@ -78,16 +78,16 @@ def set_precision(accelerator: Any, reduce_dtype: str | None) -> None:
     """Have FSDP sum gradients in ``reduce_dtype``, and leave what a model returns and its buffers in their own type.
 
     accelerate 1.15 casts all of it to bfloat16 (utils/dataclasses.py:2137). The log-probabilities that TRL sums are float32
-    until FSDP2's root casts them: a loss of 8 then has steps of 0.06 a token. FSDP1 casts the inverse frequencies of rotary
-    embeddings, which multiply positions of thousands. To be called before the model is prepared.
+    until FSDP2's root casts them: a loss of 8 then has steps of 0.06 a token. To be called before the model is prepared.
     """
     free_gathered_units()
+    split_experts_evenly()
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None or plugin.mixed_precision_policy is None or reduce_dtype is None:
         return
-    own = {"output_dtype": None} if accelerator.is_fsdp2 else {"buffer_dtype": None}
     _leave_out_what_was_not_gathered()
-    plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=getattr(torch, reduce_dtype), **own)
+    wanted = {"reduce_dtype": getattr(torch, reduce_dtype), "output_dtype": None}
+    plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, **wanted)
 
 
 def _leave_out_what_was_not_gathered() -> None:
@@ -106,6 +106,33 @@ def _leave_out_what_was_not_gathered() -> None:
 
     accumulate.original = original  # type: ignore[attr-defined]
     FSDPParam.to_accumulated_grad_if_needed = accumulate
+
+
+def split_experts_evenly() -> None:
+    """Have FSDP2 split experts that are stacked in one tensor by columns where there are more ranks than experts.
+
+    torch 2.13 splits by the first dimension, which is the expert: of Mixtral's 8 on 32 ranks, eight ranks would hold one whole
+    expert of each layer, 24 nothing, and each all-gather would carry four times the bytes, mostly padding. Found by simulating
+    the recipe at full size.
+    """
+    original = torch.distributed.fsdp.fully_shard
+    if hasattr(original, "original"):
+        return
+
+    def fully_shard(module: Any, **kwargs: Any) -> Any:
+        mesh = kwargs.get("mesh")
+        ranks = int(mesh.shape[-1]) if mesh is not None else torch.distributed.get_world_size()
+
+        def placement(parameter: Any) -> Shard | None:
+            if parameter.ndim < 3 or parameter.shape[0] >= ranks or isinstance(parameter, DTensor):
+                return None
+            even = [dimension for dimension in range(1, parameter.ndim) if parameter.shape[dimension] % ranks == 0]
+            return Shard(even[0]) if even else None
+
+        return original(module, **{"shard_placement_fn": placement, **kwargs})
+
+    fully_shard.original = original  # type: ignore[attr-defined]
+    torch.distributed.fsdp.fully_shard = fully_shard
 
 
 def free_gathered_units() -> None:
@@ -131,15 +158,8 @@ def free_gathered_units() -> None:
     FSDPParamGroup.wait_for_unshard = wait_for_unshard
 
 
-def _parts(model: Any, *, zero: bool, fsdp1: bool) -> Iterator[_Part]:
+def _parts(model: Any, *, zero: bool) -> Iterator[_Part]:
     """The parameters of a wrapped model, as this rank holds them."""
-    if fsdp1:
-        for module in FullyShardedDataParallel.fsdp_modules(model):
-            if (handle := module._handle) is not None:
-                flat = handle.flat_param
-                size = flat._unpadded_unsharded_size.numel()
-                yield _Part(size, flat.numel(), flat.dtype, "dp_shard: flat", bool(handle._offload_params))
-        return
     offloading = set() if zero else _offloading_parameters(model)
     for parameter in model.parameters():
         size = deepspeed.elements(parameter)
@@ -211,7 +231,7 @@ def inspect(model: Any, accelerator: Any, gather: Any = None) -> FoundSharding:
     """Look at the wrapped model of this rank. ``gather`` takes a value and gives every rank's (:class:`Group`'s)."""
     kind = str(accelerator.distributed_type.value)
     version = (2 if accelerator.is_fsdp2 else 1) if kind == "FSDP" else None
-    parts = list(_parts(model, zero=kind == "DEEPSPEED", fsdp1=version == 1))
+    parts = list(_parts(model, zero=kind == "DEEPSPEED"))
     total, dtypes, placements = sum(part.elements for part in parts), Counter[str](), Counter[str]()
     for part in parts:
         dtypes[str(part.dtype).removeprefix("torch.")] += part.elements
@@ -237,12 +257,9 @@ def inspect(model: Any, accelerator: Any, gather: Any = None) -> FoundSharding:
 def _reduces_in(model: Any) -> str | None:
     """What the wrapped model's outermost FSDP unit was given."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            policy = module._get_fsdp_state()._mp_policy
-        elif isinstance(module, FullyShardedDataParallel):
-            policy = module.mixed_precision
-        else:
+        if not isinstance(module, FSDPModule):
             continue
+        policy = module._get_fsdp_state()._mp_policy
         return str(policy.reduce_dtype).removeprefix("torch.") if policy.reduce_dtype is not None else None
     return None
 
@@ -255,7 +272,7 @@ def _mesh(model: Any, accelerator: Any, kind: str) -> dict[str, int]:
         return found
     if (parameter := next((p for p in model.parameters() if isinstance(p, DTensor)), None)) is not None:
         return dict(zip(_dimensions(parameter), parameter.device_mesh.shape, strict=True))
-    return {"dp_shard" if kind == "FSDP" and not accelerator.is_fsdp2 else "dp": accelerator.num_processes}
+    return {"dp": accelerator.num_processes}
 
 
 def check(found: FoundSharding, distribution: Distribution) -> None:
@@ -278,9 +295,9 @@ def check(found: FoundSharding, distribution: Distribution) -> None:
 
 
 def _fsdp_problems(found: FoundSharding, distribution: Distribution) -> list[Problem]:
-    version, problems, world_size = int(distribution.kind.removeprefix("FSDP")), [], distribution.world_size
-    if found.version != version:
-        problems.append(Problem(f"FSDP{found.version}, the file asks for FSDP{version}", key=acc.key_of("version")))
+    problems, world_size = [], distribution.world_size
+    if found.version != 2:
+        problems.append(Problem(f"FSDP{found.version}, the file asks for FSDP2", key=acc.key_of("version")))
     mesh = distribution.mesh
     if mesh and found.mesh != mesh:
         wanted, is_now = (" x ".join(f"{axis} {size}" for axis, size in sizes.items()) for sizes in (mesh, found.mesh))

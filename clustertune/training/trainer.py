@@ -19,18 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import accelerator
-from accelerate.utils import load_fsdp_optimizer, save_fsdp_model
-from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
+from accelerate.utils import load_fsdp_optimizer
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper  # the package leaves it out where DeepSpeed is not installed
 from peft import PeftModel
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.fsdp import FSDPModule
 from transformers import set_seed
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -40,7 +32,6 @@ from trl.trainer import dpo_trainer
 
 from clustertune.checkpoint import restricted, values
 from clustertune.checkpoint.cadence import Cadence
-from clustertune.checkpoint.local import LocalTier
 from clustertune.checkpoint.saving import (
     NotFinite,
     NotSaved,
@@ -53,7 +44,7 @@ from clustertune.checkpoint.saving import (
 )
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.manifest import SHA256, XXH3_128, FileRecord
+from clustertune.manifest import FileRecord
 from clustertune.replaced import replaced
 from clustertune.storage import free_bytes, is_full, storage_cause
 from clustertune.training import context, deepspeed, tensor
@@ -62,9 +53,6 @@ from clustertune.training.evaluation import Base, PairMeans, TokenMeans
 from clustertune.training.figures import Clock, Figures
 from clustertune.training.heartbeat import Attempt
 from clustertune.training.loading import Loading
-
-_LOCAL, _SHARED = 1, 2
-"""Kinds of save; the larger one is the one that all ranks take."""
 
 
 def local(parameter: Any) -> torch.Tensor:
@@ -88,8 +76,6 @@ class Saving:
     """By time.perf_counter."""
     stall_seconds: float
     """Training stood still for it so far."""
-    local: bool = False
-    """On the nodes' own disks."""
     path: Path = Path()
     written: WrittenCheckpoint | None = None
     """What the threads of all ranks made of it."""
@@ -141,13 +127,7 @@ class RankTrainer(Base):  # type: ignore[misc]
     _waits_for_saves = False
     """A copy of the state does not fit into host memory."""
     _saved_step = -1
-    """Of this attempt's newest save, on shared storage and on the nodes' own disks."""
-    _saved_locally = -1
-    tier: LocalTier | None = None
-    """Where checkpoints go besides, and more often; see :meth:`save_to`."""
-    local_cadence: Cadence | None = None
-    save_locally = False
-    """The save that is due is one on the nodes' own disks."""
+    """Of this attempt's newest save."""
     _has_room = False
     """It does, on all ranks."""
 
@@ -308,7 +288,7 @@ class RankTrainer(Base):  # type: ignore[misc]
             except UserError as error:
                 superseded = error
         saving = float(self._saving is not None and not self._saving.future.done())
-        due = float(self._find_due()) if mine and self.group.rank == 0 else 0.0
+        due = float(self._is_save_due()) if mine and self.group.rank == 0 else 0.0
         values = [float(self.stop.is_set), float(memory_bytes), float(superseded is not None), saving, due]
         table = [0.0] * (len(mine) * self.group.world_size)
         table[len(mine) * self.group.rank : len(mine) * (self.group.rank + 1)] = mine
@@ -317,25 +297,19 @@ class RankTrainer(Base):  # type: ignore[misc]
             raise superseded or UserError(Problem("a newer attempt of this run is active; stopping this one"), ExitCode.AGAIN)
         self.peak_memory_bytes = max(self.peak_memory_bytes, int(memory))
         self.stopping, self.save_due = self.stopping or bool(wanted), bool(due)
-        if mine:
-            self.save_locally = due == _LOCAL
         if mine and self.figures is not None:
             self.figures.add([table[at : at + len(mine)] for at in range(0, len(table), len(mine))])
         if self._saving is not None and not saving:
             self._commit()
         return self.stopping
 
-    def _find_due(self) -> int:
-        """Which save is due behind this step, 0 for none. A local one never waits for another; one to shared storage waits for
-        a local one, and where it is due by its step for any."""
-        for kind, cadence in ((_SHARED, self.cadence), (_LOCAL, self.local_cadence)):
-            if cadence is None or (self._saving is not None and kind == _LOCAL):
-                continue
-            if not cadence.state_bytes:
-                cadence.state_bytes = float(sum(part.nbytes for part in state_parts(self.model, self.optimizer)))
-            if cadence.is_due(int(self.state.global_step), busy=self._saving is not None and not self._saving.local):
-                return kind
-        return 0
+    def _is_save_due(self) -> bool:
+        """The recipe's section asks for a save behind this step."""
+        if self.cadence is None:
+            return False
+        if not self.cadence.state_bytes:
+            self.cadence.state_bytes = float(sum(part.nbytes for part in state_parts(self.model, self.optimizer)))
+        return self.cadence.is_due(int(self.state.global_step), busy=self._saving is not None)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         self.heartbeat("eval", self.state.global_step)
@@ -388,8 +362,8 @@ class RankTrainer(Base):  # type: ignore[misc]
         """
         self.finish_save()  # one at a time
         began = time.perf_counter()
-        step, local = self.state.global_step, self.save_locally and not (self.stopping or self.is_at_end)
-        if step == (self._saved_locally if local else self._saved_step):  # behind the step already, now at its epoch's end
+        step = self.state.global_step
+        if step == self._saved_step:  # behind the step already, now at its epoch's end
             return
         self.heartbeat("save", step)
         self.store_flos()
@@ -414,8 +388,7 @@ class RankTrainer(Base):  # type: ignore[misc]
             # This rank leaves alone, and the others fail at the next thing they do together: a collective here, to agree
             # on the failure, would meet another one of a rank that is still inside the save, and both would wait.
             raise self._not_saved(step, f"rank {self.group.rank}: {describe_error(error)}") from error
-        self._saving = self._start(folder, meta, state, began, local=local)
-        self._saved_locally, self._saved_step = (step, self._saved_step) if local else (self._saved_locally, step)
+        self._saving, self._saved_step = self._start(folder, meta, state, began), step
         if self.stopping or self.is_at_end or not self._saving.behind:
             self.finish_save()
         self.heartbeat("train", step)
@@ -426,15 +399,13 @@ class RankTrainer(Base):  # type: ignore[misc]
         if self._writer is None:
             ranks = self.apart or Group.apart()
             self._writer = StateWriter(self.store.on(ranks), ranks, ranks.process_group)
-            self.tier = self.tier and self.tier.on(ranks)
         return self._writer
 
-    def _start(self, folder: Path | None, meta: Mapping[str, Any], state: RankState, began: float, *, local: bool) -> Saving:
+    def _start(self, folder: Path | None, meta: Mapping[str, Any], state: RankState, began: float) -> Saving:
         """Have the state written, from a copy where training continues."""
         writer = self.writer
-        for cadence in (None if local else self.cadence, self.local_cadence):
-            if cadence is not None:
-                cadence.began()
+        if self.cadence is not None:
+            self.cadence.began()
         behind = not (self.stopping or self.is_at_end)
         if behind and self.is_deepspeed_enabled:
             state.digest, state.trained = digest(state.parts), 0  # it is on disk, and changes in the next step
@@ -446,12 +417,12 @@ class RankTrainer(Base):  # type: ignore[misc]
             if reason and not self._waits_for_saves:
                 self._waits_for_saves = True
                 self.store.tell(f"note: training waits for each save: {reason}")
-        copied, tier = behind and not self.is_deepspeed_enabled, self.tier if local else None
-        future = writer.start(int(meta["step"]), state, meta, folder, tier, copied=copied)
+        copied = behind and not self.is_deepspeed_enabled
+        future = writer.start(int(meta["step"]), state, meta, folder, copied=copied)
         if copied and self._changes_between_steps:
             writer.wait_for_copy()
         stall = time.perf_counter() - began
-        return Saving(int(meta["step"]), bool(meta["final"]), future, behind, began, stall, local)
+        return Saving(int(meta["step"]), bool(meta["final"]), future, behind, began, stall)
 
     @property
     def _changes_between_steps(self) -> bool:
@@ -496,29 +467,15 @@ class RankTrainer(Base):  # type: ignore[misc]
             raise self._non_finite(step, [f"rank {rank}: trained parameters" for rank in error.ranks]) from None
         except (NotSaved, OSError) as error:
             what, stored = (str(error), error.stored) if isinstance(error, NotSaved) else (describe_error(error), True)
-            if not saving.local:
-                raise self._not_saved(step, what, stored=stored) from error
-            self.local_cadence = None  # of all ranks. Shared storage holds the one before: no reason to stop
-            if self.group.rank == 0:
-                text = f"warning: the local checkpoint of step {step} was not saved, and none is from here on: {what}"
-                self.store.tell(text)
-            self.heartbeat("train", self.state.global_step)
-            return
+            raise self._not_saved(step, what, stored=stored) from error
         if saving.written.waited and self.group.rank == 0:
             self.store.tell(f"note: training waited for the save of step {step}: {saving.written.waited}")
-        cadence = self.local_cadence if saving.local else self.cadence
-        if cadence is not None:
-            cadence.measured(saving.stall_seconds, saving.written.seconds)
-            saving.every_seconds = cadence.seconds()
-        store: Any = self.tier if saving.local else self.store
-        saving.path, saving.seconds = store.path(step), time.perf_counter() - saving.began
+        if self.cadence is not None:
+            self.cadence.measured(saving.stall_seconds, saving.written.seconds)
+            saving.every_seconds = self.cadence.seconds()
+        saving.path, saving.seconds = self.store.path(step), time.perf_counter() - saving.began
         self.on_checkpoint(saving)
         self.heartbeat("train", self.state.global_step)
-
-    def save_to(self, tier: LocalTier, cadence: Cadence) -> None:
-        """Save on the nodes' own disks besides, unless one of them has no folder for it."""
-        if not tier.off:
-            self.tier, self.local_cadence = tier, cadence
 
     def _not_saved(self, step: int, what: str, *, stored: bool = True) -> UserError:
         folder = self.store.path(step)
@@ -613,10 +570,7 @@ class RankTrainer(Base):  # type: ignore[misc]
         return (self._resumed.get("world_size", world), self._resumed.get("mesh", mesh)) != (world, mesh)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._is_fsdp1:
-            _save_fsdp1(self.accelerator, self.model, self.optimizer, Path(output_dir))
-        else:
-            super()._save_optimizer_and_scheduler(output_dir)
+        super()._save_optimizer_and_scheduler(output_dir)
         if self.group.rank == 0 and self._has_own_scheduler:
             Path(output_dir, SCHEDULER_NAME).unlink(missing_ok=True)  # the Trainer's, a pickle
             self._save_scheduler(Path(output_dir))
@@ -649,10 +603,7 @@ class RankTrainer(Base):  # type: ignore[misc]
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with self.startup.part("resume"), restricted.reading(resume_from_checkpoint):
             restricted.check(Path(resume_from_checkpoint))
-            if self._is_fsdp1 and isinstance(self.accelerator.unwrap_model(self.model), PeftModel):
-                _load_fsdp1_adapter(model or self.model, Path(resume_from_checkpoint))
-            else:
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -662,7 +613,7 @@ class RankTrainer(Base):  # type: ignore[misc]
             set_seed((self.args.seed + self.start_step * self.group.world_size + self.group.rank) % 2**32)
             return
         states = self._stored(checkpoint, values.random_of(self.group.rank, self.group.world_size))
-        if states is None:  # of an export, or of a release that kept none: each rank resumes from the seed
+        if states is None:  # of an export: each rank resumes from the seed
             return
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])
@@ -675,9 +626,7 @@ class RankTrainer(Base):  # type: ignore[misc]
         if checkpoint is None:
             return
         with restricted.reading(checkpoint):
-            if self._is_fsdp1:
-                _load_fsdp1_optimizer(self.model, self.optimizer, Path(checkpoint))
-            elif self.is_fsdp_enabled:
+            if self.is_fsdp_enabled:
                 plugin = self.accelerator.state.fsdp_plugin
                 load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, checkpoint, adapter_only=True)
             elif not self.is_deepspeed_enabled:
@@ -705,8 +654,8 @@ class RankTrainer(Base):  # type: ignore[misc]
         digests = self._resumed.get("state_digests") or []
         if len(digests) not in (1, self.group.world_size):
             return True
-        found = digests[self.group.rank % len(digests)]  # one where every rank has the same; of former releases SHA-256
-        return bool(found == digest(state_parts(self.model, self.optimizer), XXH3_128 if len(found) == 32 else SHA256))
+        found = digests[self.group.rank % len(digests)]  # one where every rank has the same
+        return bool(found == digest(state_parts(self.model, self.optimizer)))
 
     def _holds_other_ranks(self, checkpoint: Path) -> bool:
         """Whether the restored state is what other ranks saved: this rank's part of it, read once more and compared."""
@@ -716,10 +665,6 @@ class RankTrainer(Base):  # type: ignore[misc]
         with tempfile.TemporaryDirectory() as aside, collected(self.accelerator.state.fsdp_plugin) as states:
             self._save_optimizer_and_scheduler(aside)
         return self.writer.equals(checkpoint, states)
-
-    @property
-    def _is_fsdp1(self) -> bool:
-        return self.is_fsdp_enabled and not self.accelerator.is_fsdp2
 
 
 class Trainer(RankTrainer, TokenMeans, SFTTrainer):  # type: ignore[misc]
@@ -763,38 +708,3 @@ def state_parts(model: Any, optimizer: Any) -> list[torch.Tensor]:
     parameters = [p for p in model.parameters() if p.requires_grad]
     found = [*parameters, *(value for p in parameters for _, value in sorted(inner.state.get(p, {}).items()))]
     return [local(tensor) for tensor in found if isinstance(tensor, torch.Tensor)]
-
-
-# -- FSDP1 ----------------------------------------------------------------------------------------------------------------
-# The stock way loses the adapter and the optimizer state, without a message. Seen with accelerate 1.15, peft 0.20, torch 2.13:
-# ``set_peft_model_state_dict`` looks for keys without the prefixes of FSDP1's and activation checkpointing's wrappers, torch
-# skips what it does not find, and a resumed run starts over from a fresh adapter with exit code 0. torch's own state-dict
-# functions know these wrappers.
-
-
-def _load_fsdp1_adapter(model: Any, checkpoint: Path) -> None:
-    """Load an adapter-only sharded checkpoint into the wrapped model. The files name tensors without the adapter's name."""
-    trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
-    stored = {name.replace(".default.", "."): name for name in trained}
-    shards = {"model": {name: trained[own] for name, own in stored.items()}}
-    dcp.load(shards, storage_reader=dcp.FileSystemReader(checkpoint / f"{FSDP_MODEL_NAME}_0"))
-    loaded = {own: shards["model"][name] for name, own in stored.items()}
-    set_model_state_dict(model, loaded, options=StateDictOptions(strict=False))
-
-
-def _save_fsdp1(accelerator: Any, model: Any, optimizer: Any, checkpoint: Path) -> None:
-    """Write the model's shards as accelerate does, and the optimizer state by parameter name."""
-    adapter_only = isinstance(accelerator.unwrap_model(model), PeftModel)
-    save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, str(checkpoint), adapter_only=adapter_only)
-    inner = getattr(optimizer, "optimizer", optimizer)
-    state = get_optimizer_state_dict(model, inner, options=StateDictOptions(ignore_frozen_params=True))
-    dcp.save({"optimizer": state}, storage_writer=dcp.FileSystemWriter(checkpoint / f"{OPTIMIZER_NAME}_0"))
-
-
-def _load_fsdp1_optimizer(model: Any, optimizer: Any, checkpoint: Path) -> None:
-    """Load what :func:`_save_fsdp1` wrote."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    options = StateDictOptions(ignore_frozen_params=True)
-    state = {"optimizer": get_optimizer_state_dict(model, inner, options=options)}
-    dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint / f"{OPTIMIZER_NAME}_0"))
-    set_optimizer_state_dict(model, inner, state["optimizer"], options=options)

@@ -1,10 +1,8 @@
-"""The stopwatch of a rank: what is timed and counted, turns, and how much of the communication nothing hides."""
+"""The stopwatch of a rank: what is timed and counted, and how much of the communication nothing hides."""
 
 from __future__ import annotations
 
 import json
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +11,8 @@ import pytest
 import torch
 
 from clustertune.training import bench_schedule, measure
-from clustertune.training.bench_schedule import GONE, OURS, THEIRS, BenchSchedule
-from clustertune.training.measure import OperationTime, Stopwatch, Turns
+from clustertune.training.bench_schedule import BenchSchedule
+from clustertune.training.measure import OperationTime, Stopwatch
 
 
 class Clock:
@@ -65,67 +63,23 @@ def test_packed_inputs_without_a_mask_are_all_tokens(tmp_path: Path, monkeypatch
     assert (row["computed"], row["tokens"], row["labelled"]) == (14, 14, 14)
 
 
-def test_profiled_steps_are_not_timed_and_nothing_is_saved_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A profiler slows the steps it sees; a checkpoint of a large model takes minutes that a benchmark may not want."""
-    watch = Stopwatch(BenchSchedule(warmup=1, steps=1, profiled=2, save=False), tmp_path / "r.json")
+def test_profiled_steps_are_not_timed_and_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profiler slows the steps it sees; a checkpoint of a large model takes minutes."""
+    watch = Stopwatch(BenchSchedule(warmup=1, steps=1, profiled=2), tmp_path / "r.json")
     control = drive(watch, [1.0, 2.0, 9.0, 9.0], INPUTS, monkeypatch)
     found = json.loads((tmp_path / "r.json").read_text())
     assert [row["seconds"] for row in found["steps"]] == [2.0] and len(found["profiled"]) == 2
     assert found["profile"]["steps"] == 2 and control.should_save is False
-
-
-def test_two_programs_take_turns(tmp_path: Path) -> None:
-    """Neither begins before the other has ended, who is first alternates, and one that is gone holds up nobody."""
-    steps, order = 6, []
-    lock = threading.Lock()
-
-    def train(player: int) -> None:
-        turns = Turns(tmp_path, player)
-        for step in range(steps):
-            turns.wait(step)
-            with lock:
-                order.append(player)
-                time.sleep(0.002)
-            turns.mark(step + 1)
-        turns.wait_for_end(steps)
-
-    both = [threading.Thread(target=train, args=(player,)) for player in (OURS, THEIRS)]
-    for one in both:
-        one.start()
-    for one in both:
-        one.join(60)
-    assert order == [OURS, THEIRS, THEIRS, OURS] * 3
-    Turns(tmp_path, THEIRS).mark(GONE)
-    Turns(tmp_path, OURS).wait(steps + 100)
-
-
-def test_waiting_for_a_turn_is_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clocks begin when the turn does."""
-    clock = Clock()
-    monkeypatch.setattr("clustertune.training.measure.time.perf_counter", clock)
-    turns = Turns(tmp_path, OURS)
-
-    def waited(_steps: int) -> None:
-        clock.now += 100.0
-
-    monkeypatch.setattr(turns, "wait_for_end", waited)
-    watch = Stopwatch(BenchSchedule(warmup=1, steps=2, profiled=1), tmp_path / "r.json", turns)
-    control = SimpleNamespace(should_save=True)
-    for _ in range(4):
-        watch.on_step_begin(None, None, control)
-        watch.count(INPUTS)
-        clock.now += 1.0
-        watch.on_step_end(None, None, control)
-    found = json.loads((tmp_path / "r.json").read_text())
-    assert [row["seconds"] for row in found["steps"]] == [1.0, 1.0] and found["steps"][0]["cpu_seconds"] >= 0
-    assert (tmp_path / str(OURS)).read_text() == "4"
+    control.should_save = True
+    watch.on_epoch_end(None, None, control)
+    assert control.should_save is False
 
 
 def test_another_run_is_not_measured(tmp_path: Path) -> None:
     """Only a benchmark's run folder says that its ranks are to be timed."""
     assert bench_schedule.read(tmp_path) is None
-    BenchSchedule(1, 2, 3, save=False).write(tmp_path)
-    assert bench_schedule.read(tmp_path) == BenchSchedule(1, 2, 3, save=False) and BenchSchedule(1, 2, 3).total == 6
+    BenchSchedule(1, 2, 3).write(tmp_path)
+    assert bench_schedule.read(tmp_path) == BenchSchedule(1, 2, 3) and BenchSchedule(1, 2, 3).total == 6
 
 
 @pytest.mark.parametrize(

@@ -14,22 +14,21 @@ from clustertune.errors import UserError
 from clustertune.training.bench_schedule import BenchSchedule
 
 
-def made(recipe: str = "tiny-oasst2", *overrides: str, save: bool = True, **more: Any) -> preparation.Bench:
-    schedule = BenchSchedule(2, 4, 1, save=save)
+def made(recipe: str = "tiny-oasst2", *overrides: str, **more: Any) -> preparation.Bench:
+    schedule = BenchSchedule(2, 4, 1)
     return preparation.make(BenchRequest(recipe, Path("runs/bench/x/1"), schedule, overrides, **more))
 
 
-def test_so_many_steps_and_one_evaluation_behind_them() -> None:
+def test_so_many_steps_and_nothing_between_them() -> None:
     """An evaluation between timed steps would be timed, and a tracker would be told of a run that is none.
 
-    train.max_steps on the command line is of the recipe, and projected: the benchmark has its own.
+    train.max_steps on the command line is the recipe's: the benchmark has its own.
     """
     found = made("tiny-oasst2", "train.max_length=64", "train.max_steps=500")
     args = found.measured.train_args
-    assert (args["max_steps"], args["eval_steps"], args["save_strategy"], args["eval_on_start"]) == (7, 7, "no", False)
+    assert (args["max_steps"], args["eval_strategy"], args["save_strategy"], args["eval_on_start"]) == (7, "no", "no", False)
     assert args["max_length"] == 64 and args["report_to"] == "none"
     assert found.whole.train_args["max_steps"] == 500 and found.whole.train_args["eval_on_start"] is True
-    assert made(save=False).measured.train_args["eval_strategy"] == "no"
 
 
 def test_a_large_recipe_needs_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,15 +36,14 @@ def test_a_large_recipe_needs_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UserError) as caught:
         made("llama405b-oasst2")
-    assert "--tiny" in str(caught.value.problems[0]) and "--submit" in str(caught.value.problems[0])
-    assert made("llama405b-oasst2", elsewhere=True).measured.world_size == 16
+    assert "--tiny" in str(caught.value.problems[0]) and "clustertune submit" in str(caught.value.problems[0])
     assert made("llama405b-oasst2", tiny=True).measured.world_size == 2
 
 
 def test_full_size_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """Architecture and lengths stay, weights and data are made here; what the tokenizer lacks is left out."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = made("llama405b-oasst2", synthetic=True, elsewhere=True)
+    found = made("llama405b-oasst2", synthetic=True)
     model, data = found.measured.recipe.model, found.measured.recipe.data
     assert (model.weights, model.revision, model.path) == ("random", None, None)
     assert (

@@ -82,17 +82,17 @@ def test_an_attempt_saves_as_it_is_asked_to_and_not_as_the_one_before() -> None:
     assert (state.save_steps, state.eval_steps) == (5, 2)
 
 
-@pytest.mark.parametrize("saving", [None, "shared", "local"])
-def test_the_trainer_waits_for_a_save_before_one_that_is_due_by_its_step(saving: str | None) -> None:
+@pytest.mark.parametrize("saving", [False, True])
+def test_the_trainer_waits_for_a_save_before_one_that_is_due_by_its_step(saving: bool) -> None:
     from clustertune.training.trainer import RankTrainer
 
     trainer = SimpleNamespace(
-        cadence=Cadence(Save(every=2), 10_000.0, 1.0), local_cadence=Cadence(Save(every=3), 10_000.0, 1.0),
-        state=SimpleNamespace(global_step=2), _saving=SimpleNamespace(local=saving == "local") if saving else None,
+        cadence=Cadence(Save(every=2), 10_000.0, 1.0),
+        state=SimpleNamespace(global_step=2), _saving=SimpleNamespace() if saving else None,
     )  # fmt: skip
-    assert RankTrainer._find_due(trainer) == 2  # type: ignore[arg-type]
+    assert RankTrainer._is_save_due(trainer)  # type: ignore[arg-type]
     trainer.state.global_step = 3
-    assert RankTrainer._find_due(trainer) == (0 if saving else 1), "a local save waits for no other"  # type: ignore[arg-type]
+    assert not RankTrainer._is_save_due(trainer)  # type: ignore[arg-type]
 
 
 def test_a_measured_save_takes_the_place_of_the_planned_one() -> None:
@@ -105,7 +105,6 @@ def test_a_measured_save_takes_the_place_of_the_planned_one() -> None:
 def test_the_section_is_no_part_of_what_decides_the_weights() -> None:
     found = {resolve(TINY, [f"save.every={every}"]).fingerprint() for every in ("auto", "7", "30m")}
     found |= {resolve(TINY, given).fingerprint() for given in ([], ["train.save_steps=3"], ["train.save_strategy=epoch"])}
-    found.add(resolve(TINY, ["save.local.path=/disk", "save.every=1h", "save.local.every=auto"]).fingerprint())
     assert len(found) == 1
     resolved = resolve(TINY, ["save.every=7", "save.milestones=[3]"])
     assert resolved.recipe.save == Save(every=7, milestones=(3,))
@@ -120,11 +119,6 @@ def test_the_section_is_no_part_of_what_decides_the_weights() -> None:
         (["save.every=true"], "save.every"),
         (["save.every=soon"], "save.every"),
         (["save.milestones=[0]"], "save.milestones"),
-        (["save={every: 5, local: {path: scratch}}"], "save.local.path: 'scratch' is not an absolute path"),
-        (["save={every: 5, local: {path: /x, every: 5}}"], "save: save.local.every=5 is not below save.every=5"),
-        (["save.local.path=/disk"], "auto beside save.local"),
-        (["save.local.path=/disk", "save.every=1h", "save.local.every=90m"], "not below save.every=1h"),
-        (["save.local.path=/x", "save.every=4", "accelerate.distributed_type=MULTI_GPU"], "are for FSDP2, this is MULTI_GPU"),
     ],
 )
 def test_a_section_that_means_nothing_is_refused(given: list[str], words: str) -> None:

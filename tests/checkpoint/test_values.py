@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from safetensors import safe_open
 from clustertune.checkpoint import values
 from clustertune.errors import UserError
 from clustertune.manifest import XXH3_128, hash_file
-from tests.damage import Canary
 
 OPTIMIZER: dict[str, Any] = {
     "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(3, 5)}, 7: {"exp_avg": torch.randn(4).bfloat16()}},
@@ -51,19 +49,6 @@ def test_a_state_comes_back_as_it_was(value: Any, tmp_path: Path) -> None:
     assert records == {"scheduler.safetensors": hash_file(file, XXH3_128)}
     with safe_open(file, "pt") as opened:  # any reader of safetensors opens it
         assert opened.metadata()
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "value"), [("optimizer", "optimizer.pt", OPTIMIZER), ("rng_state_1", "rng_state_1.pth", RANDOM)]
-)
-def test_a_state_of_an_earlier_release_is_read_unless_it_is_code(name: str, old: str, value: Any, tmp_path: Path) -> None:
-    assert values.load(tmp_path, name) is None
-    torch.save(value, tmp_path / old)
-    assert same(value, values.load(tmp_path, name))
-    torch.save({"python": Canary(tmp_path / "canary")}, tmp_path / old)
-    with pytest.raises(pickle.UnpicklingError):
-        values.load(tmp_path, name)
-    assert not (tmp_path / "canary").exists()
 
 
 @pytest.mark.parametrize("value", [{1, 2}, [object()], {"a": b"bytes"}, {"a": torch.zeros(2, dtype=torch.complex128)}])

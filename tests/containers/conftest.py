@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from clustertune import lock
-from clustertune.containers import build as images
+from clustertune.containers import image_build as images
 from clustertune.containers import wheelhouse
 from clustertune.errors import UserError
 

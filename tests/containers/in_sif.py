@@ -1,7 +1,8 @@
-"""A cluster file for the temporary Slurm whose ranks run in a SIF, and jobs on it."""
+"""A command in a SIF; a cluster file for the temporary Slurm whose ranks run in a SIF, and jobs on it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,3 +32,11 @@ def cluster_file(
 def job(slurm: TemporaryCluster, run: Path, file: Path, *, to: str = "export") -> Job:
     """The tiny recipe as a job of two nodes in the container."""
     return Job(slurm, run, words=[RECIPE, "--tiny", "--cluster", str(file), "--to", to, *SETTINGS])
+
+
+def in_sif(program: str, image: Path, *command: str) -> list[str]:
+    """A command in a SIF that sees nothing of this machine: no home, no environment, no network."""
+    # Root on a machine without every capability (a container, a small VM) may not start it otherwise.
+    user = ["--userns"] if os.geteuid() == 0 else []
+    alone = ["--containall", "--cleanenv", "--no-home", "--net", "--network", "none"]
+    return [program, "exec", *user, *alone, str(image), *command]

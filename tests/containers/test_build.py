@@ -5,21 +5,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import io
-import json
 import os
 import subprocess
 import sys
 import tarfile
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from clustertune.containers import build, pins, wheelhouse
-from clustertune.containers import lock as locks
-from clustertune.containers.build import BaseImage, BuildRequest
-from clustertune.containers.lock import LockedPackage, PackageLock
-from clustertune.containers.wheelhouse import Wheel
+from clustertune.containers import image_build, pins, wheelhouse
+from clustertune.containers import package_lock as locks
+from clustertune.containers.image_build import BaseImage, BuildRequest
+from clustertune.containers.package_lock import PackageLock
 from clustertune.errors import UserError
 from tests import tree
 from tests.folders import program
@@ -27,13 +24,12 @@ from tests.refusal import problems
 from tests.slurm import wait_for
 
 DIGEST = "example.org/base@sha256:" + "a" * 64
-INVENTORY = {"python": [], "system": [["libc6", "1", "amd64"]], "distribution": "debian", "release": "12"}
 
 
 def options(kind: str, *words: str) -> BuildRequest:
     parser = argparse.ArgumentParser()
-    build.arguments(parser, kind)
-    return build.request(parser.parse_args(words))
+    image_build.arguments(parser, kind)
+    return image_build.request(parser.parse_args(words))
 
 
 def test_what_cannot_be_built_is_refused() -> None:
@@ -78,17 +74,17 @@ def test_which_lock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_version_moved_in_one_place_only_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock is what is installed; a pin that it does not know yet would be ignored without a message."""
-    assert build.locked(BuildRequest("build-sif")) is not None
+    assert image_build.locked(BuildRequest("build-sif")) is not None
     moved = tmp_path / "versions.env"
     moved.write_text(pins.FILE.read_text().replace("PY_WANDB=", "PY_WANDB=9"))
-    monkeypatch.setattr(build.pins, "read", lambda: pins.parse(moved.read_text()))
+    monkeypatch.setattr(image_build.pins, "read", lambda: pins.parse(moved.read_text()))
     with pytest.raises(UserError, match=r"containers/train.lock: wandb: is .* run make lock"):
-        build.locked(BuildRequest("build-sif"))
+        image_build.locked(BuildRequest("build-sif"))
 
 
 def test_layers_are_put_on_top() -> None:
     """One image with both, the lock's own versions unmoved."""
-    whole = build.locked(BuildRequest("build-sif", extras=("deepspeed", "ray")))
+    whole = image_build.locked(BuildRequest("build-sif", extras=("deepspeed", "ray")))
     below = locks.read(pins.FOLDER / "train.lock")
     assert whole and below.entries.items() < whole.entries.items() and {"deepspeed", "ray"} < set(whole.entries)
     assert "deepspeed" in whole.from_source
@@ -99,7 +95,7 @@ def test_engines_are_not_told_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("HF_TOKEN", "WANDB_API_KEY", "PIP_INDEX_URL", "AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK"):
         monkeypatch.setenv(name, "planted")
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
-    environment = build.environ()
+    environment = image_build.environ()
     assert "planted" not in environment.values() and {"PATH", "http_proxy"} <= set(environment)
 
 
@@ -113,8 +109,6 @@ build)
     [ -e {fail} ] && echo half > "$last" && exit 255
     ls > {log}.files
     echo image > "$last";;
-exec) echo '{inventory}';;
-run) case $* in *--inventory) echo '{inventory}';; esac;;
 image) echo 7;;
 save) echo archive > "$3";;
 esac
@@ -123,20 +117,21 @@ esac
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """apptainer on PATH, and an empty lock; its arguments are in ``log``."""
+    """apptainer and uv on PATH, and an empty lock; their arguments are in ``log``."""
     folder = tmp_path / "bin"
-    lines = APPTAINER.format(log=tmp_path / "log", fail=tmp_path / "fail", inventory=json.dumps(INVENTORY))
+    lines = APPTAINER.format(log=tmp_path / "log", fail=tmp_path / "fail")
     for name in ("apptainer", "docker", "podman"):
         program(folder / name, lines)
+    program(folder / "uv", f'echo uv "$*" >> {tmp_path / "log"}\nfor word; do last=$word; done\necho bill > "$last"')
+    monkeypatch.setattr(pins, "find_tool", lambda name: str(folder / name))
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("HF_TOKEN", "planted")
-    monkeypatch.setattr(build, "WORK", tmp_path / "work")
-    monkeypatch.setattr(build, "locked", lambda _: PackageLock("train", "3.12", "any", "2030-01-31", {}))
+    monkeypatch.setattr(image_build, "WORK", tmp_path / "work")
+    monkeypatch.setattr(image_build, "locked", lambda _: PackageLock("train", "3.12", "any", "2030-01-31", {}))
 
-    def fill(_lock: PackageLock, house: Path, *_: object) -> list[object]:
+    def fill(_lock: PackageLock, house: Path, *_: object) -> None:
         house.mkdir(parents=True, exist_ok=True)
         (house / "requirements.txt").write_text("")
-        return []
 
     monkeypatch.setattr(wheelhouse, "fill", fill)
     # As an ordinary user: no mount namespace is needed to start a script.
@@ -148,15 +143,15 @@ def test_a_build_and_what_lies_beside_it(fake: Path) -> None:
     """The sum, the bill, and no path of this machine in the arguments of the definition."""
     out, base = fake / "x.sif", fake / "base.tar"
     base.write_text("")
-    made = build.build_sif(BuildRequest("build-sif", base=str(base), out=out), lambda _: None)
+    made = image_build.build_sif(BuildRequest("build-sif", base=str(base), out=out), lambda _: None)
     digest = hashlib.sha256(b"image\n").hexdigest()
     assert (made["sha256"], made["bytes"], made["lock"]) == (digest, 6, "train")
     assert (fake / "x.sif.sha256").read_text() == f"{digest}  x.sif\n"
     subprocess.run(["sha256sum", "--check", "--quiet", "x.sif.sha256"], cwd=fake, check=True, timeout=30)
-    assert json.loads((fake / "x.sif.cdx.json").read_text())["components"][0]["name"] == "libc6"
+    assert (fake / "x.sif.cdx.json").read_text() == "bill\n"
     log = (fake / "log").read_text()
     assert "--build-arg base=base.tar" in log and "base_name=base.tar" in log and "token=\n" in log and "planted" not in log
-    assert "exec --containall --cleanenv --no-home --net --network none" in log, "the image's own test sees this machine"
+    assert f"uv tool run --quiet --from cyclonedx-bom=={pins.read()['TOOL']['cyclonedx-bom']} cyclonedx-py requirements" in log
     files = set((fake / "log.files").read_text().split())
     assert files == {"base.tar", "image.lock", "install.sh", "requirements.txt", "selftest.py", "train.def"}
     assert sorted(path.name for path in fake.glob("*sif*")) == ["x.sif", "x.sif.cdx.json", "x.sif.sha256"]
@@ -168,12 +163,12 @@ def test_an_oci_image_has_its_bill_and_on_request_an_archive(
     fake: Path, archive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Built, tested without a network, described; the archive has a sum as a SIF does."""
-    monkeypatch.setattr(build, "ROOT", fake)
+    monkeypatch.setattr(image_build, "ROOT", fake)
     out = fake / "image.tar" if archive else None
-    made = build.build_image(BuildRequest("build-image", base=DIGEST, out=out, tag=f"{fake}/made"), lambda _: None)
+    made = image_build.build_image(BuildRequest("build-image", base=DIGEST, out=out, tag=f"{fake}/made"), lambda _: None)
     log = (fake / "log").read_text()
     assert f"--build-arg BASE_IMAGE={DIGEST}" in log and "--network none" in log and "planted" not in log
-    assert made["image"] == f"{fake}/made" and json.loads(Path(made["sbom"]).read_text())["components"][0]["name"] == "libc6"
+    assert made["image"] == f"{fake}/made" and Path(made["sbom"]).read_text() == "bill\n"
     if archive:
         digest = hashlib.sha256(b"archive\n").hexdigest()
         assert (fake / "image.tar.sha256").read_text() == f"{digest}  image.tar\n"
@@ -185,11 +180,11 @@ def test_an_oci_image_has_its_bill_and_on_request_an_archive(
 def test_a_build_that_fails_leaves_the_old_image(fake: Path) -> None:
     """With its own sum, and nothing half made."""
     out = fake / "x.sif"
-    build.build_sif(BuildRequest("build-sif", base=DIGEST, out=out), lambda _: None)
+    image_build.build_sif(BuildRequest("build-sif", base=DIGEST, out=out), lambda _: None)
     before = {path.name: path.read_text() for path in fake.glob("*sif*")}
     (fake / "fail").write_text("")
     with pytest.raises(UserError, match="BASE=standin"):
-        build.build_sif(BuildRequest("build-sif", base=DIGEST, out=out), lambda _: None)
+        image_build.build_sif(BuildRequest("build-sif", base=DIGEST, out=out), lambda _: None)
     assert {path.name: path.read_text() for path in fake.glob("*sif*")} == before
     assert {path.name for path in (fake / "work").iterdir()} == {"lock", "wheels"}  # builds gather one at a time
 
@@ -197,7 +192,7 @@ def test_a_build_that_fails_leaves_the_old_image(fake: Path) -> None:
 def test_an_old_sum_never_lies_beside_a_new_image(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever checks it would be told that the image was altered; without one, that the build did not end."""
     out = fake / "x.sif"
-    build.build_sif(BuildRequest("build-sif", out=out), lambda _: None)
+    image_build.build_sif(BuildRequest("build-sif", out=out), lambda _: None)
     assert f"--build-arg base={pins.read_bases()['BASE_TRAIN']}" in (fake / "log").read_text(), (
         "without BASE: base.env's digest"
     )
@@ -205,15 +200,17 @@ def test_an_old_sum_never_lies_beside_a_new_image(fake: Path, monkeypatch: pytes
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(build, "bill_of", full)
+    monkeypatch.setattr(image_build, "_write_bill", full)
     with pytest.raises(UserError, match="No space left"):
-        build.build_sif(BuildRequest("build-sif", base=DIGEST, out=out), lambda _: None)
+        image_build.build_sif(BuildRequest("build-sif", base=DIGEST, out=out), lambda _: None)
     assert not (fake / "x.sif.sha256").exists() and out.exists()
 
 
 def test_a_dry_run_does_nothing(fake: Path) -> None:
     """It says from what it would build, also where the stand-in is not made yet."""
-    document = build.build_sif(BuildRequest("build-sif", base="standin", out=fake / "x.sif", dry_run=True), lambda _: None)
+    document = image_build.build_sif(
+        BuildRequest("build-sif", base="standin", out=fake / "x.sif", dry_run=True), lambda _: None
+    )
     assert document["definition"] == "containers/train.def" and document["base"] == f"stand-in {wheelhouse.suite_of('3.12')}"
     assert not (fake / "log").exists() and not (fake / "work").exists()
 
@@ -222,8 +219,8 @@ def test_a_dry_run_does_nothing(fake: Path) -> None:
 def test_a_dry_run_needs_no_engine(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is run on a laptop, too."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(build, "WORK", tmp_path / "containers")
-    made = {"build-sif": build.build_sif, "build-image": build.build_image}[kind]
+    monkeypatch.setattr(image_build, "WORK", tmp_path / "containers")
+    made = {"build-sif": image_build.build_sif, "build-image": image_build.build_image}[kind]
     assert made(BuildRequest(kind, base=DIGEST, dry_run=True), lambda _: None)["lock"] == "train"
 
 
@@ -235,36 +232,36 @@ def test_a_build_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
     words = ["build-sif", "--definition", "megatron", "--base", str(base), "--out", str(tmp_path / "x.sif")]
     command = [sys.executable, "-m", "clustertune.containers", *words]
     environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
-    with subprocess.Popen(command, cwd=tree.REPO, env=environ, stderr=subprocess.PIPE, text=True) as build:
+    with subprocess.Popen(command, cwd=tree.REPO, env=environ, stderr=subprocess.PIPE, text=True) as running:
         wait_for(started.exists, "the start of the engine", 120)
-        build.terminate()
-        _, output = build.communicate(timeout=60)
-    assert build.returncode == 75 and "interrupted" in output and "Traceback" not in output
+        running.terminate()
+        _, output = running.communicate(timeout=60)
+    assert running.returncode == 75 and "interrupted" in output and "Traceback" not in output
     assert not Path(started.read_text().strip()).exists() and not list(tmp_path.glob("*.sif*"))
 
 
 def test_no_engine_is_told_with_the_way_to_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a fresh machine."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(build, "WORK", tmp_path / "build" / "containers")
+    monkeypatch.setattr(image_build, "WORK", tmp_path / "build" / "containers")
     with pytest.raises(UserError, match=r"containers/get-apptainer\.sh"):
-        build.find_apptainer()
+        image_build.find_apptainer()
     with pytest.raises(UserError, match="podman"):
-        build.find_engine()
+        image_build.find_engine()
 
 
 def test_an_engine_that_was_moved_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its programs know where they lie: a checkout that was renamed has one that does not start."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(build, "WORK", tmp_path / "build" / "containers")
+    monkeypatch.setattr(image_build, "WORK", tmp_path / "build" / "containers")
     own = tmp_path / "build" / "apptainer" / "bin" / "apptainer"
     for shell, line, starts in (("/no/such/loader", "", False), ("/bin/sh", "exit 1", False), ("/bin/sh", "echo 1.4", True)):
         program(own, line, shell)
         if starts:
-            assert build.find_apptainer() == str(own)
+            assert image_build.find_apptainer() == str(own)
         else:
             with pytest.raises(UserError, match=r"does not start.*get-apptainer\.sh fixes it"):
-                build.find_apptainer()
+                image_build.find_apptainer()
 
 
 def test_the_command_line_tells_faults_without_a_traceback() -> None:
@@ -290,22 +287,24 @@ def test_it_is_built_with_nothing_installed() -> None:
 # --- the stand-in base ---------------------------------------------------------------------------------------------------
 
 
-def test_the_stand_in_says_nothing_of_this_machine(tmp_path: Path) -> None:
-    """Its name, its resolver and its devices stay out; the rest is as it was."""
-    whole, layer = tmp_path / "root.tar", tmp_path / "layer.tar"
-    with tarfile.open(whole, "w") as archive:
-        for name in ("./dev", "./dev/null", "./etc/hostname", "./etc/resolv.conf", "./etc/passwd", "./var/log/apt.log"):
-            member = tarfile.TarInfo(name)
-            member.type = tarfile.DIRTYPE if name == "./dev" else tarfile.REGTYPE
-            member.size = 0 if name == "./dev" else 4
-            archive.addfile(member, io.BytesIO(b"text") if member.size else None)
-    wheelhouse._strip(whole, layer)
-    with tarfile.open(layer) as archive:
-        assert archive.getnames() == ["./dev", "./etc/passwd"] and archive.extractfile("./etc/passwd").read() == b"text"
-    wheelhouse._as_image(tmp_path, "x:y", tmp_path / "image.tar")
-    with tarfile.open(tmp_path / "image.tar") as archive:
-        config = json.load(archive.extractfile("config.json"))
-    assert config["rootfs"]["diff_ids"] == [f"sha256:{hashlib.sha256(layer.read_bytes()).hexdigest()}"]
+def test_a_stand_in_is_unpacked_for_apptainer(fake: Path) -> None:
+    """Its files as a folder beside the definition: localimage."""
+    archive = image_build.WORK / f"standin-{wheelhouse.suite_of('3.12')}.tar"
+    archive.parent.mkdir()
+    with tarfile.open(archive, "w") as files:
+        files.addfile(tarfile.TarInfo("./etc-of-it"))
+    image_build.build_sif(BuildRequest("build-sif", base="standin", out=fake / "x.sif"), lambda _: None)
+    log = (fake / "log").read_text()
+    assert "--build-arg bootstrap=localimage --build-arg base=base " in log and "base_name=stand-in" in log
+    assert "base" in (fake / "log.files").read_text().split()
+
+
+def test_an_image_without_uv_is_built_without_its_bill(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that builds may have no uv and no index: the image is good all the same, and that is told."""
+    monkeypatch.setattr(pins, "find_tool", lambda name: str(fake / "no" / name))
+    told: list[str] = []
+    made = image_build.build_sif(BuildRequest("build-sif", base=DIGEST, out=fake / "x.sif"), told.append)
+    assert "sbom" not in made and (fake / "x.sif.sha256").exists() and any("no bill of materials" in line for line in told)
 
 
 def test_keys_are_held_to_their_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,45 +319,6 @@ def test_a_base_is_told_by_name_not_by_path(tmp_path: Path) -> None:
     """Labels and the bill of materials travel with the image."""
     archive = tmp_path / "own.tar"
     archive.write_text("")
-    assert build.base_of(BuildRequest("build-sif", base=str(archive)), "3.12", lambda _: None) == BaseImage("own.tar", archive)
-
-
-# --- the bill of materials: every package once, with the hash of the file that was installed -------------------------------
-
-LOCK = PackageLock("train", "3.12", "x86_64-manylinux_2_28", "2030-01-31", {})
-WHEELS = [
-    Wheel(LockedPackage("kiln", "2.0+cpu", ("a" * 64,)), Path("k.whl"), "a" * 64),
-    Wheel(LockedPackage("pan", "1", ("c" * 64,)), Path("p.whl"), "b" * 64, "c" * 64),
-]
-HELD = {
-    "python": [
-        {"name": "kiln", "version": "2.0+cpu", "expression": "MIT OR Zlib", "license": "", "requires": ["pan", "none"]},
-        {"name": "pan", "version": "1", "expression": "", "license": "BSD License", "requires": []},
-    ],
-    "system": [["libc6", "2.36-9+deb12u1", "amd64"]],
-    "distribution": "debian",
-    "release": "12",
-}  # fmt: skip
-NOW = datetime(2030, 1, 31, tzinfo=UTC)
-
-
-def test_what_scanners_read() -> None:
-    """Names as package URLs, hashes, licences, who asks for whom."""
-    document = build.bill_of("train.sif", LOCK, WHEELS, HELD, "stand-in bookworm", NOW)
-    assert (document["bomFormat"], document["specVersion"], document["version"]) == ("CycloneDX", "1.6", 1)
-    kiln, pan, libc = document["components"]
-    assert kiln["purl"] == "pkg:pypi/kiln@2.0%2Bcpu" and kiln["hashes"] == [{"alg": "SHA-256", "content": "a" * 64}]
-    assert kiln["licenses"] == [{"expression": "MIT OR Zlib"}] and pan["licenses"] == [{"license": {"name": "BSD License"}}]
-    assert pan["properties"] == [{"name": "clustertune:built-from-sha256", "value": "c" * 64}]
-    assert libc["purl"] == "pkg:deb/debian/libc6@2.36-9%2Bdeb12u1?arch=amd64&distro=debian-12"
-    refs = [component["bom-ref"] for component in document["components"]]
-    asks = {item["ref"]: item["dependsOn"] for item in document["dependencies"]}
-    assert asks[kiln["bom-ref"]] == [pan["bom-ref"]] and sorted(asks["image:train.sif"]) == sorted(refs) and len(set(refs)) == 3
-
-
-@pytest.mark.parametrize("change", ["gone", "strange"])
-def test_an_image_that_is_not_what_was_locked_gets_none(change: str) -> None:
-    """A bill that leaves out a package is worse than none."""
-    python = HELD["python"][:1] if change == "gone" else [*HELD["python"], {**HELD["python"][0], "name": "guest"}]
-    with pytest.raises(UserError, match="pan" if change == "gone" else "guest"):
-        build.bill_of("train.sif", LOCK, WHEELS, {**HELD, "python": python}, "x", NOW)
+    assert image_build.base_of(BuildRequest("build-sif", base=str(archive)), "3.12", lambda _: None) == BaseImage(
+        "own.tar", archive
+    )

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.containers import build, pins
-from clustertune.containers import lock as locks
+from clustertune.containers import image_build, pins
+from clustertune.containers import package_lock as locks
 from tests import tree
 from tests.folders import program
 
@@ -36,7 +36,7 @@ def arguments(text: str) -> dict[str, str]:
 
 def test_there_are_three() -> None:
     """Each that make build-sif takes."""
-    assert sorted(f"containers/{name}.def" for name in build.DEFINITIONS) == DEFINITIONS
+    assert sorted(f"containers/{name}.def" for name in image_build.DEFINITIONS) == DEFINITIONS
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)

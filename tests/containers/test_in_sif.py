@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from clustertune.cluster.load import load_cluster
-from clustertune.containers import build as images
+from clustertune.containers import image_build as images
 from clustertune.containers import pins
 from clustertune.launch import container, image
 from clustertune.testbed.cluster import TemporaryCluster

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from clustertune.containers import __main__ as commands
-from clustertune.containers import lock, pins
-from clustertune.containers import lock as locks
-from clustertune.containers.lock import ANY, ARM, SPECS, X86, LockedPackage, NotAudited, PackageLock
+from clustertune.containers import package_lock, pins
+from clustertune.containers.package_lock import ANY, ARM, SPECS, X86, LockedPackage, NotAudited, PackageLock
 from clustertune.errors import UserError
 from tests import tree
 from tests.folders import program
@@ -24,15 +23,15 @@ PINS = pins.read()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=[spec.name for spec in SPECS])
-def test_the_locks_hold_to_the_pins(spec: lock.LockSpec) -> None:
+def test_the_locks_hold_to_the_pins(spec: package_lock.LockSpec) -> None:
     """A version that is moved in one place only: the image would run another stack than the tests."""
-    assert lock.held_to_pins(spec, locks.read(spec.path), PINS) == []
-    assert spec.path.read_text() == locks.read(spec.path).text()
+    assert package_lock.held_to_pins(spec, package_lock.read(spec.path), PINS) == []
+    assert spec.path.read_text() == package_lock.read(spec.path).text()
 
 
 def unlike(moved: pins.Pins) -> list[str]:
     """What is said of the tree's locks beside other pins."""
-    return [str(problem) for spec in SPECS for problem in lock.held_to_pins(spec, locks.read(spec.path), moved)]
+    return [str(problem) for spec in SPECS for problem in package_lock.held_to_pins(spec, package_lock.read(spec.path), moved)]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,7 @@ def test_which_wheels_are_hashed() -> None:
     """A hash too many lets in a file that nobody tried; one too few and the image is built from source."""
     for table, fit in ((FIT, True), (UNFIT, False)):
         for platform, tags in table.items():
-            assert [tag for tag in tags.split() if lock.fits(f"a-1-{tag}.whl", "3.12", platform) is not fit] == []
+            assert [tag for tag in tags.split() if package_lock.fits(f"a-1-{tag}.whl", "3.12", platform) is not fit] == []
 
 
 def package(name: str, version: str, *wheels: str, sdist: str = "") -> dict[str, Any]:
@@ -104,13 +103,13 @@ def test_what_has_no_wheel_is_built_from_source() -> None:
             package("c", "2", "c-2-cp39-cp39-win32.whl", sdist="t"),
         ]
     }
-    entries, sources = lock.entries_of(answer, "3.12", X86)
+    entries, sources = package_lock.entries_of(answer, "3.12", X86)
     assert entries == {
         "a-b": LockedPackage("a-b", "1", ("A.b-1-py3-none-any.whl",)),
         "c": LockedPackage("c", "2", ("t",)),
     } and sources == ("c",)
     with pytest.raises(UserError, match=r"no file for Python 3\.12"):
-        lock.entries_of({"packages": [package("d", "1", "d-1-cp39-cp39-win32.whl")]}, "3.12", X86)
+        package_lock.entries_of({"packages": [package("d", "1", "d-1-cp39-cp39-win32.whl")]}, "3.12", X86)
 
 
 def test_the_cpu_variant_has_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +117,10 @@ def test_the_cpu_variant_has_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) ->
     torch = f"{PINS['PY']['torch']}+cpu"
     wheel = "x-1-py3-none-any.whl"
     names = ("torch", "nvidia-cublas", "cuda-bindings", "triton", "nvidia-ml-py", "tritonclient")
-    monkeypatch.setattr(lock, "uv_resolve", lambda *_: {"packages": [package(name, "1", wheel) for name in names]})
+    monkeypatch.setattr(package_lock, "uv_resolve", lambda *_: {"packages": [package(name, "1", wheel) for name in names]})
     spec = next(spec for spec in SPECS if spec.name == "train-cpu")
     present = PackageLock("train-cpu", "3.11", X86, "", {"torch": LockedPackage("torch", torch, ("h",))})
-    made = lock.make(spec, PINS, {"train-cpu": present})
+    made = package_lock.make(spec, PINS, {"train-cpu": present})
     assert set(made.entries) == {"torch", "nvidia-ml-py", "tritonclient"} and made.entries["torch"] == LockedPackage(
         "torch", torch, ("h",)
     )
@@ -135,33 +134,33 @@ def test_a_layer_holds_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
         given.update(requirements=requirements, constraints=constraints)
         return {"packages": [package(name, "1", "x-1-py3-none-any.whl") for name in ("kiln", "pan")]}
 
-    monkeypatch.setattr(lock, "uv_resolve", answer)
+    monkeypatch.setattr(package_lock, "uv_resolve", answer)
     below = PackageLock("train", "3.12", X86, "", {"kiln": LockedPackage("kiln", "1", ("h",))})
     spec = next(spec for spec in SPECS if spec.name == "extra-ray")
-    assert set(lock.make(spec, PINS, {"train": below}).entries) == {"pan"}
+    assert set(package_lock.make(spec, PINS, {"train": below}).entries) == {"pan"}
     assert given == {"requirements": [f"ray=={PINS['DEV']['ray']}"], "constraints": ["kiln==1"]}
     entries = {"pan": LockedPackage("pan", "1", ("h",)), "torch": LockedPackage("torch", "2+cpu", ("h",))}
     present = PackageLock("extra-ray", "3.12", X86, "", entries)
-    lock.make(spec, PINS, {"train": below, "extra-ray": present}, keep=True)
+    package_lock.make(spec, PINS, {"train": below, "extra-ray": present}, keep=True)
     assert given["constraints"] == ["pan==1", "kiln==1"]
 
 
 def test_lock_check_tells_a_lock_that_is_not_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that the pins do not give, or another one: somebody edited, or the index changed under the date."""
-    now = {spec.name: locks.read(spec.path) for spec in SPECS}
-    monkeypatch.setattr(lock, "make_all", lambda *_, keep: now if keep else {})
-    assert set(lock.check_all(lambda _: None)) == set(now)
+    now = {spec.name: package_lock.read(spec.path) for spec in SPECS}
+    monkeypatch.setattr(package_lock, "make_all", lambda *_, keep: now if keep else {})
+    assert set(package_lock.check_all(lambda _: None)) == set(now)
     wheel = now["train"].entries["wandb"]
     moved = {**now["train"].entries, "wandb": replace(wheel, hashes=("0" * 64,))}
-    monkeypatch.setattr(lock, "make_all", lambda *_, keep: {**now, "train": replace(now["train"], entries=moved)})
+    monkeypatch.setattr(package_lock, "make_all", lambda *_, keep: {**now, "train": replace(now["train"], entries=moved)})
     with pytest.raises(UserError, match=r"containers/train.lock: is not what the pins resolve to .*: wandb"):
-        lock.check_all(lambda _: None)
-    lock.check_all(lambda _: None, fresh=False)
+        package_lock.check_all(lambda _: None)
+    package_lock.check_all(lambda _: None, fresh=False)
 
 
 def test_the_reference_is_the_documents_stack() -> None:
     """Its eight packages, to the version."""
-    found = locks.read(lock.path_of("reference"))
+    found = package_lock.read(package_lock.path_of("reference"))
     assert {name: found.entries[name].version for name in PINS["REF"]} == PINS["REF"] and len(PINS["REF"]) == 8
 
 
@@ -176,8 +175,8 @@ MADE = PackageLock(
 
 def test_read_what_was_written() -> None:
     """Byte for byte: lock-check tells an edit by hand by it."""
-    assert locks.parse(MADE.text(), "x.lock") == MADE
-    assert locks.parse(MADE.text(), "x.lock").text() == MADE.text()
+    assert package_lock.parse(MADE.text(), "x.lock") == MADE
+    assert package_lock.parse(MADE.text(), "x.lock").text() == MADE.text()
 
 
 @pytest.mark.parametrize(
@@ -195,9 +194,9 @@ def test_read_what_was_written() -> None:
 def test_what_pip_would_not_hold_to_a_hash(old: str, new: str, fault: str) -> None:
     """One line without a hash turns hash checking off for what it names."""
     assert old in MADE.text()
-    found = problems(locks.parse, MADE.text().replace(old, new), "x.lock")
+    found = problems(package_lock.parse, MADE.text().replace(old, new), "x.lock")
     assert any(fault in problem.message for problem in found) and {problem.file for problem in found} == {"x.lock"}
-    assert len(problems(locks.parse, "", "x.lock")) == 5, "all faults at once"
+    assert len(problems(package_lock.parse, "", "x.lock")) == 5, "all faults at once"
 
 
 def test_a_layer_adds_and_never_changes() -> None:
@@ -243,7 +242,7 @@ def test_a_line_that_make_reads_differently_is_refused(line: str) -> None:
 
 
 def test_every_fault_at_once() -> None:
-    """Also the missing day of the locks."""
+    """Also the missing day of the package_lock."""
     found = [problem.file for problem in problems(pins.parse, "oops\nPY_A=x\n")]
     assert found == [f"containers/versions.env{line}" for line in (":1", ":2", "")]
 
@@ -283,17 +282,17 @@ def uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], 
 def test_what_is_known_is_told_once(uv: Callable[[str, int], Path]) -> None:
     """With the version that is locked, without torch's mark of a build, which the database does not know."""
     log = uv(json.dumps(ANSWER), 1)
-    (problem,) = locks.audit([LOCK], {"GHSA-2": "not used"}, "https://mirror.example")
+    (problem,) = package_lock.audit([LOCK], {"GHSA-2": "not used"}, "https://mirror.example")
     assert problem.key == "oven" and "PYSEC-1" in problem.message and "GHSA" not in problem.message
     assert "--osv-url https://mirror.example/v1/query" in log.read_text() and "oven==2.0\n" in log.read_text()
-    assert locks.audit([LOCK], {"GHSA-2": "a", "CVE-1": "b"}) == [], "by any of its names"
+    assert package_lock.audit([LOCK], {"GHSA-2": "a", "CVE-1": "b"}) == [], "by any of its names"
 
 
 def test_the_command_says_what_is_known(
     uv: Callable[[str, int], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """make lock-check DATABASE=<address>; a database that does not answer is not the same as a clean one."""
-    monkeypatch.setattr(commands.lock, "check_all", lambda *_, **__: {"x": LOCK})
+    monkeypatch.setattr(commands.package_lock, "check_all", lambda *_, **__: {"x": LOCK})
     uv(json.dumps(ANSWER), 1)
     assert commands.main(["lock-check", "--database", "https://mirror.example"]) == 2
     assert "oven: 2.0: PYSEC-1" in capsys.readouterr().err
@@ -309,12 +308,12 @@ def test_an_answer_that_is_none_is_no_clean_bill(uv: Callable[[str, int], Path],
     """A portal's login page is not `nothing known`."""
     uv(answer, 0)
     with pytest.raises(NotAudited):
-        locks.audit([LOCK], {})
+        package_lock.audit([LOCK], {})
 
 
 def test_what_is_accepted_has_a_reason(tmp_path: Path) -> None:
     """Else the list becomes a way to be quiet."""
     listed = tmp_path / "x.txt"
     listed.write_text("# why\nPYSEC-1 only on Windows\nGHSA-2\nGHSA-3 \n")
-    assert [problem.file for problem in problems(locks.accepted, listed)] == [f"{listed}:3", f"{listed}:4"]
-    locks.accepted()
+    assert [problem.file for problem in problems(package_lock.accepted, listed)] == [f"{listed}:3", f"{listed}:4"]
+    package_lock.accepted()

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from clustertune.cluster.load import load_cluster
-from clustertune.containers import build as images
+from clustertune.containers import image_build as images
 from clustertune.containers import pins
 from clustertune.launch import container
 from tests import tree
+from tests.containers.in_sif import in_sif
 from tests.containers.test_images import build
 from tests.slurm_job import SETTINGS
 
@@ -32,7 +33,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_its_own_test(reference: dict[str, Any]) -> None:
     """Versions, two ranks that add, a few steps of LoRA."""
-    command = images.in_sif(images.find_apptainer(), Path(reference["file"]), "python", images.SELFTEST)
+    command = in_sif(images.find_apptainer(), Path(reference["file"]), "python", images.SELFTEST)
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for name, version in pins.read()[pins.REF].items():

@@ -11,28 +11,23 @@ import subprocess
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from clustertune.check import machine_limits
 from clustertune.check import report as reports
-from clustertune.check.report import machine_rules
-from clustertune.check.rule import EXIT, FAIL, PASS, UNKNOWN, WARN, Finding, Rule, _rules_in, checks, exit_code, finding, worst
+from clustertune.check.rule import EXIT, FAIL, PASS, UNKNOWN, WARN, Finding, Rule, checks, exit_code, finding, worst
 from clustertune.cli.app import app
 from clustertune.cluster import ignoring
 from clustertune.cluster.load import load_cluster
-from clustertune.doctor import __main__ as bare_doctor
 from clustertune.doctor import recipe_findings, wire
 from clustertune.doctor.recipe_findings import all_rules
 from clustertune.errors import UserError
 from clustertune.host.facts import HostFacts, from_dict
-from tests import tree
 from tests.command import REPO, run
-from tests.doctor import bare
 from tests.doctor.machine_cases import GOOD, machine, patched
 from tests.refusal import problems
 
@@ -64,7 +59,7 @@ def test_this_machine() -> None:
     assert done.code in (0, 1, 2) and "passed" in done.out.splitlines()[-1] and done.err == ""
     document = run("doctor", "--json").json
     worst = {0: "pass", 1: "warn", 2: "fail"}[done.code]
-    assert document["verdict"] == worst and document["recipe"] is None and len(document["findings"]) > 20
+    assert document["verdict"] == worst and document["recipe"] is None and len(document["findings"]) > 12
 
 
 def test_a_recipe_on_a_cluster() -> None:
@@ -72,11 +67,11 @@ def test_a_recipe_on_a_cluster() -> None:
     done = run("doctor", "recipes/llama405b-oasst2", "--cluster", "rno-rtxpro6000", "--json")
     found = {item["rule"]: item for item in done.json["findings"]}
     assert done.json["cluster"] == "rno-rtxpro6000" and done.code in (1, 2)
-    assert "saves-seldom" in found and "kernel" not in found and done.json["place"] is None
+    assert "saves-seldom" in found and "clock" not in found and done.json["place"] is None
     skipped = run("doctor", "--cluster", "rno-rtxpro6000")
     assert "not in rno-rtxpro6000" in skipped.out and skipped.code == 0
     found = {item["rule"] for item in run("doctor", "--cluster", "rno-rtxpro6000", "--here", "--json").json["findings"]}
-    assert "kernel" in found and not {"interface", "mount-missing", "node-names", "gpu-count"} & found
+    assert "clock" in found and not {"interface", "mount-missing", "node-names", "gpu-count"} & found
 
 
 def test_the_rules_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +101,7 @@ def test_faults_and_what_is_ignored(seen: HostFacts, capsys: pytest.CaptureFixtu
     assert output.startswith("FAIL    gpu-mig: gpu01: ") and output.index("gpu-mig") < output.index("open-files")
     assert call("--ignore", "gpu-mig") == 1 and "ignored: gpu-mig" in capsys.readouterr().out
     assert call("check", "--ignore", "gpu-mig", "--ignore", "open-files") == 0
-    assert call("--all") == 2 and "PASS    kernel: gpu01" in capsys.readouterr().out
+    assert call("--all") == 2 and "PASS    clock: gpu01" in capsys.readouterr().out
 
 
 def test_what_the_cluster_file_says(seen: HostFacts, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,117 +152,29 @@ def test_a_recipe_that_is_refused_is_a_finding(seen: HostFacts, capsys: pytest.C
     assert "recipe-refused" in capsys.readouterr().out
 
 
-# --- a bare machine ----------------------------------------------------------------------------------------------------
-
-Ended = subprocess.CompletedProcess[str]
-BareRun = Callable[..., Ended]
-STARTS = ("doctor/__main__.py", "doctor/sbatch.py")
-"""The programs of a bare node; of the first only ``--facts``, which loads no rule."""
-
-
-def program(*words: str, python: str = sys.executable, environ: dict[str, str] | None = None) -> Ended:
-    """``python -m clustertune.doctor`` without site-packages."""
-    command = [python, "-S", "-E", "-m", "clustertune.doctor", *words]
-    env = {**os.environ, **(environ or {})}
-    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False, timeout=120, env=env)
-
-
-@pytest.fixture
-def bare_run(capsys: pytest.CaptureFixture[str]) -> BareRun:
-    """The same in this process."""
-
-    def called(*words: str) -> Ended:
-        try:
-            code = bare_doctor.main(words)
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        return subprocess.CompletedProcess(words, code, *capsys.readouterr())
-
-    return called
-
-
-def test_they_need_only_the_standard_library_of_python_3_8() -> None:
-    """Login nodes have the system's Python and nothing else: by grammar, imports and names, whatever is installed here."""
-    sources = bare.closure(*(f"clustertune/{name}" for name in STARTS), *tree.sources("clustertune/check/script_"))
-    assert {f"clustertune/{name}.py" for name in ("host/collect", "check/script_rules", "doctor/wire")} <= set(sources)
-    printed = program("--facts", "--lines")
-    assert printed.returncode == 0 and printed.stderr == ""
-    assert bare.faults(sources) == []
-    later = ("import yaml", "from torch import x", "match x:\n    case 1:\n        pass", "zip(a, strict=True)")
-    assert all(bare.faults({"x.py": text}) for text in later), "the check itself"
-
-
-def test_a_real_old_python_runs_it() -> None:
-    """Where there is one: it looks at this machine, and its facts are what newer ones read."""
-    found = bare.interpreters()
-    if not found:
-        pytest.skip("no Python 3.8 or 3.9 on PATH or under pyenv")
-    for python in found:
-        printed = program("--facts", python=python)
-        assert printed.returncode == 0 and printed.stderr == "", printed.stderr
-        assert from_dict(json.loads(printed.stdout)).kernel
-
-
-def facts_file(tmp_path: Path, **patch: Any) -> str:
-    path = tmp_path / "facts.json"
-    path.write_text(json.dumps(patched(GOOD, {key.replace("__", "."): value for key, value in patch.items()})))
-    return str(path)
-
-
-def test_exit_codes_and_the_document(bare_run: BareRun, tmp_path: Path) -> None:
-    """0: nothing, 1: warnings, 2: failures; ignored ones do not count. One JSON document with every finding, worst first."""
-    assert bare_run("--from", facts_file(tmp_path)).returncode == 0
-    warned = bare_run("--from", facts_file(tmp_path, nofile=1024))
-    assert warned.returncode == 1 and warned.stdout.startswith("WARN    open-files: gpu01: 1024\n        why: ")
-    path = facts_file(tmp_path, nofile=128, gpus__0__mig=True)
-    failed, ignored = bare_run("--from", path), bare_run("--from", path, "--ignore", "gpu-mig", "--ignore=open-files")
-    assert failed.returncode == 2 and failed.stdout.index("gpu-mig") < failed.stdout.index("gpu01 (step): 2 failed")
-    assert ignored.returncode == 0 and "ignored: gpu-mig, open-files" in ignored.stdout
-    done = bare_run("--from", path, "--json", "--ignore", "gpu-mig")
-    document = json.loads(done.stdout)
-    assert done.returncode == 2 and done.stderr == ""
-    assert (document["place"], document["host"], document["verdict"]) == ("step", "gpu01", "fail")
-    assert [item["rule"] for item in document["findings"] if item["status"] == "fail"] == ["open-files"]
-    assert set(document["findings"][0]) == {"rule", "status", "where", "found", "fix", "why", "link"}
-    listed = [line.partition(":")[0] for line in bare_run("--list").stdout.splitlines()]
-    assert listed == [rule.id for rule in machine_rules()]
-
-
-def test_the_same_facts_at_another_place(bare_run: BareRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits and cores of a step are judged in a step, those of a login node are not a fault. --place reaches the collector."""
-    path = facts_file(tmp_path, nofile=128, memlock_bytes=65536, affinity=1, affinity_list="0", nvidia_devices=0, gpus=[])
-    for words, code in (([], 2), (["--place", "login"], 0), (["--place", "container+step"], 2)):
-        assert bare_run("--from", path, *words).returncode == code
-    monkeypatch.setattr(bare_doctor, "collect", lambda place, *_, **__: HostFacts("x", place or "here"))
-    done = bare_run("--place", "login")
-    assert done.returncode == 0 and "x (login)" in done.stdout
-
-
-def test_wrong_usage_of_a_bare_one(bare_run: BareRun) -> None:
-    """Words, exit code 2, no traceback."""
-    files = ("--from /nonexistent", "--from /", "--from pyproject.toml")
-    for line in (*files, "--ignore nonsense", "--place moon", "--seconds 0", "--seconds x", "--what", "recipe"):
-        done = bare_run(*line.split())
-        assert done.returncode == 2 and done.stderr.strip() and "Traceback" not in done.stderr and done.stdout == "", line
-
-
-def test_facts_that_are_none(bare_run: BareRun, tmp_path: Path) -> None:
-    """JSON of something else, facts of a later version, facts with odd values."""
-    path = tmp_path / "x.json"
-    for text in ("[]", "{}", '{"hostname": 1}', '{"hostname": "a", "gpus": 7}', "\x00", '{"hostname": "a", "gpus": [1]}'):
-        path.write_text(text)
-        done = bare_run("--from", str(path))
-        assert done.returncode == 2 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
-    odd = {"hostname": "a", "later": {"x": 1}, "gpus": [{"index": 0, "colour": "red"}], "mounts": [{"point": 1, "kind": 2}]}
-    path.write_text(json.dumps(odd))
-    assert bare_run("--from", str(path)).returncode in (0, 1, 2)
+# --- one machine's facts -----------------------------------------------------------------------------------------------
 
 
 def test_the_lines_of_srun() -> None:
     """What a step prints for its node is read again as it was; the node's name is Slurm's."""
-    done = program("--facts", "--lines", "--name=localhost", environ={"SLURMD_NODENAME": "node7"})
+    command = [sys.executable, "-m", "clustertune.doctor", "--name=localhost"]
+    env = {**os.environ, "SLURMD_NODENAME": "node7"}
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True, timeout=120, env=env)
     facts, faults, others = wire.decode(done.stdout.splitlines())
     assert set(facts) == {"node7"} and faults == {} and others == [] and facts["node7"].names["localhost"]
+
+
+@pytest.mark.parametrize("document", [[], {}, {"hostname": 1}, {"hostname": "a", "gpus": 7}, {"hostname": "a", "gpus": [1]}])
+def test_facts_that_are_none(document: Any) -> None:
+    """JSON of something else is a fault in words."""
+    with pytest.raises(ValueError, match=r"\w"):
+        from_dict(document)
+
+
+def test_facts_of_a_later_version() -> None:
+    """What is not known is skipped."""
+    odd = {"hostname": "a", "later": {"x": 1}, "gpus": [{"index": 0, "colour": "red"}], "mounts": [{"point": "1", "kind": "2"}]}
+    assert from_dict(odd).gpus[0].index == 0
 
 
 # --- reports, the wire and the page ------------------------------------------------------------------------------------
@@ -279,23 +186,12 @@ B = Rule("rule-b", "b", "why b", "https://example.org/b")
 def test_every_rule_is_named_once_and_says_why() -> None:
     """People suppress rules by their ids, and follow their links."""
     rules = all_rules()
-    assert len(rules) > 140
+    assert len(rules) > 120
     assert [name for name, count in Counter(rule.id for rule in rules).items() if count > 1] == []
     for rule in rules:
         assert re.fullmatch(r"[a-z][a-z0-9.]*(-[a-z0-9.]+)*", rule.id), rule.id
         assert rule.title and rule.why and not rule.why.endswith("."), rule.id
         assert re.fullmatch(r"https://[^\s|]+", rule.link), rule.id
-
-
-def test_a_rule_of_another_form_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules are found by their form: one that takes more than its subject would be left out of every report."""
-    source = "def lost(m: Machine, more: int) -> Iterator[Seen]:\n    yield Seen(WARN, 'x')\n"
-    made: dict[str, Any] = {"__name__": machine_limits.__name__}
-    exec(compile(f"from __future__ import annotations\n{source}", "rules", "exec"), made)  # noqa: S102
-    monkeypatch.setattr(machine_limits, "lost", made["lost"], raising=False)
-    _rules_in.cache_clear()
-    with pytest.raises(AssertionError, match=r"machine_limits\.lost"):
-        machine_rules()
 
 
 def test_the_page_of_the_documents_is_current() -> None:
@@ -366,10 +262,10 @@ def test_facts_come_through_in_short_lines_in_any_order() -> None:
 def test_damaged_facts_are_a_fault_of_the_node() -> None:
     """Never an exception, never half of the facts: lines that are lost, cut or changed, what are no facts, and what is huge."""
     first, *rest = lines = wire.encode(from_dict(GOOD))
-    damaged = [[first, *rest[1:]], [first[:-7], *rest], [line.replace(first.split()[3], "00000000") for line in lines]]
+    damaged = [[first, *rest[1:]], [first[:-7], *rest], [first.replace(first.split()[3][:9], first.split()[3][1:10]), *rest]]
     for text in (b"[1]", b" " * (wire.MAX_BYTES + 10)):
         packed = base64.b64encode(zlib.compress(text)).decode()
-        damaged.append([f"clustertune-facts gpu01 1/1 {zlib.crc32(text):08x} {packed}"])
+        damaged.append([f"clustertune-facts gpu01 1/1 {packed}"])
     for found in damaged:
         facts, faults, _ = wire.decode(found)
         assert facts == {} and set(faults) == {"gpu01"} and found != lines
@@ -383,7 +279,7 @@ def test_a_cluster_file_may_leave_rules_out(tmp_path: Path) -> None:
     text = (REPO / "ops" / "clusters" / "rno-rtxpro6000.yaml").read_text(encoding="utf-8")
     path = tmp_path / "mine.yaml"
     every = [one.rule.id for one in checks()]
-    for names in (every[:190], every[190:]):
+    for names in (every[:90], every[90:]):
         path.write_text(text.replace("name: rno-rtxpro6000", "name: mine") + f"\ndoctor: {{ignore: [{', '.join(names)}]}}\n")
         assert ignoring.ignored(load_cluster(str(path))) == tuple(names)
     path.write_text(re.sub(r"ignore: .*", "ignore: [gpu-presistence, mtu, nonsense]}", path.read_text()))
@@ -400,16 +296,3 @@ def test_one_exit_code_for_one_verdict(statuses: tuple[str, ...], code: int) -> 
     """Of every command: where nothing could be judged, a script must not go on as if all were well."""
     found = [Finding("mtu", status, "", "x", "y", "z", "l") for status in statuses]
     assert exit_code(found) == EXIT[worst(found)] == code
-
-
-def test_one_fact_is_told_once() -> None:
-    """What a rule of the recipe has found of a file or folder, the machine's rules do not tell again."""
-
-    def one(rule: str, found: str, where: str = "") -> Finding:
-        return Finding(rule, WARN, where, found, "fix", "why", "https://example.org")
-
-    modes = [one("secret-mode", f"/x/{name} has mode 0644") for name in (".env", ".netrc")]
-    machine = [*modes, one("hub-cache", "nfs")]
-    recipe = [one("env-file", "others can read it", "/x/.env"), one("weights-on-network", "nfs4")]
-    assert reports.deduplicate(machine, recipe) == [modes[1], *recipe]
-    assert reports.deduplicate(machine, []) == machine

@@ -8,7 +8,7 @@ import pytest
 
 from clustertune.check import report
 from clustertune.check.machine import Machine
-from clustertune.check.machine_gpu import read_xid, xid_tables
+from clustertune.check.machine_gpu import TABLES, read_xid
 from clustertune.check.machine_network import matches
 from clustertune.check.nodes import JobNodes
 from clustertune.check.rule import FAIL, MACHINE, NODES, PASS, UNKNOWN, WARN, Finding, checks
@@ -20,6 +20,7 @@ from clustertune.launch.allocation import Allocation
 from tests.doctor.machine_cases import CASES, COMPARED, EDGES, GOOD, LOGIN, TWO_PCIE_GPUS, XID, Patch, machine
 
 RULES = {one.rule.id for one in checks(MACHINE)}
+WELL: Patch = {"slurm_gres": {"gpu01": "gpu:h100:8"}, "slurm_scripts": {"/etc/slurm/prolog.sh": ""}}
 BROKEN = report.rule_broken.rule.id
 
 
@@ -42,7 +43,7 @@ def looked(facts: Patch | None = None, cluster: Patch | None = None, **expects: 
 def test_nothing_is_wrong_with_a_good_node() -> None:
     """A doctor that cries wolf is switched off. Most rules look at something here: they say so."""
     found = looked()
-    assert faults(found) == set() and len({item.rule for item in found if item.status == PASS}) > 45
+    assert faults(found) == set() and len({item.rule for item in found if item.status == PASS}) > 35
 
 
 @pytest.mark.parametrize(("rule", "status", "facts", "cluster", "expects", "also"), **numbered(CASES))
@@ -72,19 +73,20 @@ def test_every_rule_has_a_bad_case_and_a_good_one() -> None:
         ({}, {}, {}),
         (TWO_PCIE_GPUS, {}, {"gpus": 2}),
         ({"environment.OMP_NUM_THREADS": "16", "container": "docker", "mounts.0.kind": "overlay"}, {}, {}),
-        ({"+": "HERE", "slurm": {"+": "SLURM"}, "slurm_silent": ""}, {}, {}),
+        ({"+": "HERE", "slurm": {"+": "SLURM"}, "slurm_silent": "", **WELL}, {}, {}),
+        ({"exports": {"/tmp/x": "*(rw,sync)"}}, {}, {}),
         ({"mounts.+": pool}, {"storage.pool": {"mount": "/pool"}}, {}),
         ({}, {"network": {"interface": "bond0", "kind": "roce", "gbit": 200}}, {}),
     ]
     found = [item for facts, cluster, expects in good for item in looked(facts, cluster, **expects)]
-    assert RULES - {item.rule for item in found if item.status == PASS} == {"pool-mmap", "nfs-over-fuse", "inodes"}
+    assert RULES - {item.rule for item in found if item.status == PASS} == {"pool-options", "nfs-over-fuse", "inodes"}
     assert {name for name, _ in faults(found)} <= {"cuda-visible-devices", "rdma-verbs"}
 
 
 def test_an_id_names_one_rule() -> None:
     """``--ignore`` and cluster files leave rules out by the id alone."""
     ids = [one.rule.id for one in checks()]
-    assert len(set(ids)) == len(ids) > 250
+    assert len(set(ids)) == len(ids) > 170
 
 
 def test_any_fact_may_be_missing() -> None:
@@ -106,7 +108,7 @@ def test_facts_without_anything_are_no_fault() -> None:
     expected = {("gpu-count", FAIL), ("hostname-loopback", WARN)}
     found = report.machine_findings(m)
     assert faults(found) == expected, "what the job counts on is not to be seen"
-    absent = {"python-path", "library-path", "preload", "nccl-settings", "debug-settings", "rank-variables", "proxy"}
+    absent = {"python-path", "library-path", "nccl-settings", "debug-settings", "proxy"}
     assert {item.rule for item in found if item.status == PASS} == absent, "what could not be looked at does not pass"
     m.cluster, m.expects.gpus, m.expects.nodes = {}, None, 1
     assert faults(report.machine_findings(m)) == set()
@@ -120,7 +122,7 @@ def test_a_login_node_is_no_compute_node() -> None:
         "glibc": "2.17", "kernel": "3.10.0", "driver": "", "environment.HF_HOME": "/shared/hf",
     }  # fmt: skip
     assert faults(looked({**LOGIN, **poor})) == set()
-    assert len(faults(looked({**poor, "place": "step"}))) > 8
+    assert len(faults(looked({**poor, "place": "step"}))) > 5
 
 
 def test_a_rehearsal_claims_more_than_there_is() -> None:
@@ -142,7 +144,7 @@ def test_harmless_xids_and_other_lines_are_passed_over() -> None:
     assert read_xid("kernel: NVRM: Xid (PCI:0002:00:00): 79, GPU has fallen") == ("0002:00:00", 79, None)
     assert read_xid("[ 12.5] NVRM: Xid (PCI:0000:01:00): 48, pid") == ("0000:01:00", 48, 12.5)
     assert read_xid("NVRM: GPU at PCI:0000:01:00") is None
-    xids, recovery = xid_tables()
+    xids, recovery = TABLES["xids"], TABLES["recovery"]
     assert all(status in (WARN, FAIL) and meaning and fix for status, meaning, fix in xids.values()) and all(recovery.values())
 
 
@@ -264,6 +266,4 @@ def test_what_stops_a_job_is_told_as_an_error(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(UserError, match="gpu-count") as caught:
         before_a_job(monkeypatch, {"cuda_devices": 7})
     assert caught.value.code == 2
-    assert {"node-silent"} < preflight.STOPS <= {rule.id for rule in report.machine_rules()}, (
-        "a misspelt name would stop nothing"
-    )
+    assert {"node-silent", "gpu-count"} < {rule.id for rule in report.machine_rules() if rule.stops}

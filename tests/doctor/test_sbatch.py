@@ -1,12 +1,9 @@
-"""The lint of batch scripts: each rule, good scripts, any bytes, a bare Python, sbatch's own reading, and the command line."""
+"""The lint of batch scripts: each rule, good scripts, any bytes, and the command line."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clustertune.check.rule import SCRIPT, checks
-from clustertune.check.script_batch import read_header
+from clustertune.check.sbatch import lint
 from clustertune.cli import doctor
 from clustertune.cli.app import run_command
-from clustertune.doctor.sbatch import lint, main
 from tests.tree import REPO
 
 GOOD = """#!/usr/bin/env bash
@@ -83,13 +79,13 @@ def test_a_rule_finds_its_mistake_and_nothing_else(rule: str, bad: str, good: st
 
 def test_every_rule_has_a_case() -> None:
     """A rule without one may never find anything, or everything."""
-    assert {case[0] for case in CASES} | {"crlf", "bom"} == {one.rule.id for one in checks(SCRIPT)}
+    assert {case[0] for case in CASES} == {one.rule.id for one in checks(SCRIPT)}
 
 
-def test_line_ends_and_marks_of_windows(checkout: Path) -> None:
-    """They are found, and hide nothing else in the file."""
-    found = lint("\ufeff" + GOOD.replace("\n", "\r\n"), "job.sbatch", checkout)
-    assert [(f.rule, int(f.where)) for f in found] == [("bom", 1), ("crlf", 1)]
+def test_line_ends_and_marks_of_windows_hide_nothing(checkout: Path) -> None:
+    """sbatch refuses such a file with a message of its own; here its lines are read as what they are."""
+    found = lint("\ufeff" + (GOOD + "export MASTER_PORT=29500\n").replace("\n", "\r\n"), "job.sbatch", checkout)
+    assert [(f.rule, int(f.where)) for f in found] == [("fixed-port", 11)]
     assert lint(GOOD, "job.sbatch", checkout) == []
 
 
@@ -255,71 +251,10 @@ def test_a_hostfile_under_srun_is_found() -> None:
     assert [about_launchers(body) for body in SSH_ONCE] == [set()] * len(SSH_ONCE)
 
 
-# --- a bare Python -----------------------------------------------------------------------------------------------------
+# --- the command -------------------------------------------------------------------------------------------------------
 
 
 BAD, FINE = ("#!/bin/bash\n#SBATCH --time=1\n" + line for line in ("export MASTER_PORT=29500\n", "true\n"))
-
-
-def test_it_runs_without_any_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit codes and output of the module itself, with site-packages switched off."""
-    bad, good = tmp_path / "bad.sbatch", tmp_path / "good.sbatch"
-    bad.write_text(BAD)
-    good.write_text(FINE)
-    command = [sys.executable, "-S", "-E", "-m", "clustertune.doctor.sbatch", str(bad), str(good)]
-    found = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
-    assert found.returncode == 1 and found.stdout.startswith(f"{bad}:3: fixed-port: the port is always 29500 -> ")
-    assert main([str(good)]) == 0 and main(["--json", str(bad)]) == 1
-    assert json.loads(capsys.readouterr().out)["files"][0]["findings"][0]["line"] == 3
-    for wrong in (tmp_path / "absent", tmp_path):
-        assert main([str(wrong)]) == 2 and capsys.readouterr().err.strip()
-    for words in ([], ["--what"]):
-        with pytest.raises(SystemExit, match="2"):
-            main(words)
-
-
-def test_what_a_script_says_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its words stand in the findings."""
-    script = tmp_path / "a.sbatch"
-    script.write_bytes(b"#!/bin/bash\n#SBATCH --time=1 \x1b[2J\xc2\x9b31m\xff\n#SBATCH --nodes=$\x1b]0;x\x07N\n")
-    main([str(script)])
-    shown = capsys.readouterr().out
-    assert shown and not set(shown) & set("\x1b\x07\x9b")
-
-
-# --- sbatch itself -----------------------------------------------------------------------------------------------------
-
-HEADERS = [
-    "#SBATCH --nodes=3 --job-name=\"a b\" # comment --time=3\n#SBATCH --comment='x\\'y' --account=q\n",
-    "#SBATCH --output=~/x#y.log -c4 -N 2\n #SBATCH --mem=1\n#SBATCH--time=5\n\t# tab\n\n#SBATCH -q a\n:\n#SBATCH --mem=2\n",
-    "# SBATCH --mem=1\n##SBATCH --mem=2\n#sbatch --mem=3\n#SBATCH\t-J\tx --wckey=a\\b\n:\n#SBATCH --mem=4\n",
-    '\n\n#SBATCH --comment="it\'s # in" --nodes=1\n#SBATCH\n#SBATCH     --time=1\n',
-]
-REFUSED = "#!/bin/bash\n#SBATCH --nodes=x\n"
-"""sbatch says what it found and ends, without a search for its controller."""
-
-
-@pytest.mark.skipif(shutil.which("sbatch") is None, reason="sbatch is not installed")
-@pytest.mark.parametrize("text", HEADERS, ids=range(len(HEADERS)))
-def test_directives_are_read_as_sbatch_reads_them(text: str, tmp_path: Path) -> None:
-    """The real sbatch says with -vv what it found in a script, before it asks any controller."""
-    (tmp_path / "slurm.conf").write_text(
-        "ClusterName=t\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\nNodeName=n1\nPartitionName=a Nodes=n1\n"
-    )
-    text = REFUSED + text
-    (tmp_path / "a.sbatch").write_text(text)
-    ended = subprocess.run(
-        ["timeout", "60", "sbatch", "-vvv", "--test-only", str(tmp_path / "a.sbatch")],
-        env={**os.environ, "SLURM_CONF": str(tmp_path / "slurm.conf")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    theirs = re.findall(r'Found in script, argument "(.*)"$', ended.stderr, re.MULTILINE)
-    assert theirs and [word for word, _ in read_header(text.split("\n")).words] == theirs
-
-
-# --- the command -------------------------------------------------------------------------------------------------------
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -344,3 +279,14 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
     assert document["findings"] == 1 and document["files"][0]["findings"][0]["link"].startswith("https://")
     assert call(monkeypatch, "--json", str(tmp_path / "one"), str(tmp_path)) == 2
     assert len(json.loads(capfd.readouterr().out)["problems"]) == 2
+
+
+def test_what_a_script_says_cannot_steer_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its words stand in the findings."""
+    script = tmp_path / "a.sbatch"
+    script.write_bytes(b"#!/bin/bash\n#SBATCH --time=1 \x1b[2J\xc2\x9b31m\xff\n#SBATCH --nodes=$N\x1b]0;x\x07N\n")
+    call(monkeypatch, str(script))
+    shown = capfd.readouterr().out
+    assert shown and not set(shown) & set("\x1b\x07\x9b")

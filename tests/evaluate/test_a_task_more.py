@@ -18,7 +18,7 @@ from clustertune.recipe import tasks
 from clustertune.recipe.schema import Eval
 from clustertune.report.page import build
 from clustertune.resolve.resolve import resolve
-from clustertune.staging.collect import Collector
+from clustertune.staging.bundle_fill import Collector
 from tests.doctor.recipe_case import make
 from tests.evaluate.conftest import forbid_network
 

@@ -18,7 +18,7 @@ from clustertune.evaluate.answers import AnswerLog
 from clustertune.evaluate.run import evaluate
 from clustertune.evaluate.scores import read_result
 from clustertune.manifest import find_problems, seal
-from clustertune.recipe.schema import Eval, Recipe, without_old_keys
+from clustertune.recipe.schema import Eval
 from tests.conftest import TEXTS, TINY_LLAMA
 from tests.evaluate.conftest import forbid_network
 
@@ -240,19 +240,6 @@ def test_of_another_shape_is_refused(adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="q_proj"):
         evaluate(large, tmp_path / "out", settings=SETTINGS, device="cpu", adapter=adapter)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_recipe_of_when_there_was_one_task() -> None:
-    old = {
-        "eval": {"ifeval": {"max_gen_toks": 64, "pass_mark": {"prompt_level_strict_acc": 0.5}}},
-        "expect": {"ifeval": {"inst_level_loose_acc": 0.8}, "steps": 3},
-    }
-    new = without_old_keys(old)
-    assert Eval(**new["eval"]) == Eval(max_gen_toks=64, pass_mark={"ifeval": {"prompt_level_strict_acc": 0.5}})
-    assert new["expect"] == {"tasks": {"ifeval": {"inst_level_loose_acc": 0.8}}, "steps": 3}
-    base = {"model": {"name": "m"}, "data": {"name": "d", "format": "lima"}, "train": {}}
-    assert Recipe.model_validate({**base, **old}).eval.max_gen_toks == 64
-    assert without_old_keys(new) == new
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,14 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from clustertune.launch.rendezvous import free_port
 from clustertune.training import cpu_fsdp
 from tests.export.conftest import ARCHITECTURE, LORA
 
-CASES: dict[str, tuple[int, dict[str, Any]]] = {"fsdp1": (1, LORA), "fsdp2-head": (2, LORA | {"modules_to_save": ["lm_head"]})}
-_ADDED = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|\.default|\.modules_to_save")
+CASES: dict[str, dict[str, Any]] = {"fsdp2": LORA, "fsdp2-head": LORA | {"modules_to_save": ["lm_head"]}}
+_ADDED = re.compile(r"_checkpoint_wrapped_module\.|\.default|\.modules_to_save")
 
 
 def build_model(lora: dict[str, Any]) -> torch.nn.Module:
@@ -35,34 +34,28 @@ def build_model(lora: dict[str, Any]) -> torch.nn.Module:
     return get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **lora))
 
 
-def gather(model: torch.nn.Module, version: int) -> dict[str, torch.Tensor]:
+def gather(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The whole adapter on every rank."""
-    if version == 1:
-        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-            full = {name: value.detach().clone() for name, value in model.named_parameters()}
-    else:
-        full = {name: value.full_tensor().detach() for name, value in model.named_parameters()}
+    full = {name: value.full_tensor().detach() for name, value in model.named_parameters()}
     return {_ADDED.sub("", name): value for name, value in full.items() if "lora_" in name or "modules_to_save" in name}
 
 
-def train_and_save(rank: int, port: int, version: int, lora: dict[str, Any], out: Path) -> None:
+def train_and_save(rank: int, port: int, lora: dict[str, Any], out: Path) -> None:
     """Two optimizer steps under FSDP with activation checkpointing, then accelerate's own save."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_PORT=str(port))
     os.environ.update(MASTER_ADDR="127.0.0.1", ACCELERATE_USE_FSDP="true")
-    cpu_fsdp.set_environment(fsdp1=version == 1)
-    only_fsdp1: dict[str, Any] = {"use_orig_params": True, "sync_module_states": False} if version == 1 else {}
+    cpu_fsdp.set_environment()
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=version,
+        fsdp_version=2,
         state_dict_type="SHARDED_STATE_DICT",
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         cpu_ram_efficient_loading=False,
         activation_checkpointing=True,
-        **only_fsdp1,
     )
     cpu_fsdp.install()
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    assert accelerator.distributed_type == DistributedType.FSDP and accelerator.is_fsdp2 == (version == 2)
+    assert accelerator.distributed_type == DistributedType.FSDP and accelerator.is_fsdp2
     model = build_model(lora)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -73,7 +66,7 @@ def train_and_save(rank: int, port: int, version: int, lora: dict[str, Any], out
         optimizer.zero_grad()
     save_fsdp_model(plugin, accelerator, model, str(out), adapter_only=True)
     save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(out))
-    trained = gather(model, version)
+    trained = gather(model)
     if accelerator.is_main_process:
         torch.save(trained, out.with_suffix(".pt"))
     accelerator.wait_for_everyone()

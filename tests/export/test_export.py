@@ -28,7 +28,7 @@ def read_all(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-@pytest.mark.parametrize("case", ["fsdp1", "fsdp2-head", "ddp"])
+@pytest.mark.parametrize("case", ["fsdp2", "fsdp2-head", "ddp"])
 def test_peft_loads_what_the_ranks_had_trained(
     case: str, real_checkpoint: Callable[[str], Path], real_shards: Path, tmp_path: Path
 ) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from clustertune.errors import Problem, UserError
 from clustertune.launch import allocation, rendezvous
-from clustertune.launch.signal_margin import SignalMargin
 from clustertune.resolve.resolve import resolve
 from tests.launch.machines import machine
 
@@ -95,12 +94,12 @@ def test_the_fix_is_the_line_to_use() -> None:
     """Whole, quoted, with the user's own words in their order, and the margin of this recipe: the script's own is another's."""
     words = ["recipes/llama405b-oasst2", "data.input=/a b/$x", "--run-dir", "/r x"]
     given = read(SLURM_JOB_NODELIST="n1", SLURM_GPUS_ON_NODE="4", SLURM_NTASKS_PER_NODE="8")
-    problems = allocation.check(given, resolve("llama405b-oasst2"), machine(), words, margin=SignalMargin(77, "x"))
+    problems = allocation.check(given, resolve("llama405b-oasst2"), machine(), words)
     assert [problem.key for problem in problems] == ["slurm.nodes", "slurm.gpus_per_node", "--ntasks-per-node"]
     assert all(problem.file == "job 42" for problem in problems)
     assert options(problems[0]) == [
         "sbatch", "--nodes=2", "--gpus-per-node=rtx_pro_6000:8", "--cpus-per-task=256", "--mem=0", "--time=24:00:00",
-        "--partition=gpu", "--signal=B:USR1@77", "launch/run.sbatch", *words,
+        "--partition=gpu", "--signal=B:USR1@1500", "launch/run.sbatch", *words,
     ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from clustertune.launch import allocation, cluster_paths, progress, serving, ste
 from clustertune.recipe import tasks
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
-from clustertune.rundir import SCHEMA, RunDir
+from clustertune.rundir import RunDir
 from clustertune.submission import Submission
 from tests.command import REPO
 
@@ -37,7 +37,7 @@ def recipe(tmp_path: Path) -> Path:
 
 def submitted(recipe: Path, *words: str) -> Submission:
     cluster = str(recipe.parents[1] / "mine.yaml")
-    return Submission.make(str(recipe), list(words), True, cluster, recipe.parents[1] / "run", None, "report", one_job=False)
+    return Submission.make(str(recipe), list(words), True, cluster, recipe.parents[1] / "run", None, "report")
 
 
 def start_job(monkeypatch: pytest.MonkeyPatch, given: allocation.Allocation, *words: Any, **named: Any) -> None:
@@ -92,23 +92,6 @@ def test_the_same_submission_has_the_same_number_and_another_keeps_the_one_befor
     assert run.read()["jobs"]["train"]["minutes"] == 10 and run.read()["earlier"][1]["jobs"]["train"]["minutes"] == 30
     with pytest.raises(UserError, match="no description 9"):
         run.description(9)
-
-
-def test_a_run_folder_of_the_first_version_still_works(recipe: Path) -> None:
-    """It says no schema, no description and no distribution: what follows from its files is read from them."""
-    sent(recipe)
-    run = RunDir(recipe.parents[1] / "run")
-    body = run.read()
-    wanted = run.resolved().distribution
-    for key in ("schema", "description", "jobs"):
-        del body[key]
-    del body["recipe"]["distribution"]
-    run.run_json.write_text(json.dumps(body))
-    assert run.resolved().distribution == wanted
-    assert sent(recipe) == 1 and "earlier" not in run.read()
-    run.update(schema="clustertune.run/99")
-    with pytest.raises(UserError, match=f"this release reads {SCHEMA}"):
-        run.resolved()
 
 
 def test_the_job_command_reads_no_file_of_the_recipe(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def test_submit_tells_of_an_image_before_anything_is_queued(sif: Path, tmp_path:
     file.write_text(text.replace("image: /pool/images/train.sif", f"image: {sif}"))
 
     def submission(path: Path) -> Submission:
-        return Submission.make("tiny-oasst2", [], True, str(file), path, None, "report", one_job=False)
+        return Submission.make("tiny-oasst2", [], True, str(file), path, None, "report")
 
     good = submission(tmp_path / "run")
     assert not [p for p in good.find_problems(dry_run=False) if p.key == "container.image"]

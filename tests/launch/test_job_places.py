@@ -79,7 +79,7 @@ def all_ranks(job: Job, seen: list[dict[str, str]]) -> bool:
 
 @pytest.mark.jobs
 def test_a_submitted_job(slurm: TemporaryCluster, checkout: Path) -> None:
-    """``submit --one-job`` by a cluster file that gives folders by a variable of this shell; paths have blanks.
+    """``submit`` by a cluster file that gives folders by a variable of this shell; paths have blanks.
 
     Every rank sees the folders; the dry run prints the line of srun that ran, letter by letter; the checkout stays clean.
     """
@@ -87,7 +87,7 @@ def test_a_submitted_job(slurm: TemporaryCluster, checkout: Path) -> None:
     big.mkdir()
     file = cluster_file(checkout.parent, 'caches: "$BIG/hf cache", runs: "${BIG}/my runs"')
     words = [checkout / ".venv/bin/python", "-m", "clustertune", "submit", "tiny-oasst2", "--tiny", *SETTINGS, "slurm.nodes=2"]
-    words += ["--cluster", str(file), "--to", "export", "--one-job"]
+    words += ["--cluster", str(file), "--to", "train"]
     given = {"BIG": str(big), "CANARY": "canary-77"}
     dry = subprocess.run(
         [*words, "--dry-run", "--verbose"],
@@ -99,9 +99,9 @@ def test_a_submitted_job(slurm: TemporaryCluster, checkout: Path) -> None:
     )
     done = slurm.run(words, cwd=checkout, env=given)
     run = next(Path(line.removeprefix("run folder: ")) for line in done.stderr.splitlines() if line.startswith("run folder: "))
-    job = Job(slurm, run, id=json.loads((run / "jobs" / "jobs.json").read_text())["jobs"][0]["id"])
+    job = Job(slurm, run, id=json.loads((run / "jobs" / "jobs.json").read_text())["jobs"][-1]["id"])
     job.until(lambda: all_ranks(job, seen), "the ranks")
-    found, log = job.end(), next((run / "logs").iterdir()).read_text()
+    found, log = job.end(), next((run / "logs").glob("*-train-*")).read_text()
     assert found["JobState"] == "COMPLETED", log
     assert run.parent == big / "my runs" / "tiny-oasst2" and (big / "hf cache").is_dir()
     for environment in seen:

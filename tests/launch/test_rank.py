@@ -172,18 +172,12 @@ def test_what_fails_in_an_attempt_that_was_followed_is_no_failure(tmp_path: Path
 
 
 def test_the_plan_s_variables_go_first_and_are_told_where_they_change_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    bound: list[Any] = []
-    unbound = "rank 3: not bound, the NUMA node is not known"
-    monkeypatch.setattr(rank.binding, "bind", lambda *args: bound.append(args) or unbound)
     monkeypatch.setattr(os, "environ", {"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": "1", "RANK": "3", "LOCAL_RANK": "1"})
     values = {"NCCL_DEBUG": "WARN", "NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "bond0"}
-    notes = rank._follow_plan(
-        replace(ONE_RANK, ranks_per_node=2, environment=values, numa_gpus=((0,), (1,)), numa_cpus=("0", "1"))
-    )
+    notes = rank._follow_plan(replace(ONE_RANK, ranks_per_node=2, environment=values))
     assert values.items() <= os.environ.items()
-    assert notes == ["NCCL_DEBUG=WARN by the plan of this attempt; it was INFO in the environment", unbound]
-    assert bound == [(3, 1, 2, ((0,), (1,)), ("0", "1"))]
-    assert rank._follow_plan(None) == [] and rank._follow_plan(ONE_RANK) == [] and len(bound) == 1
+    assert notes == ["NCCL_DEBUG=WARN by the plan of this attempt; it was INFO in the environment"]
+    assert rank._follow_plan(None) == [] and rank._follow_plan(ONE_RANK) == []
 
 
 def test_the_node_of_a_rank_is_its_plan_s(tmp_path: Path) -> None:

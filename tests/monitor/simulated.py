@@ -15,7 +15,7 @@ from clustertune.monitor import machine
 from clustertune.monitor.sampler import TelemetryWriter
 from clustertune.report.telemetry import FOLDER, TelemetryRow
 from clustertune.resolve.resolve import resolve
-from clustertune.rundir import SCHEMA, RunDir
+from clustertune.rundir import RunDir
 
 GPU = "NVIDIA H100 80GB HBM3"
 
@@ -29,7 +29,6 @@ def make(
     path.mkdir(parents=True)
     resolved = resolve(recipe, list(overrides), ranks=world)
     document = {
-        "schema": SCHEMA,
         "description": 1,
         "recipe": resolved.as_dict(),
         "fingerprint": resolved.fingerprint(),

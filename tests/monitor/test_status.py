@@ -25,7 +25,7 @@ from tests.command import run
 from tests.monitor import simulated
 
 KEYS = ["state", "step", "steps", "tokens_per_s", "mfu", "planned_step_s", "step_s", "eta_s", "usd", "kwh", "nodes", "alerts"]
-COLUMNS = ["run", "recipe", "state", "step", "steps", "score", "gpu_hours", "usd", "kwh"]
+COLUMNS = ["run", "recipe", "state", "step", "steps", "begun", "score_name", "score", "gpu_hours", "usd", "kwh"]
 SAMPLE = re.compile(r'(clustertune_[a-z0-9_]+)\{(?:[a-z]+="(?:[^"\\\n]|\\["\\n])*",?)+\} -?[0-9.e+-]+')
 
 

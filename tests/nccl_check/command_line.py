@@ -8,7 +8,7 @@ from typing import Any
 from clustertune.cli import nccl_check as program
 from clustertune.cluster.load import load_cluster
 from clustertune.launch.batch import BatchJob
-from clustertune.nccl_check import check
+from clustertune.nccl_check import link_check
 
 
 def command_line(**changes: Any) -> program.NcclCheckArguments:
@@ -18,5 +18,5 @@ def command_line(**changes: Any) -> program.NcclCheckArguments:
 
 def job(name: str) -> BatchJob:
     cluster = load_cluster(name)
-    wanted = check.job_shape(cluster, None, None, program.GPU_SECONDS)
-    return check.make_job(wanted, Path("/folder"), program.arguments(command_line(cluster=name), cluster))
+    wanted = link_check.job_shape(cluster, None, None, program.GPU_SECONDS)
+    return link_check.make_job(wanted, Path("/folder"), program.arguments(command_line(cluster=name), cluster))

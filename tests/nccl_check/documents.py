@@ -1,4 +1,4 @@
-"""Rounds of a check as their files, written by hand: what ranks and nodes leave behind."""
+"""A check as its files, written by hand: what ranks and nodes leave behind."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clustertune.nccl_check.setup import FACTS, NODE, RECORDS, CollectiveCase, Setup
+from clustertune.nccl_check.link_schedule import FACTS, NODE, RECORDS, CollectiveCase, Setup
 
 SETUP = Setup(
-    hosts=("n1", "n2"), addresses=("10.0.0.1", "10.0.0.2"), ranks_per_node=1, cpus_per_node=1, backend="gloo",
+    hosts=("n1", "n2"), address="10.0.0.1", port=29_400, ranks_per_node=1, cpus_per_node=1, backend="gloo",
     backend_why="asked for", seconds=60.0, start_seconds=20.0, case_seconds=10.0, most_seconds=120.0, largest=1 << 20,
 )  # fmt: skip
 
 
 def setup(nodes: int, each: int = 1, **changes: Any) -> Setup:
-    """A round on so many nodes."""
+    """A check on so many nodes."""
     hosts = tuple(f"n{i + 1}" for i in range(nodes))
-    return replace(SETUP, hosts=hosts, addresses=hosts, ranks_per_node=each, **changes)
+    return replace(SETUP, hosts=hosts, ranks_per_node=each, **changes)
 
 
 class Files:
-    """The folder of a round."""
+    """The folder of a check."""
 
     def __init__(self, folder: Path, wanted: Setup, *, bare: bool = False) -> None:
         """``bare``: of a round of which nothing else is there yet."""

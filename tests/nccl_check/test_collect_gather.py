@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from clustertune.host.system import MIB
-from clustertune.nccl_check import result as gather
-from clustertune.nccl_check.setup import CollectiveCase
+from clustertune.nccl_check import link_records as gather
+from clustertune.nccl_check.link_schedule import CollectiveCase
 from tests.nccl_check.documents import Files, setup
 
 
 def measured(files: Files, name: str = "results") -> list[dict[str, Any]]:
-    return gather.measurements(gather.read_round(files.folder, files.setup))[name]
+    return gather.measurements(gather.read_records(files.folder, files.setup))[name]
 
 
 def test_the_slowest_rank_counts(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_the_silent_rank_is_named(tmp_path: Path) -> None:
         files.say(rank, "hung", step=2, seconds=10.02)
     for node, codes in enumerate(([3], [None], [3])):
         files.node(node, codes)
-    part = gather.read_round(tmp_path, files.setup)
+    part = gather.read_records(tmp_path, files.setup)
     hung, problems = gather.faults(part)
     assert problems == [] and [(e["collective"], e["bytes"], e["hosts"], e["ranks"], e["seconds"]) for e in hung] == [
         ("all_reduce", MIB, ["n2"], [0, 1, 2], 10.02)
@@ -105,7 +105,7 @@ def test_the_rank_at_fault_is_named(
         files.say(rank, "failed", step=1, message=text)
     for node, code in enumerate(codes):
         files.node(node, [code])
-    (entry,), _ = gather.faults(gather.read_round(tmp_path, files.setup))
+    (entry,), _ = gather.faults(gather.read_records(tmp_path, files.setup))
     assert (entry["hosts"], entry["message"]) == ([guilty], message)
 
 
@@ -115,7 +115,7 @@ def test_the_end_of_the_time_is_no_hang(tmp_path: Path) -> None:
     files.begin(1, CollectiveCase("world", "broadcast", MIB, 20), [0, 1])
     files.node(0, [None])
     files.node(1, [None])
-    part = gather.read_round(tmp_path, files.setup)
+    part = gather.read_records(tmp_path, files.setup)
     assert gather.faults(part) == ([], [])
     assert gather.left_out(part, gather.measurements(part)) == [
         {"scope": "world", "collective": "broadcast", "bytes": MIB, "reason": "cut off in the middle"}
@@ -132,7 +132,7 @@ def test_a_node_that_met_nobody(tmp_path: Path, came: bool) -> None:
             files.node(rank)
             for event in ["hung"] if rank == 1 else ["met", "hung"]:
                 files.say(rank, event, **({"step": 0, "seconds": 20.0} if event == "hung" else {}))
-    part = gather.read_round(tmp_path, files.setup)
+    part = gather.read_records(tmp_path, files.setup)
     (entry,), problems = gather.faults(part)
     assert (entry["collective"], entry["bytes"], entry["hosts"]) == ("init", 0, ["n2"])
     lost = {"node": "n2", "message": "left no record: it was lost, or does not see the folder"}
@@ -151,7 +151,7 @@ def test_a_torn_line_loses_itself_only(tmp_path: Path, torn: str) -> None:
 
 def test_an_empty_folder_is_a_lost_round(tmp_path: Path) -> None:
     """The step never began: nothing raises, both nodes are named."""
-    part = gather.read_round(tmp_path, setup(2))
+    part = gather.read_records(tmp_path, setup(2))
     hung, problems = gather.faults(part)
     assert [entry["collective"] for entry in hung] == ["init"]
     assert [entry["node"] for entry in problems] == ["n1", "n2"]
@@ -162,7 +162,7 @@ def test_facts_have_the_names_that_all_else_has(tmp_path: Path) -> None:
     """A scheduler's name of a node may be another than its own: findings of both must meet."""
     files = Files(tmp_path, setup(2))
     (tmp_path / "facts-1.json").write_text("{torn")
-    assert [f["hostname"] for f in gather.facts(gather.read_round(tmp_path, files.setup))] == ["n1"]
+    assert [f["hostname"] for f in gather.facts(gather.read_records(tmp_path, files.setup))] == ["n1"]
 
 
 def test_what_a_smaller_group_rounds_is_not_left_out(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_what_a_smaller_group_rounds_is_not_left_out(tmp_path: Path) -> None:
     files.whole(1, CollectiveCase("world", "all_gather", MIB, 20), dict.fromkeys(range(3), 0.1), moved=MIB - 4)
     files.say(0, "left_out", scope="world", collective="all_gather", bytes=MIB, reason="no time was left")
     files.say(0, "left_out", scope="world", collective="all_gather", bytes=4 * MIB, reason="no time was left")
-    part = gather.read_round(tmp_path, files.setup)
+    part = gather.read_records(tmp_path, files.setup)
     assert [entry["bytes"] for entry in gather.left_out(part, gather.measurements(part))] == [4 * MIB]
 
 
@@ -184,7 +184,7 @@ def test_a_long_log_is_judged_at_both_its_ends(tmp_path: Path, monkeypatch: pyte
         path = tmp_path / gather.LOGS.format(rank=rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(many))
-    long, short = gather.logs(gather.read_round(tmp_path, files.setup)).values()
+    long, short = gather.logs(gather.read_records(tmp_path, files.setup)).values()
     assert short == "".join(lines[:10])
     shortened = [line + "\n" for line in long.splitlines() if line]
     assert shortened[0] == lines[0] and shortened[-1] == lines[-1] and len(long) <= 4097

@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 from clustertune.cli.app import app
 from clustertune.cluster.load import load_cluster
 from clustertune.errors import UserError
-from clustertune.nccl_check.check import not_judged
-from clustertune.nccl_check.result import parse_size, show_size
-from clustertune.nccl_check.setup import MARGIN_SECONDS
+from clustertune.nccl_check.link_check import not_judged
+from clustertune.nccl_check.link_schedule import MARGIN_SECONDS
+from clustertune.nccl_check.link_table import parse_size, show_size
 from tests.command import REPO, Done, run
 from tests.nccl_check.command_line import command_line, program
 
-SHORT = ["--seconds", "30", "--max", "64K", "--iterations", "3", "--factor", "64"]
+SHORT = ["--seconds", "30", "--max", "64K"]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_links_that_were_not_measured_are_unknown(tmp_path: Path, monkeypatch: p
     """On a laptop the ranks talk over gloo, which says nothing of NCCL or of a cluster elsewhere; a script must stop."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     words, reason = ["--cluster", "rno-rtxpro6000"], "no compute node of rno-rtxpro6000, of which nothing was measured"
-    one = ["--seconds", "10", "--max", "1K", "--iterations", "3", "--collectives", "all_reduce"]
+    one = ["--seconds", "10", "--max", "64K", "--collectives", "all_reduce"]
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["nccl-check", *one, *words, "--json"])
     verdict = json.loads(done.stdout)["verdict"]
@@ -95,9 +95,8 @@ def test_make_gives_the_cluster_on() -> None:
         (["--logs", "no/such.log", "also/not.log"], "also/not.log: cannot be read"),
         (["--collectives", "all_reduc"], "did you mean all_reduce?"), (["--collectives", ""], "unknown: ''"),
         (["--scopes", "worlds"], "did you mean world?"), (["--backend", "mpi"], "'mpi' is not a backend"),
-        (["--min", "1X"], "'1X' is not a size"), (["--min", "2M", "--max", "1M"], "2M is more than --max 1M"),
-        (["--node-rank", "0"], "the nodes meet in a folder that all see"), (["--time", "10"], "is read only with --submit"),
-        (["--nodes", "2"], "is read only with --submit or --node-rank"),
+        (["--max", "1X"], "'1X' is not a size"), (["--time", "10"], "is read only with --submit"),
+        (["--nodes", "2"], "is read only with --submit"),
         (["--ranks", "1", "--backend", "gloo"], "one rank has no peer"),
         (["--cluster", "no-such-cluster"], "there is no cluster"), (["--seconds", "nan"], "--seconds"),
     ],
@@ -111,7 +110,7 @@ def test_what_cannot_be_is_told(words: list[str], message: str) -> None:
 
 def test_everything_wrong_is_told_at_once() -> None:
     """Not one thing a call."""
-    done = run("nccl-check", "--collectives", "a,b", "--scopes", "c", "--min", "0", "--json")
+    done = run("nccl-check", "--collectives", "a,b", "--scopes", "c", "--max", "0", "--json")
     assert (done.code, len(done.json["problems"])) == (2, 4)
 
 
@@ -120,11 +119,11 @@ def test_a_dry_run_shows_environment_and_command(tmp_path: Path) -> None:
     done = run("nccl-check", "--backend", "gloo", "--out", tmp_path / "new", "--dry-run")
     assert done.code == 0
     assert "PYTHONNOUSERSITE=1" in done.out
-    assert "-m clustertune.nccl_check.node" in done.out
+    assert "-m clustertune.nccl_check.link_node" in done.out
     assert not (tmp_path / "new").exists()
     as_json = json.loads(CliRunner().invoke(app, ["nccl-check", "--backend", "gloo", "--dry-run", "--json"]).stdout)
     assert as_json["setup"]["backend"] == "gloo"
-    assert as_json["command"][1:3] == ["-m", "clustertune.nccl_check.node"]
+    assert as_json["command"][1:3] == ["-m", "clustertune.nccl_check.link_node"]
 
 
 def test_the_margin_is_told() -> None:

@@ -13,8 +13,9 @@ from clustertune.cluster.hardware import read_hardware
 from clustertune.cluster.load import load_cluster
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
-from clustertune.nccl_check import check
-from clustertune.nccl_check import result as table
+from clustertune.nccl_check import link_check as check
+from clustertune.nccl_check import link_table as table
+from clustertune.nccl_check.link_records import SCHEMA
 from clustertune.plan.machine import machine as planned_machine
 from clustertune.plan.measured import find_measured, read_measured
 from clustertune.report import page
@@ -153,7 +154,7 @@ def test_the_report_takes_the_clusters(tmp_path: Path) -> None:
     found = page.section(tmp_path / "run", dumped)
     assert found is not None
     assert "NET/IB" in found["subtitle"]
-    for text in ("{", "", "[]", "{}", f'{{"schema": "{table.SCHEMA}"}}', f'{{"schema": "{table.SCHEMA}", "results": 3}}'):
+    for text in ("{", "", "[]", "{}", f'{{"schema": "{SCHEMA}"}}', f'{{"schema": "{SCHEMA}", "results": 3}}'):
         (tmp_path / "mine.nccl-check.json").write_text(text)
         assert page.section(tmp_path / "run", dumped) is None
 

@@ -3,75 +3,71 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import signal
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from clustertune.check.rule import EXIT
+from clustertune.cluster.load import load_cluster
+from clustertune.nccl_check import link_check, link_records
+from clustertune.nccl_check.link_schedule import SCOPES, CheckOptions
 from clustertune.testbed.cluster import enter
 from clustertune.testbed.files import SUBNET
 from tests.command import REPO
-from tests.slurm import FaultyCluster, make, wait_for
+from tests.slurm import FaultyCluster, make
 
-ONE_WAY = ["--collectives", "all_gather,all_reduce,p2p", "--min", "256K", "--max", "4M", "--iterations", "6"]
+MIB = 1 << 20
 WIRE = 0.95
 """What is left of a rate beside the headers of Ethernet, IP and TCP, with frames of 1500 or 1400 bytes."""
-PATIENCE = 300.0
-"""Seconds that a check may take on a loaded machine."""
 
 
-class Check:
-    """``clustertune nccl-check`` on every node at once; the first one has the result."""
+def check(
+    net: FaultyCluster, folder: Path, count: int, seconds: float, largest: int = 64 * MIB, gbit: float = 1.0, **changes: Any
+) -> tuple[dict[str, Any], int]:
+    """The document of a check on so many nodes, whose programs are started as srun starts them, and its exit code."""
+    file = folder / "wires.yaml"
+    hosts = "".join(f"  - {{name: node{n}, address: {SUBNET}.{n}, roles: [compute]}}\n" for n in range(1, count + 1))
+    file.write_text(
+        f"name: wires\nnodes:\n{hosts}"
+        "compute: {gpus: 0, interconnect: none, cores: 2, threads: 2, memory_gb: 4}\n"
+        f"network: {{interface: eth0, kind: ethernet, gbit: {gbit:g}, subnet: {SUBNET}.0/24}}\n"
+    )
+    cluster = load_cluster(str(file))
 
-    def __init__(self, net: FaultyCluster, folder: Path, count: int, words: Sequence[str], gbit: float = 1.0) -> None:
-        self.file, self.out, self.calls = folder / "wires.yaml", folder / f"out-{len(list(folder.iterdir()))}", []
-        hosts = "".join(f"  - {{name: node{n}, address: {SUBNET}.{n}, roles: [compute]}}\n" for n in range(1, count + 1))
-        self.file.write_text(
-            f"name: wires\nnodes:\n{hosts}"
-            "compute: {gpus: 0, interconnect: none, cores: 2, threads: 2, memory_gb: 4}\n"
-            f"network: {{interface: eth0, kind: ethernet, gbit: {gbit:g}, subnet: {SUBNET}.0/24}}\n"
-        )
-        for index in range(count):
-            options = ["--cluster", str(self.file), "--node-rank", str(index), "--out", str(self.out), *words]
-            command = [sys.executable, "-m", "clustertune", "nccl-check", *options, *(["--json"] if index == 0 else [])]
-            with Path(f"{self.out}-{index}.err").open("wb") as err:
-                self.calls.append(
-                    subprocess.Popen(
-                        [*enter(net._inits[index + 1], net.prefix, REPO), *command], cwd=REPO, stdin=subprocess.DEVNULL,
-                        stdout=subprocess.PIPE, stderr=err, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-                    )
-                )  # fmt: skip
+    def command(folder: Path) -> list[str]:
+        program = [sys.executable, "-m", link_check.NODE_MODULE, "--folder", str(folder), "--node"]
+        calls = [shlex.join([*enter(net._inits[n + 1], net.prefix, REPO), *program, str(n)]) for n in range(count)]
+        return ["bash", "-c", f"trap 'kill $(jobs -p)' TERM; export OMP_NUM_THREADS=1; {' & '.join(calls)} & wait; wait"]
 
-    def rank_pid(self, rank: int) -> int:
-        """The process of a rank, once it has begun to measure."""
-        path = self.out / "round-1" / f"rank-{rank}.jsonl"
-        wait_for(lambda: path.exists() and '"event":"done"' in path.read_text(), "the first measurement", PATIENCE)
-        below = psutil.Process(self.calls[rank].pid).children(recursive=True)
-        alive = [child for child in below if child.status() != psutil.STATUS_ZOMBIE]
-        return next(child.pid for child in alive if any("nccl_check.rank" in word for word in child.cmdline()))
+    target = link_check.CheckTarget(tuple(f"node{n}" for n in range(1, count + 1)), f"{SUBNET}.1", cluster, command)
+    options = CheckOptions(
+        backend="gloo", backend_why=link_check.REQUESTED, ranks_per_node=1, cpus_per_node=2, seconds=seconds, largest=largest,
+        **{"collectives": ("all_gather", "all_reduce", "p2p"), "scopes": SCOPES, **changes},
+    )  # fmt: skip
+    began = time.monotonic()
+    part = link_check.measure(target, options, folder / f"out-{len(list(folder.iterdir()))}")
+    document = link_check.document(target, options, part, time.monotonic() - began)
+    link_check.judge(document, cluster, link_records.logs(part))
+    if not link_check.not_kept(document, cluster):
+        link_check.keep(document, cluster)
+    return document, EXIT[document["verdict"]["status"]]
 
-    def end(self) -> tuple[dict[str, Any], int]:
-        """The document of the first node and its exit code; all calls are over then."""
-        try:
-            answer = self.calls[0].communicate(timeout=PATIENCE)[0]
-            for call in self.calls[1:]:
-                call.communicate(timeout=60)
-        finally:
-            for call in self.calls:
-                if call.poll() is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(call.pid, signal.SIGKILL)
-                    call.communicate()
-        errors = "".join(path.read_text() for path in self.out.parent.glob(f"{self.out.name}-*.err"))
-        assert answer.startswith(b"{"), f"no document: {answer[:200]!r} {errors}"
-        return json.loads(answer), self.calls[0].returncode
+
+def stop_rank(folder: Path, node: int) -> None:
+    """Stop the rank of a node once it has measured something: what the stopping program does."""
+    while not any('"event":"done"' in path.read_text() for path in folder.glob(f"out-*/records/rank-{node}.jsonl")):
+        time.sleep(0.1)
+    for process in psutil.process_iter(["cmdline"]):
+        words = " ".join(process.info["cmdline"] or [])
+        if "nccl_check.link_rank" in words and str(folder) in words and f"--node {node}" in words:
+            process.suspend()
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +114,7 @@ def test_the_measured_rate_follows_the_shaped_one(net: FaultyCluster, tmp_path: 
     for mbit in (100, 400):
         for node in (1, 2):
             shape(net, node, mbit)
-        found[mbit], code = Check(net, tmp_path, 2, [*ONE_WAY, "--seconds", "12"]).end()
+        found[mbit], code = check(net, tmp_path, 2, 12, 4 * MIB)
         assert code in (0, 1, 2)
     for mbit, document in found.items():
         assert (document["backend"], document["transport"]) == ("gloo", "gloo TCP on eth0") and not document["hung"]
@@ -140,8 +136,8 @@ def test_the_slow_node_of_three_is_found(net: FaultyCluster, tmp_path: Path) -> 
     """One node at a quarter of the others' rate: the verdict names it, and no other."""
     for node, mbit in ((1, 400), (2, 400), (3, 100)):
         shape(net, node, mbit)
-    words = ["--collectives", "all_gather,p2p", "--scopes", "world,pair", "--min", "1M", "--max", "1M", "--iterations", "5"]
-    document, code = Check(net, tmp_path, 3, [*words, "--seconds", "12"], gbit=0.4).end()
+    less = {"collectives": ("all_gather", "p2p"), "scopes": ("world", "pair")}
+    document, code = check(net, tmp_path, 3, 12, MIB, gbit=0.4, **less)
     assert code == 2
     assert [item["where"] for item in rule(document, "slow-node") if item["status"] in ("fail", "warn")] == ["node3"]
     assert rule(document, "inter-speed")[0]["status"] == "fail", "all of them wait for it"
@@ -155,7 +151,7 @@ def test_evenly_shaped_nodes_are_clean(net: FaultyCluster, tmp_path: Path, count
     """Whatever the rate: nothing is called slow or hung where every line carries what the cluster file says."""
     for node in range(1, count + 1):
         shape(net, node, mbit)
-    document, code = Check(net, tmp_path, count, ["--seconds", "20"], gbit=mbit / 1000).end()
+    document, code = check(net, tmp_path, count, 20, gbit=mbit / 1000)
     assert code == 0, document["verdict"]["headline"]
     assert document["seconds"] <= 20 + 60
     ways = {tuple(entry["nodes"]) for entry in document["per_pair"] if entry["collective"] == "p2p"}
@@ -168,7 +164,7 @@ def test_one_slow_direction_is_found(net: FaultyCluster, tmp_path: Path) -> None
     for node in (1, 2):
         shape(net, node, 400)
     shape(net, 2, 80, port="")
-    document, code = Check(net, tmp_path, 2, ["--seconds", "20"], gbit=0.4).end()
+    document, code = check(net, tmp_path, 2, 20, gbit=0.4)
     assert code == 2
     (found,) = [finding for finding in rule(document, "asymmetric") if finding["status"] == "fail"]
     assert found["where"] == "node2" and "node2 sends" in found["found"]
@@ -177,9 +173,10 @@ def test_one_slow_direction_is_found(net: FaultyCluster, tmp_path: Path) -> None
 @pytest.mark.jobs
 def test_a_stopped_rank_is_bounded_and_named(net: FaultyCluster, tmp_path: Path) -> None:
     """A stopped rank ends the check: its node and the collective are reported, and what was measured before is kept."""
-    checking = Check(net, tmp_path, 3, ["--seconds", "30", "--max", "4M"])
-    os.kill(checking.rank_pid(1), signal.SIGSTOP)
-    document, code = checking.end()
+    call = f"from tests.nccl_check.test_shaped import stop_rank, Path; stop_rank(Path({str(tmp_path)!r}), 1)"
+    with subprocess.Popen([sys.executable, "-c", call], cwd=REPO) as stopping:
+        document, code = check(net, tmp_path, 3, 30)
+        stopping.kill()
     assert code == 2
     (hung,) = document["hung"]
     assert hung["hosts"] == ["node2"]
@@ -194,7 +191,7 @@ def test_a_stopped_rank_is_bounded_and_named(net: FaultyCluster, tmp_path: Path)
 def test_an_interface_that_is_down_is_named(net: FaultyCluster, tmp_path: Path) -> None:
     """Nobody reaches that node: the check ends within its time and says which one it is."""
     net.run(["ip", "link", "set", "eth0", "down"], node=2)
-    document, code = Check(net, tmp_path, 2, ["--seconds", "10", "--max", "1M"]).end()
+    document, code = check(net, tmp_path, 2, 10, MIB)
     assert code == 2 and document["verdict"]["status"] == "fail" and document["results"] == []
     assert [(entry["collective"], entry["hosts"]) for entry in document["hung"]] == [("init", ["node2"])]
     assert document["seconds"] <= 10 + 60
@@ -205,7 +202,7 @@ def test_too_little_time_is_told(net: FaultyCluster, tmp_path: Path) -> None:
     """On 20 Mbit/s ten seconds are not enough for 64 MiB: what is left out is reported, nothing is called hung."""
     for node in (1, 2):
         shape(net, node, 20)
-    document, _ = Check(net, tmp_path, 2, ["--seconds", "10", "--max", "64M"]).end()
+    document, _ = check(net, tmp_path, 2, 10)
     assert document["hung"] == [] and document["results"], "small sizes had time"
-    assert {entry["bytes"] for entry in document["left_out"]} >= {64 << 20, 16 << 20}
+    assert {entry["bytes"] for entry in document["left_out"]} >= {64 * MIB, 16 * MIB}
     assert all(entry["reason"] for entry in document["left_out"])

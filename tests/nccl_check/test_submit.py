@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from clustertune.check.rule import EXIT, FAIL, PASS, UNKNOWN, WARN, Rule, finding
+from clustertune.check.sbatch import lint
 from clustertune.cli import nccl_check
-from clustertune.doctor.sbatch import lint
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.allocation import Allocation
-from clustertune.nccl_check import check, result
-from clustertune.nccl_check.setup import CheckOptions
+from clustertune.nccl_check import link_check as check
+from clustertune.nccl_check import link_records
+from clustertune.nccl_check.link_schedule import CheckOptions
 from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO, events, run
 from tests.folders import program
@@ -154,9 +155,9 @@ def test_the_event_names_the_faults() -> None:
 def test_it_measures_and_judges_within_its_time(tmp_path: Path) -> None:
     """On one machine by the code that srun starts on nodes, in a folder of its own where one start was made before by hand."""
     (tmp_path / "1-0").mkdir()
-    target = check.local_target(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
+    target = check.local_target("here", machine(nodes=1, gpus=0, threads=2))
     began = time.monotonic()
-    short = replace(options(60.0), largest=check.MIB, collectives=("all_gather",), iterations=3)
+    short = replace(options(60.0), largest=check.MIB, collectives=("all_gather",))
     found = check.before_job(target, short, tmp_path / "1-0")
     assert time.monotonic() - began < 60 + 20
     assert found.status == UNKNOWN and "NCCL was not touched" in found.headline, found
@@ -198,7 +199,7 @@ def test_what_the_nodes_lack_stops_a_job_whatever_else_broke(
     before: Callable[[str], check.LinkVerdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fault that was seen is a fault, also where the ranks then did not start."""
-    monkeypatch.setattr(check.judging, "judge_log", lambda *_: [FAILED])
+    monkeypatch.setattr(check, "judge_log", lambda *_: [FAILED])
     found = before("exit 1")
     assert found.status == FAIL
     with pytest.raises(UserError):
@@ -208,7 +209,7 @@ def test_what_the_nodes_lack_stops_a_job_whatever_else_broke(
 def test_a_check_that_breaks_itself_is_unknown(tmp_path: Path) -> None:
     """A file where its folder must be, or a fault in a rule: told, not raised, and no reason to stop."""
     (tmp_path / "file").write_text("")
-    target = check.local_target(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
+    target = check.local_target("here", machine(nodes=1, gpus=0, threads=2))
     found = check.before_job(target, options(10.0), tmp_path / "file" / "x")
     assert found.status == UNKNOWN
     assert "could not be made" in found.headline
@@ -232,19 +233,19 @@ def test_only_ranks_that_all_waited_show_that_a_link_is_dead(
         files.say(rank, "start", rank=rank, pid=1)
     for rank in early:
         files.say(rank, "hung", step=0, seconds=start_seconds)
-    found = result.read_round(tmp_path, wanted).inconclusive
+    found = link_records.read_records(tmp_path, wanted).inconclusive
     assert found.count(word) == 1 if word else found == "", found
     if not word:
         return
     files.node(1, [], problems=["there is no interface eth0"])
-    assert result.read_round(tmp_path, wanted).inconclusive == "", "the node says what is wrong with it"
+    assert link_records.read_records(tmp_path, wanted).inconclusive == "", "the node says what is wrong with it"
 
 
 @pytest.mark.parametrize("seconds", [10, 30, 120, 3600])
 def test_the_parts_of_its_time_fit(seconds: int) -> None:
     """Measuring, and one thing that hangs, end before the launcher ends everything."""
     wanted = options(float(seconds))
-    setup = check.make_setup(check.local_target(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2)), wanted)
+    setup = check.make_setup(check.local_target("here", machine(nodes=1, gpus=0, threads=2)), wanted)
     assert wanted.most_seconds == seconds
     assert setup.limit <= setup.most_seconds < seconds, "what does not answer has to be ended, too"
     assert setup.start_seconds + setup.case_seconds <= setup.most_seconds

@@ -26,7 +26,7 @@ from clustertune.plan.tables import ROWS
 from clustertune.resolve.overrides import RecipeSource, share
 from clustertune.resolve.resolve import resolve
 from tests.command import run
-from tests.plan.world import FSDP1, FSDP2, LLAMA_8B, LLAMA_70B, LORA_SECTION, ZERO3, fsdp2, write_cluster, write_recipe
+from tests.plan.world import FSDP2, LLAMA_8B, LLAMA_70B, LORA_SECTION, ZERO3, fsdp2, write_cluster, write_recipe
 
 REFERENCE = "rno-rtxpro6000"
 EXPERTS: dict[str, Any] = {
@@ -35,21 +35,17 @@ EXPERTS: dict[str, Any] = {
     "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936, "max_position_embeddings": 8192,
 }  # fmt: skip
 HSDP = FSDP2 | {"parallelism_config": {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 8}}
-CHECKPOINTING = fsdp2(activation_checkpointing=True)
-BY_FSDP = {"activation_checkpointing": None}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "bfloat16"}
 QLORA = {"model_init_kwargs": {"dtype": "bfloat16", "quantization_config": NF4}}
 CASES: dict[str, dict[str, Any]] = {
     "8B full, FSDP2": {"nodes": 2},
-    "8B full, the model recomputes": {"nodes": 2, "train": {"activation_checkpointing": False}},
-    "8B full, FSDP recomputes": {"nodes": 2, "accelerate": CHECKPOINTING, "train": BY_FSDP},
-    "8B full, a ratio": {"nodes": 2, "train": BY_FSDP, "activation_checkpointing": {"ratio": 0.5}},
-    "8B full, FSDP1": {"nodes": 2, "accelerate": FSDP1, "train": BY_FSDP},
+    "8B full, nothing recomputed": {"nodes": 2, "activation_checkpointing": {"ratio": 0}},
+    "8B full, a ratio": {"nodes": 2, "activation_checkpointing": {"ratio": 0.5}},
     "8B full, HSDP": {"nodes": 2, "accelerate": HSDP},
     "8B full, DDP": {"accelerate": {"distributed_type": "MULTI_GPU"}},
     "8B full, ZeRO-3": {"accelerate": ZERO3},
     "8B full, Megatron": {
-        "nodes": 2, "megatron": {"tensor_model_parallel_size": 4, "sequence_parallel": True}, "train": BY_FSDP,
+        "nodes": 2, "megatron": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
     },
     "8B full, float32, not packed": {"train": {"model_init_kwargs": {}, "packing": False, "per_device_train_batch_size": 2}},
     "8B LoRA, one GPU": {"lora": LORA_SECTION, "gpus": 1, "accelerate": {"distributed_type": "NO"}},
@@ -197,7 +193,7 @@ def test_each_goal_ranks_by_its_own_quantity(tmp_path: Path, where: Callable[[in
     best = next(o for o in every["time"].fitting if o.candidate.family == "FSDP2")
     for micro, ratio in itertools.product((1, 4), (0, 0.5, 1)):
         arguments = [f"train.per_device_train_batch_size={micro}", f"activation_checkpointing.ratio={ratio}"]
-        plan = make_plan(source.changed([*arguments, "train.activation_checkpointing=null"]), where(1), sure=False)
+        plan = make_plan(source.changed(arguments), where(1), sure=False)
         assert not plan.fits or plan.step.seconds >= best.step_s * (1 - 1e-9), arguments
 
 
@@ -257,7 +253,7 @@ def test_a_share_of_layers_is_whole_layers(tmp_path: Path) -> None:
     """A quarter of 30 layers are 8: what is advised is what the recipe recomputes."""
     for ratio, layers in ((0.25, 8), (0.5, 15), (0.75, 23), (1.0, 30), (0.0, 0)):
         recipe = write_recipe(
-            tmp_path / f"r{layers}", model=LLAMA_8B | {"num_hidden_layers": 30}, train=BY_FSDP,
+            tmp_path / f"r{layers}", model=LLAMA_8B | {"num_hidden_layers": 30},
             activation_checkpointing={"ratio": ratio},
         )  # fmt: skip
         resolved = resolve(recipe)
@@ -309,11 +305,13 @@ def test_a_winner_says_what_it_saves(tmp_path: Path, where: Callable[[int], Plan
 
     The second line selects the winner where it is pasted: recipe, cluster and what was given are in it.
     """
-    train = {"max_steps": 2000, "activation_checkpointing": None}
+    train = {"max_steps": 2000}
     recipe = write_recipe(tmp_path / "recipe", train=train, activation_checkpointing={"ratio": 1}, nodes=1)
     given = "train.max_length=1024"
     shown = run("plan", str(recipe), "--cluster", str(tmp_path / "hgx.yaml"), given, "--advise").out
-    assert re.search(r"h, [\d,.]+ USD; saves [\d.]+ h and [\d,.]+ USD of the recipe's", shown.splitlines()[0])
+    assert re.search(
+        r"h of training; the whole run costs [\d,.]+ USD; saves [\d.]+ h and [\d,.]+ USD of the recipe's", shown.splitlines()[0]
+    )
     program, *words = shlex.split(shown.splitlines()[1])
     assert program == "clustertune" and words[0] == "plan" and given in words
     again = run(*words, "--advise").out
@@ -355,7 +353,7 @@ def names(found: list[Remedy]) -> str:
 def test_too_many_activations(tmp_path: Path, hardware: PlanMachine) -> None:
     """Recomputing, smaller micro batches, shorter sequences; first what changes no number of the training. A remedy is laid
     over what was given, and replaces what it says again."""
-    given = ("train.activation_checkpointing=false", "train.per_device_train_batch_size=8", "train.max_length=4096")
+    given = ("activation_checkpointing.ratio=0", "train.per_device_train_batch_size=8", "train.max_length=4096")
     found = check_remedies(planned(tmp_path / "r", hardware, *given), hardware, *given)
     assert found[0].what.startswith("recompute") and "a micro batch of" in names(found)
     assert names(found).index("recompute") < names(found).index("micro batch") < names(found).index("tokens")
@@ -392,8 +390,8 @@ def test_more_nodes(tmp_path: Path, hardware: PlanMachine) -> None:
 
 def test_what_changes_the_training_comes_last(tmp_path: Path, hardware: PlanMachine) -> None:
     """A byte too much: first what computes the same on the same nodes, then more nodes, then other weights or sequences."""
-    train = {"activation_checkpointing": False, "per_device_train_batch_size": 2}
-    recipe = write_recipe(tmp_path / "r", lora=LORA_SECTION, train=train)
+    train = {"per_device_train_batch_size": 2}
+    recipe = write_recipe(tmp_path / "r", lora=LORA_SECTION, train=train, activation_checkpointing={"ratio": 0})
     whole = make_plan(resolve(recipe), hardware, sure=False)
     plan = make_plan(resolve(recipe), replace(hardware, usable_bytes=int(whole.needed) - 1), sure=False)
     found = names(remedies(plan))
@@ -404,8 +402,8 @@ def test_what_changes_the_training_comes_last(tmp_path: Path, hardware: PlanMach
 
 def test_two_changes_where_one_is_not_enough(tmp_path: Path, hardware: PlanMachine) -> None:
     """Nothing alone suffices: two together are looked for before giving up."""
-    train = {"activation_checkpointing": False, "per_device_train_batch_size": 8, "max_length": 8192}
-    recipe = {"model": LLAMA_70B, "lora": LORA_SECTION, "train": train}
+    train = {"per_device_train_batch_size": 8, "max_length": 8192}
+    recipe = {"model": LLAMA_70B, "lora": LORA_SECTION, "train": train, "activation_checkpointing": {"ratio": 0}}
     one = replace(hardware, nodes=1, host_bytes=300 * GIB)
     found = check_remedies(planned(tmp_path / "r", one, **recipe), one)
     assert ", and " in found[0].what

@@ -23,7 +23,7 @@ from tests.plan.world import INTER, INTRA, LORA_SECTION, constants, fsdp2, machi
 NUMBER = (int, float)
 PROMISED: dict[str, Any] = {
     "fits": bool, "step_s": NUMBER, "step_parts_s": dict, "peak_gib_per_gpu": NUMBER, "memory_parts_gib": dict,
-    "tokens_per_s": NUMBER, "mfu": NUMBER, "hours": NUMBER, "gpu_hours": NUMBER, "cost": dict, "bottleneck": str,
+    "tokens_per_s": NUMBER, "mfu": NUMBER, "hours": NUMBER, "gpu_hours": NUMBER, "bottleneck": str,
     "assumptions": list, "bandwidth_source": str,
 }  # fmt: skip
 PRICE = Price(on_demand=2.0, spot=0.5, currency="USD", date="2026-04-29", source="a page")
@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "full": {"nodes": 2},
     "lora": {"nodes": 2, "lora": LORA_SECTION, "train": {"per_device_train_batch_size": 2}},
     "megatron": {
-        "nodes": 2, "train": {"activation_checkpointing": None},
+        "nodes": 2,
         "megatron": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4, "sequence_parallel": True},
     },
     "offload": {"accelerate": fsdp2(offload_params=True)},
@@ -56,7 +56,7 @@ def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Plan:
 def test_the_document_holds_what_is_promised(plan: Plan) -> None:
     """Keys and types that programs read; parts sum up to the step, the memory and the hours; tokens a second x seconds =
     tokens; GPU-hours x price = money."""
-    body = explanation.as_json(plan, PRICE)
+    body = explanation.as_json(plan)
     for key, kind in PROMISED.items():
         assert isinstance(body[key], kind), key
     assert body["fits"] == (body["needed_gib_per_gpu"] <= body["usable_gib_per_gpu"])
@@ -72,17 +72,19 @@ def test_the_document_holds_what_is_promised(plan: Plan) -> None:
     assert body["needed_gib_per_gpu"] - body["peak_gib_per_gpu"] == pytest.approx(beside)
     assert body["tokens_per_s"] * body["step_s"] == pytest.approx(64 * 2048)
     assert body["gpu_hours"] == pytest.approx(body["hours"] * plan.strategy.world_size)
-    assert (body["cost"]["on_demand"], body["cost"]["spot"]) == pytest.approx((2 * body["gpu_hours"], 0.5 * body["gpu_hours"]))
+    money = explanation.spent(body["gpu_hours"], PRICE)
+    assert money and (money["on_demand"], money["spot"]) == pytest.approx((2 * body["gpu_hours"], 0.5 * body["gpu_hours"]))
     assert 0 < body["mfu"] <= body["hfu"] < 1
-    assert explanation.as_json(plan, None)["cost"] is None
-    assert explanation.as_json(plan, PRICE.model_copy(update={"spot": None}))["cost"]["spot"] is None
+    assert explanation.spent(body["gpu_hours"], None) is explanation.spent(None, PRICE) is None
+    no_spot = explanation.spent(1.0, PRICE.model_copy(update={"spot": None}))
+    assert no_spot and no_spot["spot"] is None
 
 
 def test_without_lengths_there_is_no_price(tmp_path: Path) -> None:
     """What is unknown is null, and the reason is among the assumptions."""
     unknown = make_plan(resolve(write_recipe(tmp_path / "recipe")), machine(), constants())
-    body = explanation.as_json(unknown, PRICE)
-    assert body["hours"] is body["gpu_hours"] is body["cost"] is body["steps"] is None
+    body = explanation.as_json(unknown)
+    assert body["hours"] is body["gpu_hours"] is body["steps"] is None
     assert any("number of steps is unknown" in line for line in body["assumptions"])
     assert explanation.why(unknown, "hours")[0].startswith("the number of steps is unknown")
 
@@ -117,7 +119,7 @@ LATENT = machine(
 def test_the_arithmetic_is_true(name: str, tmp_path: Path) -> None:
     """What stands before the equals sign gives what stands behind it, of every part but two that choose between numbers."""
     more = {
-        "experts": {"model": EXPERTS, "nodes": 2, "train": {"activation_checkpointing": None},
+        "experts": {"model": EXPERTS, "nodes": 2,
                     "megatron": {"expert_model_parallel_size": 8}},
         "quantised": {"lora": LORA_SECTION, "train": {"model_init_kwargs": {"dtype": "bfloat16", "quantization_config": NF4}}},
     }  # fmt: skip
@@ -211,19 +213,17 @@ def test_numbers_as_people_read_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "sections", "says"),
+    ("sections", "says"),
     [
-        ({"activation_checkpointing": None}, {}, "all, TRL's default; activation_checkpointing.ratio=0 turns it off"),
-        ({"activation_checkpointing": True}, {}, "pass: all"),
-        ({"activation_checkpointing": False}, {}, "pass: none"),
-        ({"activation_checkpointing": None}, {"activation_checkpointing": {"ratio": 0.5}}, "pass: 50%"),
+        ({}, "all, TRL's default; activation_checkpointing.ratio=0 turns it off"),
+        ({"activation_checkpointing": {"ratio": 1}}, "pass: all"),
+        ({"activation_checkpointing": {"ratio": 0}}, "pass: none"),
+        ({"activation_checkpointing": {"ratio": 0.5}}, "pass: 50%"),
     ],
 )
-def test_recomputation_is_said(train: dict[str, Any], sections: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_recomputation_is_said(sections: dict[str, Any], says: str, tmp_path: Path) -> None:
     """A recipe that is silent of it gets TRL's default, a third more time: whoever plans a published run must see that."""
-    (line,) = [
-        text for text in explanation.assumptions(planned(tmp_path / "r", train=train, **sections)) if "recomputed" in text
-    ]
+    (line,) = [text for text in explanation.assumptions(planned(tmp_path / "r", **sections)) if "recomputed" in text]
     assert line.endswith(says)
 
 

@@ -75,8 +75,6 @@ MORE: dict[str, dict[str, Any]] = {
     "experts": {"model": EXPERTS, "whole": True},
     "LoRA on experts": {"model": EXPERTS, "lora": ATTENTION, "experts": True, "whole": True},
     "LoRA on experts, recomputed": {"model": EXPERTS, "lora": ATTENTION, "experts": True, "whole": True, "recompute": True},
-    "FSDP1": {"kind": "FSDP1", "model": WIDE, **SHORT},
-    "FSDP1, recomputed": {"kind": "FSDP1", "model": WIDE, "whole": True, "recompute": True},
     "half recomputed, some kept": {"section": {"ratio": 0.5, "save": ["attention", "every_second_matmul"]}},
     "recomputed, attention kept": {"section": {"save": ["attention"]}},
     "recomputed, products kept": {"section": {"save": ["matmul"]}, "whole": True},
@@ -89,21 +87,17 @@ MORE: dict[str, dict[str, Any]] = {
 
 def accelerate(case: dict[str, Any]) -> dict[str, Any]:
     """The distribution of a case."""
-    kind = case.get("kind", "FSDP2")
-    if kind == "DDP":
+    if case.get("kind") == "DDP":
         return {"distributed_type": "MULTI_GPU"}
-    first = kind == "FSDP1"
     config = {
-        "fsdp_version": int(kind[-1]),
+        "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_transformer_layer_cls_to_wrap": LAYERS[case.get("model", NARROW)["model_type"]],
-        "fsdp_activation_checkpointing": case.get("recompute", False),
-        "fsdp_cpu_ram_efficient_loading": not first,
+        "fsdp_cpu_ram_efficient_loading": True,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_reshard_after_forward": case.get("reshard", True),
     }
-    old = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_use_orig_params": True, "fsdp_backward_prefetch": "BACKWARD_PRE"}
-    new = {"fsdp_reshard_after_forward": case.get("reshard", True)}
-    return {"distributed_type": "FSDP", "fsdp_config": config | (old | {"fsdp_sync_module_states": False} if first else new)}
+    return {"distributed_type": "FSDP", "fsdp_config": config}
 
 
 def write(folder: Path, case: dict[str, Any]) -> Path:
@@ -113,7 +107,7 @@ def write(folder: Path, case: dict[str, Any]) -> Path:
     train = {
         "per_device_train_batch_size": batch, "global_batch_size": 2 * batch * case.get("accumulation", 1),
         "max_length": case.get("length", 512), "packing": case.get("packing", True), "bf16": half, "num_train_epochs": 1,
-        "activation_checkpointing": False, "optim": "adamw_torch_fused",
+        "optim": "adamw_torch_fused",
     }  # fmt: skip
     body = {
         "model": {"name": "some-model", "weights": "random"},
@@ -122,9 +116,7 @@ def write(folder: Path, case: dict[str, Any]) -> Path:
         "slurm": {"nodes": 1, "gpus_per_node": 2},
         "plan": {"whole_logits": case.get("whole", False)},
     }
-    if "section" in case:
-        body["activation_checkpointing"] = case["section"]
-        del train["activation_checkpointing"]
+    body["activation_checkpointing"] = case.get("section", {"ratio": float(case.get("recompute", False))})
     if "attention" in case:
         train["model_init_kwargs"] = {"attn_implementation": case["attention"]}
     if "lora" in case:
@@ -206,8 +198,7 @@ def measure(root: Path, cases: dict[str, dict[str, Any]], large: list[Case]) -> 
     for folder, (name, case) in zip(folders, cases.items(), strict=True):
         moments, peaks = predict(folder, case), json.loads((folder / "peaks.json").read_text())
         rest = sum(term.value for term in moments[-1].parts if term.name in ("weights", "adapters", "optimizer"))
-        if case.get("kind") != "FSDP1":  # its gradients of the step before are there until the next one begins
-            rows.append((f"{name}: rest", rest, peaks["rest"], 0.01, 0.01))
+        rows.append((f"{name}: rest", rest, peaks["rest"], 0.01, 0.01))
         most = max(peaks[phase] for phase in peaks if phase != "rest")
         rows.append((f"{name}: peak", max(m.bytes for m in moments), most, 0.05, 0.05))
         rows.append((f"{name}: update", moments[-1].bytes, peaks["optimizer"], 0.03, 0.03))

@@ -15,7 +15,6 @@ from clustertune.resolve.resolve import resolve
 from tests.plan.world import (
     ADAPTERS,
     ENDS,
-    FSDP1,
     HIDDEN,
     INNER,
     LAYER,
@@ -198,14 +197,12 @@ def host(folder: Path, **recipe: Any) -> dict[str, float]:
 
 
 def test_ram_while_loading(tmp_path: Path) -> None:
-    """A few parts where ranks read what they keep, one copy in the node under FSDP1, one for each rank without."""
+    """A few parts where ranks read what they keep, one copy for each rank without."""
     size = 2.0 * 8_030_261_248
     careless, two = fsdp2(cpu_ram_efficient_loading=False), {**ZERO3, "deepspeed_config": {"zero_stage": 2}}
-    first = fsdp2(FSDP1, cpu_ram_efficient_loading=True, sync_module_states=True, activation_checkpointing=False)
     parts = 8 * 5 * 128_256 * 4096 / 8  # five of the embedding's, of the eight ranks
     assert host(tmp_path / "rows") == near({"ranks": 8 * RANK_HOST_BYTES, "loading": parts * (2 + 4)})
     assert host(tmp_path / "lora", lora=LORA_SECTION)["loading"] == pytest.approx(parts * 2)
-    assert host(tmp_path / "one", accelerate=first) == near({"ranks": 8 * RANK_HOST_BYTES, "loading": size})
     assert host(tmp_path / "each", accelerate=careless)["loading"] == pytest.approx(8 * size)
     assert host(tmp_path / "zero", accelerate=ZERO3)["loading"] == pytest.approx(parts * 2)  # float32 is made later
     assert host(tmp_path / "two", accelerate=ZERO3, nodes=2)["loading"] == pytest.approx(parts)
@@ -238,7 +235,7 @@ def test_ram_of_the_copy_that_a_save_makes(tmp_path: Path, lora: Any, count: int
 
 def test_ram_of_offloaded_checkpoints(tmp_path: Path) -> None:
     """What recomputation starts from, of all layers and ranks of the node."""
-    train = {"activation_checkpointing": True, "activation_offloading": True, "max_length": 8192,
+    train = {"activation_offloading": True, "max_length": 8192,
              "per_device_train_batch_size": 8}  # fmt: skip
     found = host(tmp_path / "r", train=train, accelerate=ZERO3)
     assert found["offloaded checkpoints"] == pytest.approx(8 * 8 * 8192 * 32 * 4096 * 2)

@@ -136,16 +136,15 @@ def test_each_key_has_its_effect(name: str) -> None:
         assert holds(old[what], new[what]), f"{what}: {old[what]} -> {new[what]}"
 
 
-OFF = "accelerate.fsdp_config.fsdp_activation_checkpointing=false"
 SAVE = "activation_checkpointing.save=[attention,matmul]"
 
 
 def test_a_ratio_of_none_takes_the_policy_out() -> None:
     """What is advised must resolve: nothing can be kept of layers that are not recomputed."""
-    start = resolve("llama405b-oasst2", [OFF, SAVE])
+    start = resolve("llama405b-oasst2", [SAVE])
     words = overrides.recomputation(start, 0.0, "FSDP2")
-    assert RecipeSource(start, (OFF, SAVE)).changed(words).train_args["activation_checkpointing"] is False
-    half = RecipeSource(start, (OFF, SAVE)).changed(overrides.recomputation(start, 0.5, "FSDP2"))
+    assert RecipeSource(start, (SAVE,)).changed(words).train_args["activation_checkpointing"] is False
+    half = RecipeSource(start, (SAVE,)).changed(overrides.recomputation(start, 0.5, "FSDP2"))
     assert (half.distribution.recompute.save, half.distribution.recompute.share) == (("attention", "matmul"), 0.5)
 
 
@@ -174,7 +173,7 @@ def of_the_source(folder: Path, model: str, gpu: str) -> Plan:
         folder / f"{model}-{gpu}", model=published_models()[model].architecture, nodes=nodes, gpus=64 // nodes,
         train={
             "global_batch_size": 128, "per_device_train_batch_size": 2, "max_length": 4096, "torch_compile": True,
-            "model_init_kwargs": {}, "activation_checkpointing": None,
+            "model_init_kwargs": {},
         },
         activation_checkpointing={"ratio": 0.0}, accelerate=FSDP2,
         plan={"whole_logits": True, "reduce_dtype": "fp32"},
@@ -199,7 +198,7 @@ def test_the_ratio_that_is_advised_is_the_one_of_the_source(tmp_path: Path, mode
 def test_the_command_of_the_page() -> None:
     """docs/memory-keys.md: what is kept is in the memory, and the words say so."""
     command = ["plan", "llama405b-oasst2", "--cluster", "rno-rtxpro6000", "--json"]
-    own = ["accelerate.fsdp_config.fsdp_activation_checkpointing=false", "activation_checkpointing.save=[attention]"]
+    own = ["activation_checkpointing.save=[attention]"]
     before, after = (json.loads(run(*command, *words).out) for words in ([], own))
     more = after["memory_parts_gib"]["activations"] - before["memory_parts_gib"]["activations"]
     # 126 layers x 2048 tokens x 128 heads of 128 elements in 16 bits and a float32; less what one layer holds anyway.

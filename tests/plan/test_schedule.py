@@ -261,8 +261,6 @@ def test_a_section_for_saves_is_planned(tmp_path: Path) -> None:
         return made.schedule
 
     by_steps, by_time, chosen = saves(1000), saves("1h"), saves("auto")
-    local = saves("2h", local={"path": "/nvme", "every": "10m"})
-    assert local.local_bytes >= 3 * local.checkpoint_bytes > 0 == by_time.local_bytes
     assert by_steps.checkpoints == 10 and by_steps.interval is None
     assert saves(1000, milestones=[1000, 1500]).checkpoints == 11
     assert by_time.interval.value == 3600 and by_time.checkpoints < chosen.checkpoints

@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 
-from clustertune.plan.constants import total
+from clustertune.plan.constants import Constants, total
 from clustertune.plan.machine import Link, PlanMachine
 from clustertune.plan.step import (
     ADAM_BYTES,
     HOST_ADAM_BYTES_PER_S,
+    LAUNCH_S,
+    LAUNCHING,
     LOOP_ADAM_BYTES,
     NVME_BYTES_PER_S,
+    OTHER_LAUNCHES,
+    PLAIN_LAUNCHES,
     Collective,
     RankGroup,
     Step,
@@ -471,3 +475,19 @@ def test_terms_of_one_name_are_one_and_multiply_with_micro_batches() -> None:
     assert loss.values["passes"] == pytest.approx(1.0) and loss.values["n"] == 3
     work = micro_batch(shape(accumulation=3), machine(), constants())
     assert total(found.compute) == pytest.approx(3 * work.seconds)
+
+
+def test_small_micro_batches_wait_for_the_host() -> None:
+    """As on the first H200: a GPU is done with a layer before Python has launched the next. Compiled code, large micro batches
+    and other programs have no such term, and never is it beside a step that computes longer."""
+    eager = {"tiled_loss": True, "compiled": False}
+    one = step(shape(**eager), machine(), Constants())
+    (host,) = [term for term in one.compute if term.name == LAUNCHING]
+    plan = shape(**eager).strategy
+    kernels = PLAIN_LAUNCHES * LAYERS + OTHER_LAUNCHES
+    assert one.seconds - one.optimizer.value == pytest.approx(plan.accumulation * kernels * LAUNCH_S)
+    adapted = step(shape(**eager, **LORA), machine(), Constants())
+    assert adapted.seconds > one.seconds
+    assert host.value > 0
+    for other in (eager | {"compiled": True}, eager | {"tiled_loss": False}, eager | {"micro_batch": 2**16}):
+        assert LAUNCHING not in [term.name for term in step(shape(**other), machine(), Constants()).compute]

@@ -22,9 +22,7 @@ from tests.plan.world import RECOMPUTE
 RECIPE = "llama405b-oasst2"
 DEEPSPEED = ["accelerate.distributed_type=DEEPSPEED", "accelerate.fsdp_config=null"]
 ZERO = "accelerate.deepspeed_config"
-FSDP1 = "accelerate=accelerate-fsdp1.yaml"
 KEYS = "accelerate.fsdp_config.fsdp"
-OFF = f"{KEYS}_activation_checkpointing=false"
 FULL = ["lora=null"]
 PARALLEL = "accelerate.parallelism_config.parallelism_config"
 KERNEL = "train.model_init_kwargs.attn_implementation"
@@ -67,17 +65,10 @@ READ: list[tuple[list[str], dict[str, Any]]] = [
     ([*FULL, "reduce_dtype=float32"], sizes(4, 2, 4, 4, 4, 8)),
     ([*FULL, "train.bf16=false"], sizes(2, 2, 2, 2, 2, 4)),  # pure bfloat16: nothing is upcast
     ([*FULL, "train.bf16=false", "train.model_init_kwargs=null"], sizes(4, 4, 4, 4, 4, 8)),
-    ([*FULL, FSDP1], sizes(4, 2, 4, 4, 2, 8)),
     ([*FULL, *DEEPSPEED, f"{ZERO}.zero_stage=2"], sizes(2, 2, 2, 2, 2, 12)),
     ([*FULL, "accelerate.distributed_type=MULTI_GPU", DEEPSPEED[1]], sizes(2, 2, 2, 4, 2, 4)),
     # TRL's default doubles what a frozen base takes, and not what it moves.
     (["train.model_init_kwargs=null"], {"weight_bytes": 4, "gather_bytes": 2}),
-    # HYBRID_SHARD holds a copy of the model on each node.
-    *(([FSDP1, f"{KEYS}_sharding_strategy={name}"],
-       shards(size, size, size, kind="FSDP1", replicas=replicas, reshard=reshard, data_parallel_size=16))
-      for name, size, replicas, reshard in (
-          ("FULL_SHARD", 16, 1, True), ("SHARD_GRAD_OP", 16, 1, False), ("NO_SHARD", 1, 1, False),
-          ("HYBRID_SHARD", 8, 2, True), ("HYBRID_SHARD_ZERO2", 8, 2, False))),
     ([f"{PARALLEL}_dp_replicate_size=2", f"{KEYS}_reshard_after_forward=false"],
      shards(8, 8, 8, kind="FSDP2", replicas=2, data_parallel_size=16, reshard=False)),
     # FSDP shards over the data-parallel and the context-parallel ranks together (accelerate's dp_shard_cp).
@@ -85,29 +76,23 @@ READ: list[tuple[list[str], dict[str, Any]]] = [
     ([f"{PARALLEL}_cp_size=4", "train.packing=false"],
      {"cp": 4, "data_parallel_size": 4, "weight_shards": 16, "packing": False}),
     # https://arxiv.org/abs/1910.02054, figure 1
-    *(([*DEEPSPEED, f"{ZERO}.zero_stage={stage}", "train.activation_checkpointing=true"],
+    *(([*DEEPSPEED, f"{ZERO}.zero_stage={stage}", "activation_checkpointing.ratio=1"],
        shards(*split, kind=f"ZeRO-{stage}", reshard=stage == 3, checkpointed=1.0))
       for stage, split in enumerate(((1, 1, 1), (1, 1, 16), (1, 16, 16), (16, 16, 16)))),
     # CPUOffloadPolicy moves parameters, gradients and optimizer state, not the optimizer alone.
     ([f"{KEYS}_offload_params=true"], {"offload_params": "cpu", "offload_optimizer": "cpu"}),
-    # Block scales count; bitsandbytes' stay whole on every rank. TRL casts adapters on 4 bits down, FSDP1 up again,
-    # FSDP2 leaves them.
+    # Block scales count; bitsandbytes' stay whole on every rank. TRL casts adapters on 4 bits down.
     ([quantized(NF4)], {"weight_bytes": 0.5625, "gather_bytes": 0.5, "whole_bytes": 0.0625, "other_bytes": 2,
                         "trained_bytes": 2, "state_bytes": 4, "gradient_bytes": 2}),
     ([quantized(f"{NF4}, bnb_4bit_use_double_quant: true")],
      {"weight_bytes": 0.515869140625, "gather_bytes": 0.5, "whole_bytes": 0.015869140625}),
-    ([quantized(NF4), FSDP1], {"trained_bytes": 4, "state_bytes": 8}),
     # FSDP's recomputation for all layers, the model's for every n-th, a recipe's ratio; offload as either says it.
-    ([OFF], {"checkpointed": 1.0, "checkpoint_offload": False}),  # TRL's default
-    ([OFF, "train.activation_checkpointing=false"], {"checkpointed": 0.0}),
-    ([OFF, "activation_checkpointing.ratio=0.5"], {"checkpointed": 0.5}),
-    ([OFF, "activation_checkpointing.ratio=0"], {"checkpointed": 0.0}),
-    ([OFF, "train.activation_checkpointing_kwargs={every_n_layers: 3, offload: true}"], {"checkpointed": 42 / 126}),
-    ([OFF, "train.activation_checkpointing_kwargs={offload: true}"], {"checkpoint_offload": True}),
-    ([f"{KEYS}_activation_checkpointing_offload=true"], {"checkpoint_offload": True}),
-    ([OFF, SAVE], {"checkpointed": 1.0, "save": ("attention", "matmul")}),
-    ([OFF, SAVE, "activation_checkpointing.ratio=0.5"], {"checkpointed": 0.5, "save": ("attention", "matmul")}),
-    ([OFF, "train.activation_checkpointing_kwargs={selective: true}"], {"checkpointed": 1.0, "save": ("attention",)}),
+    ([], {"checkpointed": 1.0, "checkpoint_offload": False}),  # TRL's default
+    (["activation_checkpointing.ratio=0.5"], {"checkpointed": 0.5}),
+    (["activation_checkpointing.ratio=0"], {"checkpointed": 0.0}),
+    (["train.activation_offloading=true"], {"checkpoint_offload": True}),
+    ([SAVE], {"checkpointed": 1.0, "save": ("attention", "matmul")}),
+    ([SAVE, "activation_checkpointing.ratio=0.5"], {"checkpointed": 0.5, "save": ("attention", "matmul")}),
     # torch_compile of TRL, or accelerate's dynamo section; attention, and what of packing it keeps apart
     (["train.torch_compile=true"], {"compiled": True}),
     (["accelerate.dynamo_config.dynamo_backend=INDUCTOR"], {"compiled": True}),
@@ -222,13 +207,6 @@ def test_126_layers_over_8_stages() -> None:
     """With both ends counted as layers."""
     ends = [f"megatron.account_for_{end}_in_pipeline_split=true" for end in ("embedding", "loss")]
     check(read(*TP2, *ends), {"pp": 8})
-
-
-def test_hybrid_shard_needs_whole_nodes() -> None:
-    """torch forms its groups from the GPUs of a node."""
-    words = [FSDP1, "train.global_batch_size=12", f"{KEYS}_sharding_strategy=HYBRID_SHARD"]
-    with pytest.raises(UserError, match="needs whole nodes"):
-        resolve(RECIPE, words, ranks=12)
 
 
 def test_a_plan_of_a_run_reads_what_the_run_resolved() -> None:

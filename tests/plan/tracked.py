@@ -133,8 +133,7 @@ def train(folder: Path) -> Tracker:
     from clustertune.training import accelerate_env, build, cpu_fsdp, packing, recompute, sharding
 
     resolved = resolve(folder)
-    version = resolved.accelerate.get("fsdp_config", {}).get("fsdp_version")
-    cpu_fsdp.set_environment(fsdp1=version == 1)
+    cpu_fsdp.set_environment()
     for key, value in accelerate_env.accelerate_environment(folder / "accelerate.yaml", RANKS).items():
         os.environ.setdefault(key, value)
     cpu_fsdp.install()

@@ -121,13 +121,6 @@ FSDP2: dict[str, Any] = {
 }  # fmt: skip
 
 
-FSDP1: dict[str, Any] = {
-    "distributed_type": "FSDP",
-    "fsdp_config": {
-        "fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_use_orig_params": True, "fsdp_activation_checkpointing": True,
-    },
-}  # fmt: skip
 ZERO3 = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}
 
 
@@ -148,7 +141,7 @@ def write_recipe(
         "train": {
             "global_batch_size": 64, "per_device_train_batch_size": 1, "max_length": 2048, "packing": True,
             "num_train_epochs": 1,
-            "model_init_kwargs": {"dtype": "bfloat16"}, "activation_checkpointing": True, "optim": "adamw_torch_fused",
+            "model_init_kwargs": {"dtype": "bfloat16"}, "optim": "adamw_torch_fused",
         } | (train or {}),
         "slurm": {"nodes": nodes, "gpus_per_node": gpus},
     }  # fmt: skip

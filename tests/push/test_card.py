@@ -97,7 +97,7 @@ def test_a_template_of_the_recipe_is_in_the_card(template: str, trained: RunDir)
 
 def test_what_a_run_does_not_have_is_not_said(trained: RunDir) -> None:
     """No scores, no commit, no image, no revision, no checkpoint's name; and never the word None."""
-    (trained.eval / "ifeval.json").unlink()
+    (trained.eval / "results.json").unlink()
 
     def act(document: dict[str, Any]) -> None:
         document["git"], document["recipe"]["recipe"]["model"]["revision"] = None, None
@@ -109,10 +109,9 @@ def test_what_a_run_does_not_have_is_not_said(trained: RunDir) -> None:
 
 
 @pytest.mark.parametrize("scores", [[1], {"a": "x"}, None, 5])
-@pytest.mark.parametrize("dataset", [{"is_benchmark": True, "limited": False}, "google/IFEval", None])
-def test_scores_of_no_known_form_are_none(scores: Any, dataset: Any, trained: RunDir) -> None:
+def test_scores_of_no_known_form_are_none(scores: Any, trained: RunDir) -> None:
     """A file that somebody else's program wrote, or that was cut."""
-    (trained.eval / "ifeval.json").write_text(json.dumps({"scores": scores, "dataset": dataset}))
+    (trained.eval / "results.json").write_text(json.dumps({"scores": scores}))
     text = card(trained)
     assert "model-index" not in yaml.safe_load(text.split("---\n")[1]) and "No scores" in text
 

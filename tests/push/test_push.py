@@ -210,9 +210,9 @@ def test_the_card_says_what_the_run_was(push: Push, trained: RunDir) -> None:
         document["cluster"] = {"name": "mine", "compute": {"gpus": 8, "gpu": "h200"}}
 
     change(trained, act)
-    scores = trained.eval / "ifeval.json"
+    scores = trained.eval / "results.json"
     body = json.loads(scores.read_bytes())
-    body["dataset"] |= {"is_benchmark": True, "limited": False}
+    body["details"]["ifeval"]["comparable"] = True
     scores.write_text(json.dumps(body))
     card = push("--dry-run", "--license", "llama3.1", token=None).out
     head = yaml.safe_load(card.split("---\n")[1])

@@ -98,7 +98,7 @@ def test_auto_is_what_the_recipe_says(write: Write) -> None:
         ({}, {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_type": "linear", "total_num_steps": 9}}}, "scheduler.params.total_num_steps", "auto"),
         ({}, {"checkpoint": {"load_universal": True}}, "checkpoint.load_universal", "hashed"),
         ({}, {"wandb": {"enabled": True}}, "wandb", "report_to"),
-        ({}, {"activation_checkpointing": {}}, "activation_checkpointing", "train.activation_checkpointing"),
+        ({}, {"activation_checkpointing": {}}, "activation_checkpointing", "activation_checkpointing.ratio"),
         ({}, {"zero_optimization": {"stage": 3, "offload_param": 3}}, "zero_optimization.offload_param", "no keys and values"),
     ],
 )  # fmt: skip

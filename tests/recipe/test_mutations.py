@@ -54,7 +54,7 @@ def typo(word: str) -> str:
     return changed if changed != word else word[:at] + word[at + 1 :]
 
 
-FILES = [f"{recipe}/{file}" for recipe in RECIPES for file in ("recipe.yaml", "accelerate.yaml", "accelerate-fsdp1.yaml")]
+FILES = [f"{recipe}/{file}" for recipe in RECIPES for file in ("recipe.yaml", "accelerate.yaml")]
 FILES += ["_base/sft-lora.yaml"]
 
 

@@ -46,7 +46,7 @@ def test_the_imported_classes_take_what_is_resolved(imported: dict[str, Any], na
     resolved = resolve(name, tiny=tiny)
     args = {key: value for key, value in resolved.train_args.items() if key != "tf32"}  # needs an NVIDIA GPU
     made = imported["train"](**args, output_dir=str(tmp_path), use_cpu=True)
-    assert made.activation_checkpointing is False and made.gradient_checkpointing is False
+    assert made.activation_checkpointing is True
     assert made.gradient_accumulation_steps == resolved.train_args["gradient_accumulation_steps"]
     lora = imported["lora"](**resolved.recipe.lora)
     assert lora.r in {16, 32} and lora.task_type == "CAUSAL_LM"
@@ -94,7 +94,6 @@ def test_each_rule_refuses_what_it_is_for() -> None:
         ({"fp16": True, "bf16": True}, "fp16"), ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type"),
         ({"dataloader_prefetch_factor": 2}, "dataloader_prefetch_factor"), ({"save_only_model": True}, "save_only_model"),
         ({"packing": True, "max_length": None}, "max_length"), ({"report_to": ["wandb", "wand"]}, "report_to"),
-        ({"gradient_checkpointing": True, "activation_checkpointing": False}, "gradient_checkpointing"),
     ],
 )  # fmt: skip
 def test_values_that_do_not_go_together(train: dict[str, Any], key: str) -> None:
@@ -148,7 +147,6 @@ def test_lora_on_experts(architecture: dict[str, Any], changes: dict[str, Any], 
 @pytest.mark.parametrize(
     "words",
     [
-        ["accelerate.fsdp_config.fsdp_version=1"],
         ["accelerate.parallelism_config={parallelism_config_tp_size: 2, parallelism_config_dp_shard_size: 4}"],
         ["train.torch_compile=true"],
         ["train.model_init_kwargs={quantization_config: {load_in_4bit: true, bnb_4bit_quant_storage: bfloat16}}"],

@@ -28,7 +28,6 @@ from tests.conftest import TINY_LLAMA
 from tests.recipe.conftest import readable
 
 TINY, REFERENCE = "tiny-oasst2", "llama405b-oasst2"
-OFF = "accelerate.fsdp_config.fsdp_activation_checkpointing=false"
 OWN = "activation_checkpointing"
 SAVE = f"{OWN}.save=[attention,every_second_matmul]"
 KERNEL = "train.model_init_kwargs.attn_implementation"
@@ -58,16 +57,11 @@ def refused(*overrides: str, recipe: str = TINY, ranks: int | None = None) -> di
 CASES: dict[tuple[str, int | None], list[tuple[list[str], str, str]]] = {
     (TINY, None): [
         # --- which layers are recomputed, and kernels
-        ([OFF, f"{OWN}={{}}"], OWN, "neither ratio nor save"), ([OFF, f"{OWN}.save=[]"], f"{OWN}.save", ""),
-        ([OFF, f"{OWN}.save=[scores]"], f"{OWN}.save.0", "attention"),
-        ([OFF, f"{OWN}.save=[matmul,matmul]"], f"{OWN}.save", "twice"),
-        ([OFF, f"{OWN}.save=[matmul,every_second_matmul]"], f"{OWN}.save", "one of the two"),
-        ([OFF, SAVE, f"{OWN}.ratio=0"], f"{OWN}.save", "recomputes nothing"), ([OFF, SAVE, EAGER], f"{OWN}.save", "sdpa"),
-        ([SAVE], f"{OWN}.save", "given twice"), ([f"{OWN}.ratio=0.5"], f"{OWN}.ratio", "given twice"),
-        ([OFF, SAVE, f"train.{OWN}=true"], f"train.{OWN}", "given twice"),
-        ([OFF, SAVE, "train.gradient_checkpointing=true"], "train.gradient_checkpointing", "given twice"),
-        ([OFF, SAVE, f"train.{OWN}_kwargs={{selective: true}}"], f"train.{OWN}_kwargs.selective", "TRL's name"),
-        ([OFF, SAVE, f"train.{OWN}_kwargs={{use_reentrant: true}}"], f"train.{OWN}_kwargs.use_reentrant", "reentrant"),
+        ([f"{OWN}={{}}"], OWN, "neither ratio nor save"), ([f"{OWN}.save=[]"], f"{OWN}.save", ""),
+        ([f"{OWN}.save=[scores]"], f"{OWN}.save.0", "attention"),
+        ([f"{OWN}.save=[matmul,matmul]"], f"{OWN}.save", "twice"),
+        ([f"{OWN}.save=[matmul,every_second_matmul]"], f"{OWN}.save", "one of the two"),
+        ([SAVE, f"{OWN}.ratio=0"], f"{OWN}.save", "recomputes nothing"), ([SAVE, EAGER], f"{OWN}.save", "sdpa"),
         (["train.liger_kernel_config={fused_linear_cross_entropy: true}"], "train.liger_kernel_config", "in tiles"),
         ([f"{KERNEL}=flash_attention_2", "train.bf16=false"], KERNEL, "16 bits"),
         (["train.torch_compile_backend=eager", INDUCTOR], "train.torch_compile_backend", "is not read"),
@@ -110,8 +104,7 @@ CASES: dict[tuple[str, int | None], list[tuple[list[str], str, str]]] = {
         ([f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_typ: nf4}}"], f"{QUANTIZED}.bnb_4bit_quant_typ", "4bit_quant"),
         ([f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_type: int4}}"], f"{QUANTIZED}.bnb_4bit_quant_type", "nf4"),
         ([BASE_4BIT, "lora=null"], QUANTIZED, "cannot be trained"),
-        ([OFF, f"{OWN}.ratio=0.5", f"train.{OWN}_kwargs={{every_n_layers: 2}}"], "every_n_layers", "twice"),
-        ([OFF, f"{OWN}.ratio=1.5"], f"{OWN}.ratio", "less than"),
+        ([f"{OWN}.ratio=1.5"], f"{OWN}.ratio", "less than"),
         # --- files beside the recipe: the file has no such line
         ([f"{MESH}_tp_size=3"], "accelerate.parallelism_config", "does not divide"),
         ([f"{MESH}_dp_replicate_size=3"], "accelerate.parallelism_config", "does not divide"),
@@ -119,7 +112,6 @@ CASES: dict[tuple[str, int | None], list[tuple[list[str], str, str]]] = {
         ([f"{MESH}_dp_shard_size=1"], "accelerate.parallelism_config", "its sizes make 1 ranks; there are 16"),
         ([f"{MESH}_dp_shard_size=1", f"{MESH}_tp_size=16"], "parallelism_config", "FSDP has no ranks to shard over"),
         (["deepspeed.zero_optimization.stage=3"], "deepspeed.zero_optimization.stage", "no DeepSpeed file"),
-        (["accelerate=accelerate-fsdp1.yaml", "data.language=null", *PAIRS], "distributed_type", "no reference model"),
     ],
     # What accelerate says about a stated mesh it says on the nodes, once the base is loaded (parallelism_config.py:325 and on).
     ("llama70b-tp-fsdp2", None): [
@@ -150,22 +142,19 @@ def test_what_the_stack_carries_resolves(given: list[str]) -> None:
     assert resolve(TINY, given, ranks=4).world_size == 4
 
 
-@pytest.mark.parametrize("file", ["accelerate.yaml", "accelerate-fsdp1.yaml"])
-def test_fsdp_shards_no_quantisation_but_4_bits(file: str) -> None:
+def test_fsdp_shards_no_quantisation_but_4_bits() -> None:
     """float8 is a floating type: FSDP2 casts it as it gathers, and the layer multiplies what has lost its scales."""
     for name in ("fp8", "fbgemm_fp8", "mxfp4", "gptq", "awq", "torchao", ""):
         words = f"{QUANTIZED}={{{f'quant_method: {name}' if name else 'load_in_8bit: true'}}}"
-        message = "".join(refused(words, f"accelerate={file}", ranks=4).values())
+        message = "".join(refused(words, ranks=4).values())
         assert QUANTIZED in message and "FSDP would gather such weights without their scales" in message
-        assert "FSDP would gather" not in "".join(
-            refused(words, f"accelerate={file}", "accelerate.no_such=1", DDP, ranks=4).values()
-        )
+        assert "FSDP would gather" not in "".join(refused(words, "accelerate.no_such=1", DDP, ranks=4).values())
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        ("accelerate=accelerate.yaml",), ("accelerate=accelerate-fsdp1.yaml",),
+        ("accelerate=accelerate.yaml",),
         *((*ZERO[:2], f"accelerate.deepspeed_config.zero_stage={stage}") for stage in (1, 2, 3)),
     ],
 )  # fmt: skip
@@ -180,7 +169,7 @@ def test_packed_weights_that_bf16_would_round_are_refused(given: tuple[str, ...]
 
 
 def test_a_quantised_base_that_is_taken() -> None:
-    """Without mixed precision, and where each rank has the model for itself; FSDP2 splits floating types only, FSDP1 one type,
+    """Without mixed precision, and where each rank has the model for itself; FSDP2 splits floating types only,
     ZeRO-3 bitsandbytes' 4 bits. Followed, the advice resolves."""
     one = ["accelerate.distributed_type=NO", WITHOUT, "accelerate.parallelism_config=null"]
     assert resolve(TINY, one, ranks=1).world_size == 1
@@ -190,10 +179,6 @@ def test_a_quantised_base_that_is_taken() -> None:
             assert resolve(TINY, [FOUR % storage, "train.bf16=false"], ranks=4).world_size == 4
     four, dtype = FOUR % "bfloat16", "train.model_init_kwargs.dtype"
     assert resolve(TINY, [four, f"{dtype}=bfloat16"], ranks=4).world_size == 4
-    fsdp1 = [four, "accelerate=accelerate-fsdp1.yaml", "train.bf16=true"]
-    wanted = "write bnb_4bit_quant_storage: bfloat16, and model_init_kwargs: {dtype: bfloat16}"
-    assert wanted in "".join(refused(*fsdp1, f"{dtype}=float32", ranks=4).values())
-    assert resolve(TINY, [*fsdp1, f"{dtype}=bfloat16"], ranks=4).world_size == 4
     for words in ("quant_method: fp8", "load_in_8bit: true"):
         message = "".join(
             refused(f"{QUANTIZED}={{{words}}}", *ZERO[:2], "accelerate.deepspeed_config.zero_stage=3", ranks=4).values()
@@ -269,12 +254,12 @@ def test_the_styles_are_those_that_the_training_carries_out() -> None:
 
 def test_what_is_taken() -> None:
     """``save`` alone means all layers; a recipe without it keeps its fingerprint, and with it its run folder."""
-    found = resolve(TINY, [OFF, SAVE])
+    found = resolve(TINY, [SAVE])
     assert found.recipe.activation_checkpointing is not None and found.recipe.activation_checkpointing.ratio == 1
     assert found.train_args["activation_checkpointing"] is True
     reason = next(item.reason for item in found.derived if item.key == "train.activation_checkpointing")
     assert "4 of 4 layers; of them attention, every_second_matmul kept" in reason
-    ratio = [OFF, "activation_checkpointing.ratio=0.5"]
+    ratio = ["activation_checkpointing.ratio=0.5"]
     assert resolve(TINY, ratio).fingerprint() != resolve(TINY, [*ratio, SAVE]).fingerprint()
     assert resolve(TINY, ratio).fingerprint() == resolve(TINY, [*ratio, "activation_checkpointing.save=null"]).fingerprint()
     resolve(TINY, ["train.torch_compile=true", INDUCTOR])
@@ -308,14 +293,6 @@ def test_whether_and_how_a_model_is_compiled(train: dict[str, Any], dynamo: dict
     assert ("as a whole" in warnings) == (expected == (True, False)), "a start of minutes"
 
 
-def test_a_wrapper_that_keeps_layers_from_the_compiler_is_told() -> None:
-    """Found by torch's log of graph breaks, and by dropout that draws what it draws uncompiled: docs/results/dropout.md."""
-    for words, expected in (([], True), ([OFF, "activation_checkpointing.ratio=0.5"], False), ([OFF], False)):
-        spread = replace(resolve(TINY, words).distribution, compiled=True, compiled_by_layer=True)
-        warnings = " ".join(kernels.warnings(spread))
-        assert ("leaves the layers uncompiled" in warnings) == expected
-
-
 def test_packages_are_asked_for_where_there_are_gpus_only() -> None:
     """A laptop trains with sdpa and without Liger, and needs neither package."""
     train = {"use_liger_kernel": True, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
@@ -326,10 +303,10 @@ def test_packages_are_asked_for_where_there_are_gpus_only() -> None:
 
 
 def test_a_ratio_says_alone_which_layers_are_recomputed() -> None:
-    values = show.as_json(resolve(REFERENCE, [f"{OWN}.ratio=0.5", OFF]))["values"]
+    values = show.as_json(resolve(REFERENCE, [f"{OWN}.ratio=0.5"]))["values"]
     assert values[f"{OWN}.ratio"] == {"value": 0.5, "origin": "override"}
     assert values[f"train.{OWN}"]["value"] is True and "63 of 126 layers" in values[f"train.{OWN}"]["origin"]
-    assert resolve(REFERENCE, [f"{OWN}.ratio=0", OFF]).train_args[OWN] is False
+    assert resolve(REFERENCE, [f"{OWN}.ratio=0"]).train_args[OWN] is False
 
 
 def test_the_chosen_layers_are_spread_evenly() -> None:
@@ -353,7 +330,7 @@ def test_every_size_that_does_not_divide_is_told_at_once() -> None:
     words = [
         "megatron.tensor_model_parallel_size=3", "megatron.pipeline_model_parallel_size=4",
         "megatron.virtual_pipeline_model_parallel_size=2", "megatron.expert_model_parallel_size=2",
-        "megatron.sequence_parallel=true", "train.activation_checkpointing=true",
+        "megatron.sequence_parallel=true", "activation_checkpointing.ratio=1",
     ]  # fmt: skip
     text = "".join(refused(*words, recipe=REFERENCE).values())
     for says in (
@@ -528,5 +505,5 @@ def test_the_plan_counts_both_answers_and_the_reference() -> None:
 
 
 def test_a_benchmark_is_refused(tmp_path: Path) -> None:
-    done = run("bench", str(REPO / "recipes" / "tiny-dpo"), "--steps", "2", "--out", tmp_path / "out")
+    done = run("bench", str(REPO / "recipes" / "tiny-dpo"), "--steps", "2", "--run-dir", tmp_path / "run")
     assert done.code == 2 and "trainer" in done.err

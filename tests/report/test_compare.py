@@ -1,4 +1,4 @@
-"""Runs side by side: the source's own figures, runs that ended or were killed, benchmarks, and what is none of them."""
+"""Runs side by side: the source's own figures, runs that ended or were killed, and what is none of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 from clustertune.report import compare, source
 from clustertune.report.metrics import read_metrics
-from tests.bench.documents import document
 from tests.command import run
 from tests.refusal import problems
 
@@ -73,7 +72,7 @@ def test_the_metrics_of_a_run_are_the_sources_fields_and_the_steady_rate(tmp_pat
     path = made_run(tmp_path / "r", [5.0, 3.0, 1.0, 1.0, 2.0])
     assert source.write(json.loads((path / "run.json").read_text()), path) == path / "metrics.json"
     found = json.loads((path / "metrics.json").read_text())
-    assert tuple(found) == (*ONE, "steady_tokens_per_s_per_rank", "schema") and tuple(ONE) == source.FIELDS
+    assert tuple(found) == (*ONE, "steady_tokens_per_s_per_rank") and tuple(ONE) == source.FIELDS
     assert found["wall_time_s"] == 12.0 and found["approx_tokens_per_rank"] == 5 * 6 * 512
     assert found["approx_tokens_per_s_per_rank"] == 1280.0 and found["steady_tokens_per_s_per_rank"] == 3072.0
     assert found.items() >= {"world_size": 4, "gpu0": ONE["gpu0"], "torch": "main", "fsdp": True, "bf16": True}.items()
@@ -90,19 +89,15 @@ def test_steps_that_are_logged_together_count_each(tmp_path: Path) -> None:
     assert source.write(document, empty) is None and not (empty / "metrics.json").exists()
 
 
-def test_runs_benchmarks_and_sources_stand_together(tmp_path: Path) -> None:
+def test_runs_and_sources_stand_together(tmp_path: Path) -> None:
     """Each kind is read; what makes them differ is said, not refused."""
-    paths = [
-        written(tmp_path / "one.json", ONE), made_run(tmp_path / "killed", [2.0, 1.0, 1.0, 1.0], code=None),
-        written(tmp_path / "b.json", document(0.5)), RECORDED,
-    ]  # fmt: skip
+    paths = [written(tmp_path / "one.json", ONE), made_run(tmp_path / "killed", [2.0, 1.0, 1.0, 1.0], code=None), RECORDED]
     found = compare.compare(paths)
     body = found.as_dict()
     kinds = [entry["kind"] for entry in body["runs"]]
-    assert kinds == ["metrics", "run", "bench", "run"] and body["schema"] == compare.SCHEMA
-    killed, bench = body["runs"][1], body["runs"][2]
+    assert kinds == ["metrics", "run", "run"]
+    killed = body["runs"][1]
     assert killed["status"] == "killed, or still running" and killed["steady_tokens_per_s_per_rank"] == 3072.0
-    assert bench["steady_tokens_per_s_per_rank"] == pytest.approx(8192) and bench["mfu"] == pytest.approx(0.404, abs=0.001)
     notes = "\n".join(found.notes)
     differ = ("Model differs", "Recipe differs", "torch differs", "padding as tokens")
     for part in ("is not finished (killed, or still running)", *differ):
@@ -125,8 +120,8 @@ def test_other_hardware_is_said_and_one_name_twice_told_apart(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("body", "word"),
     [
-        ("{", "unreadable"), ("[]", "neither a bench result nor metrics"),
-        ({"schema": "other/1"}, "neither a bench result nor metrics"),
+        ("{", "unreadable"), ("[]", "is no metrics.json"),
+        ({"schema": "other/1"}, "is no metrics.json"),
         ({key: ONE[key] for key in ("wall_time_s", "world_size")}, "it lacks approx_tokens_per_rank"),
         ("[" * 100_000, "unreadable"),
     ],

@@ -165,7 +165,7 @@ def test_text_never_becomes_markup(run_dir: Path) -> None:
     run["command"].append(HOSTILE)
     run["recipe"].update(warnings=[HOSTILE], architecture={**run["recipe"]["architecture"], HOSTILE: HOSTILE})
     (run_dir / "run.json").write_text(json.dumps(run))
-    edit(run_dir / "eval" / "ifeval.json", lambda d: (d["dataset"].update(name=HOSTILE), d["scores"].update({HOSTILE: 0.5})))
+    edit(run_dir / "eval" / "results.json", lambda d: d["tasks"]["ifeval"].update({HOSTILE: 0.5}))
     with (run_dir / "metrics.jsonl").open("a") as out:
         out.write(json.dumps({"event": "checkpoint", "step": 1, "attempt": 1, "path": HOSTILE}) + "\n")
         out.write(json.dumps({"event": "stage", "stage": HOSTILE, "status": "done", "seconds": 3}) + "\n")
@@ -238,7 +238,7 @@ def test_a_loss_that_is_not_finite_is_a_gap_and_a_warning(run_dir: Path) -> None
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("text", [b"{", b"\xff", b"[" * 200_000])
 def test_unreadable_documents_are_left_out_and_said(text: bytes, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("stages/train.json", "eval/ifeval.json", "adapter/MANIFEST.json", "nccl-check/1/result.json"):
+    for name in ("stages/train.json", "eval/results.json", "adapter/MANIFEST.json", "nccl-check/1/result.json"):
         (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         (run_dir / name).write_bytes(text)
     with (run_dir / "metrics.jsonl").open("a") as out:
@@ -262,7 +262,7 @@ def test_a_pipe_among_a_runs_files_is_named(run_dir: Path) -> None:
 def test_odd_documents_do_not_stop_the_page(run_dir: Path) -> None:
     edit(run_dir / "run.json", lambda d: d.update(host=[1], git="x", versions=None, distributed=3, command="x", created="y"))
     edit(run_dir / "run.json", lambda d: d["recipe"].update(derived={"a": 1}, origins=[], architecture="x", warnings="w"))
-    (run_dir / "eval" / "ifeval.json").write_text(json.dumps({"scores": {"prompt_level_strict_acc": 0.5}, "stderr": 3}))
+    (run_dir / "eval" / "results.json").write_text(json.dumps({"tasks": {"ifeval": {"prompt_level_strict_acc,none": 0.5}}}))
     (run_dir / "stages" / "train.json").write_text("[]")
     _, page = read(run_dir)
     assert "50.00 %" in page.words
@@ -293,8 +293,8 @@ def test_the_answer_comes_first_and_stands_in_the_document(tmp_path: Path) -> No
     (run.attempt(2) / "outcome.json").write_text(json.dumps({"code": 0, "time": now}))
     shutil.copytree(RECORDED / "eval", run.eval)
     row = {"base": 0.38, "tuned": 0.44, "difference": 0.06, "ci95": [0.01, 0.11], "verdict": "better"}
-    edit(run.eval / "ifeval.json", lambda d: d.update(tasks={"t": {"acc,none": 0.44, "n": 9}}, paired={"t": {"acc,none": row}}))
-    edit(run.eval / "ifeval.json", lambda d: d.update(base={"model": "b"}, paired_method="x"))
+    scored = {"tasks": {"t": {"acc,none": 0.44, "n": 9}}, "paired": {"t": {"acc,none": row}}}
+    edit(run.eval / "results.json", lambda d: d.update(scored, base={"model": "b"}, paired_method="x"))
     edit(run.run_json, lambda d: d.update(cluster={"monitor": {"co2_kg_per_kwh": 0.5}}, host={"gpus": 8}))
     with run.metrics.open("a") as out:
         out.write(json.dumps({"event": "stage", "stage": "eval", "status": "done", "seconds": 3600}) + "\n")
@@ -305,7 +305,7 @@ def test_the_answer_comes_first_and_stands_in_the_document(tmp_path: Path) -> No
             writer.add(telemetry.TelemetryRow(began + 50 * share, -int(began), {}, ({"energy_j": joules * share},)))
     first, second = read(run.path)[1].words[4:6]
     found = json.loads((run.path / "report.json").read_text())
-    assert found["answer"] == [first, second] and found["schema"] == "clustertune.report/1"
+    assert found["answer"] == [first, second]
     assert "better than its base" in first and "+6.0 points with a 95 % interval from +1.0 to +11.0" in first
     cost = found["cost"]
     hours = (110 + 110) / 3600 * 16 + 8

@@ -89,18 +89,17 @@ def test_the_report_shows_what_saves_took(tmp_path: Path) -> None:
     lines = [
         {**event, "step": at, "save_stall_s": 0.3, "save_every_s": 600, "path": f"c/{at}", "status": "saved"} for at in (5, 9)
     ]
-    lines.append({**event, "step": 7, "save_stall_s": 0.1, "save_every_s": 60, "path": "/nvme/7", "status": "local"})
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     document = {"recipe": {"recipe": {"save": {"every": "auto", "milestones": [9]}, "slurm": {"nodes": 2}}}}
     found = cost.saves_as_dict(document, read_metrics(run.metrics), cost.of_attempts(run.path))
     assert found is not None
-    assert (found["shared"], found["local"], found["every_seconds"], found["stall_seconds"]) == (2, 1, 600, 0.3)
-    assert found["stall_share"] == pytest.approx(0.7 / sum(one.seconds(2e6) for one in cost.of_attempts(run.path)))
+    assert (found["count"], found["every_seconds"], found["stall_seconds"]) == (2, 600, 0.3)
+    assert found["stall_share"] == pytest.approx(0.6 / sum(one.seconds(2e6) for one in cost.of_attempts(run.path)))
     assert (found["failures"], found["mtbf_from"]) == (2, "this run")
     assert found["auto_seconds"] == pytest.approx(best_seconds(0.3, 40.0, seconds_between_ends(2, found["mtbf_hours"], None)))
     shown = dict(cost.saves_rows(found))
     assert shown["saved every"] == "auto: 10 min 00 s in the end; and at 9"
-    assert shown["saves"].startswith("2 on shared storage, 1 on the nodes' own disks, 1.00 GiB")
+    assert shown["saves"].startswith("2, 1.00 GiB")
     assert shown["ends without a warning"].startswith("2 in ")
     quiet = cost.of_attempts(run_of(tmp_path / "quiet", ["finished"]).path)
     limited = [replace(one, limit_minutes=30) for one in cost.of_attempts(run.path)]

@@ -41,7 +41,7 @@ def test_a_groups_sequences_count_once(recipe: str, ranks: int, groups: int, tok
 
 def test_a_benchmark_counts_as_a_run_does() -> None:
     """Two columns of one recipe must not disagree."""
-    asked = BenchRequest("llama70b-tp-fsdp2", Path("x"), BenchSchedule(1, 2, save=False), elsewhere=True)
+    asked = BenchRequest("llama70b-tp-fsdp2", Path("x"), BenchSchedule(1, 2), ranks=64)
     made = make(asked)
     assert made.share == 1 / 8 == source.counted_share(8, 64)
     assert source.tokens_per_step(made.measured.as_dict()) == made.share * 4 * 4096

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from clustertune.cluster.load import known_clusters, load_cluster
-from clustertune.setup.machine import tool
+from clustertune.setup.setup_machine import tool
 from clustertune.testbed.spec import search_path
 from tests.command import REPO, run
 

@@ -11,8 +11,8 @@ import pytest
 
 from clustertune.cluster.load import load_cluster
 from clustertune.cluster.schema import Cluster
-from clustertune.setup.machine import tool
 from clustertune.setup.rendered import all_texts
+from clustertune.setup.setup_machine import tool
 from clustertune.setup.slurm_files import GRES_CONF, SLURM_CONF
 from clustertune.testbed.cluster import ClusterFailed
 from clustertune.testbed.rehearsal import shape, try_out

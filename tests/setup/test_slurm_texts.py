@@ -12,9 +12,9 @@ from clustertune.cluster.load import known_clusters, load_cluster
 from clustertune.errors import UserError
 from clustertune.launch.slurm import expand_hosts
 from clustertune.setup import slurm_files as slurm
-from clustertune.setup.machine import tool
 from clustertune.setup.rendered import all_texts
 from clustertune.setup.rendered import slurm as render_slurm
+from clustertune.setup.setup_machine import tool
 from clustertune.setup.verify import parsed
 from tests.refusal import problems
 from tests.setup.slurm_clusters import ODD, load

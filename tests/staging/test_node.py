@@ -15,7 +15,7 @@ from clustertune.launch import cluster_paths
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
-from clustertune.staging import needs, node
+from clustertune.staging import needs, staging_step
 from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO, events
 from tests.slurm_job import Job
@@ -52,16 +52,16 @@ def plan(nodes: int = 1) -> AttemptPlan:
 
 
 def record(run: RunDir, number: int = 0) -> dict[str, Any]:
-    body: dict[str, Any] = json.loads(node.record_file(run.attempt(1), number).read_bytes())
+    body: dict[str, Any] = json.loads(staging_step.record_file(run.attempt(1), number).read_bytes())
     return body
 
 
 def test_the_ranks_find_their_copies(begin: Begin, tmp_path: Path) -> None:
     """With what it took, and leased for as long as the ranks run."""
     run = begin()
-    node.stage(run.path, 1, 0)
-    with node.leased(run.path, plan(), 0):
-        near = node.local_folders(run.attempt(1), 0)
+    staging_step.stage(run.path, 1, 0)
+    with staging_step.leased(run.path, plan(), 0):
+        near = staging_step.local_folders(run.attempt(1), 0)
         assert same(near["model"], run.local_model("tiny-llama")) and near["model"].name == "tiny-llama"
         assert same(near["data"], run.tokens) and near["data"].is_relative_to(tmp_path / "local")
         bench = Bench(tmp_path / "local")
@@ -70,7 +70,7 @@ def test_the_ranks_find_their_copies(begin: Begin, tmp_path: Path) -> None:
     assert body["warnings"] == [] and [tree["reused"] for tree in body["trees"]] == [False, False]
     assert body["trees"][0]["copied"] == MIB + 300 + (run.local_model("tiny-llama") / manifest.MANIFEST).stat().st_size
     assert all(bench.cache.remove(tree, print, "") for tree in bench.cache.trees())
-    assert node.local_folders(run.attempt(1), 0) == {}, "what is gone is not read from"
+    assert staging_step.local_folders(run.attempt(1), 0) == {}, "what is gone is not read from"
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_the_ranks_find_their_copies(begin: Begin, tmp_path: Path) -> None:
 def test_what_lies_on_a_local_disk_is_not_copied(begin: Begin, words: list[str], shared: bool, copied: bool) -> None:
     """Unless the recipe says so; and the recipe may say that nothing is."""
     run = begin(*words, shared=shared)
-    node.stage(run.path, 1, 0)
-    with node.leased(run.path, plan(), 0):
-        assert bool(node.local_folders(run.attempt(1), 0)) is copied
+    staging_step.stage(run.path, 1, 0)
+    with staging_step.leased(run.path, plan(), 0):
+        assert bool(staging_step.local_folders(run.attempt(1), 0)) is copied
 
 
 def test_by_the_kind_of_file_system() -> None:
@@ -105,9 +105,9 @@ def test_a_copy_that_fails_leaves_the_shared_storage(begin: Begin, tmp_path: Pat
     if fault == "no folder":
         (tmp_path / "local").rmdir()
         (tmp_path / "local").write_text("a file")
-    node.stage(run.path, 1, 0)
-    with node.leased(run.path, plan(), 0):
-        near = node.local_folders(run.attempt(1), 0)
+    staging_step.stage(run.path, 1, 0)
+    with staging_step.leased(run.path, plan(), 0):
+        near = staging_step.local_folders(run.attempt(1), 0)
     assert "model" not in near and ("data" in near) is (fault == "wrong digest")
     assert FAULTS[fault] in " ".join(record(run)["warnings"])
 
@@ -115,12 +115,12 @@ def test_a_copy_that_fails_leaves_the_shared_storage(begin: Begin, tmp_path: Pat
 def test_a_copy_that_was_removed_before_the_ranks_start_is_not_read(begin: Begin, tmp_path: Path) -> None:
     """Between the step that copies and the ranks another job of this user may need the room."""
     run = begin()
-    node.stage(run.path, 1, 0)
+    staging_step.stage(run.path, 1, 0)
     bench = Bench(tmp_path / "local")
     gone = next(tree for tree in bench.cache.trees() if tree.key.startswith("model"))
     assert bench.cache.remove(gone, print, "")
-    with node.leased(run.path, plan(), 0):
-        assert set(node.local_folders(run.attempt(1), 0)) == {"data"}
+    with staging_step.leased(run.path, plan(), 0):
+        assert set(staging_step.local_folders(run.attempt(1), 0)) == {"data"}
         assert not any(bench.cache.remove(tree, print, "") for tree in bench.cache.trees())
     assert [tree["what"] for tree in record(run)["trees"]] == ["data"]
 
@@ -129,9 +129,9 @@ def test_a_cluster_without_staging_changes_nothing(begin: Begin) -> None:
     """Most clusters, and every other launcher."""
     run = begin()
     run.run_json.write_text(json.dumps({key: value for key, value in run.read().items() if key != "cluster"}))
-    node.stage(run.path, 1, 0)
-    with node.leased(run.path, plan(), 0):
-        assert not node.record_file(run.attempt(1), 0).exists()
+    staging_step.stage(run.path, 1, 0)
+    with staging_step.leased(run.path, plan(), 0):
+        assert not staging_step.record_file(run.attempt(1), 0).exists()
 
 
 def test_the_hubs_cache_is_found_as_the_hub_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,14 +17,14 @@ import pytest
 from clustertune import manifest
 from clustertune.cluster.schema import Staging
 from clustertune.errors import ExitCode, UserError
-from clustertune.staging import cache, copy, files
+from clustertune.staging import cache, hashed_copy, source_files
 from clustertune.staging.cache import SourceFolder
-from clustertune.staging.files import choose, survey
+from clustertune.staging.source_files import choose, survey
 from tests.command import REPO
 from tests.slurm import wait_for
 from tests.staging.conftest import MIB, MODEL, REVISION, Bench, fill, flip, into_hub_cache, same
 
-SIZES = {"config.json": 300, "empty": 0, "sub/one.bin": 3 * MIB + 5, "two.safetensors": 2 * copy.BLOCK + 1}
+SIZES = {"config.json": 300, "empty": 0, "sub/one.bin": 3 * MIB + 5, "two.safetensors": 2 * hashed_copy.BLOCK + 1}
 
 PROGRAM = """
 import sys
@@ -122,14 +122,14 @@ def test_a_flipped_byte_in_the_source_is_refused(tmp_path: Path, bench: Bench, k
 def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody downloads the model once more while it is copied."""
     root = fill(tmp_path / "source", SIZES)
-    real = copy.mirror
+    real = hashed_copy.mirror
 
     def mirror(*args: object) -> object:
         (root / "late.bin").write_bytes(b"x")
         return real(*args)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch, pytest.raises(UserError, match="changed while it was copied") as caught:
-        patch.setattr(copy, "mirror", mirror)
+        patch.setattr(hashed_copy, "mirror", mirror)
         bench.stage(root)
     assert caught.value.code is ExitCode.AGAIN
     assert same(root, bench.stage(root))
@@ -147,7 +147,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, change:
     """Half of an old file and half of a new one have the right size."""
     root = fill(tmp_path / "source", {"a.bin": 30 * MIB})
     with pytest.raises(UserError, match="changed while it was copied"):
-        copy.copy_files(
+        hashed_copy.copy_files(
             lambda _: CHANGES[change](root / "a.bin"), root, tmp_path / "out", survey(root, "data"), manifest.XXH3_128
         )
     assert not (tmp_path / "out/a.bin").exists()
@@ -159,19 +159,19 @@ def test_a_blob_that_changes_while_it_is_looked_at_is_not_called_damaged(
 ) -> None:
     """The Hub's cache records no sizes: what changes between two looks is seen by the copy (exit 75), not by the survey."""
     root = into_hub_cache(tmp_path / "hub", "models", MODEL, REVISION, fill(tmp_path / "source", {"config.json": 300}))
-    real = files.hub_digest
+    real = source_files.hub_digest
 
     def late(path: Path) -> object:
         with path.open("ab") as file:
             file.write(b"x" * grows)
         return real(path)
 
-    monkeypatch.setattr(files, "hub_digest", late)
+    monkeypatch.setattr(source_files, "hub_digest", late)
     seen = survey(root, "model")
     assert [(file.size, file.algorithm) for file in seen] == [(300, manifest.GIT_SHA1)]
     if grows:
         with pytest.raises(UserError, match="changed while it was copied") as caught:
-            copy.copy_files(lambda _: None, root, tmp_path / "out", seen, manifest.SHA256)
+            hashed_copy.copy_files(lambda _: None, root, tmp_path / "out", seen, manifest.SHA256)
         assert caught.value.code is ExitCode.AGAIN
 
 
@@ -330,6 +330,7 @@ def test_a_staging_folder_that_cannot_be_trusted_is_refused(tmp_path: Path, wron
 
 
 INDEX = "model.safetensors.index.json"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -338,8 +339,8 @@ INDEX = "model.safetensors.index.json"
         (["config.json", "model.safetensors", "pytorch_model.bin", "model.gguf"], ["config.json", "model.safetensors"]),
         (["config.json", "pytorch_model.bin", "tf_model.h5"], ["config.json", "pytorch_model.bin"]),
         (
-            ["a.json", INDEX, "m-1.safetensors", "m-2.safetensors", "consolidated.safetensors", "original/consolidated.00.pth"],
-            ["a.json", "m-1.safetensors", "m-2.safetensors", INDEX],
+            ["a.json", INDEX, *SHARDS, "consolidated.safetensors", "original/consolidated.00.pth"],
+            ["a.json", *SHARDS, INDEX],
         ),
         (["tokenizer.model", "special.safetensors"], ["special.safetensors", "tokenizer.model"]),
         (["tokenizer.json", "chat_template.jinja", "README.md"], ["README.md", "chat_template.jinja", "tokenizer.json"]),
@@ -347,7 +348,7 @@ INDEX = "model.safetensors.index.json"
 )
 def test_only_what_is_loaded_is_copied(names: list[str], expected: list[str]) -> None:
     """Beside Llama's safetensors lie the publisher's own weights, 800 GB more at 405B."""
-    assert choose(names, {INDEX: ["m-1.safetensors", "m-2.safetensors"]}) == expected
+    assert choose(names) == expected
 
 
 def test_a_folder_that_contradicts_its_manifest_is_not_whole(tmp_path: Path) -> None:
@@ -367,9 +368,6 @@ WRONG = {
     "is a file": lambda path: path.write_text("x"),
     "contains no file": lambda path: path.mkdir(),  # an empty mount point is the usual reason
     "a link to a file that is not there": lambda path: (fill(path, {"a": 10}) / "b").symlink_to("gone"),
-    "lacks m-2.safetensors": lambda path: (fill(path, {"config.json": 10, "m-1.safetensors": 10}) / INDEX).write_text(
-        json.dumps({"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}})
-    ),
 }
 
 

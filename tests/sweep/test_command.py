@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import typer
 
+from clustertune.check.sbatch import lint
 from clustertune.cli import sweep as command
 from clustertune.cli.app import run_command
-from clustertune.doctor.sbatch import lint
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch import submit
 from clustertune.rundir import RunDir

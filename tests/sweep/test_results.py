@@ -50,7 +50,8 @@ def schedule(
         run.finish_stage("train", 7.5)
     if scores:
         run.eval.mkdir()
-        (run.eval / "ifeval.json").write_text(json.dumps({"scores": scores}))
+        row = {f"{name},none": value for name, value in scores.items()}
+        (run.eval / "results.json").write_text(json.dumps({"tasks": {"ifeval": row}}))
 
 
 def outcome(made: Sweep, index: int, attempt: int, code: int, message: str) -> None:
@@ -86,7 +87,7 @@ def test_scores_sort_the_other_way(sweep: Sweep) -> None:
 def test_damaged_files_are_said_not_raised(sweep: Sweep) -> None:
     """One torn file must not hide the other points."""
     run = RunDir(sweep.points[1].run_dir)
-    (run.eval / "ifeval.json").write_text('{"scores": [')
+    (run.eval / "results.json").write_text('{"tasks": [')
     run.metrics.write_bytes(run.metrics.read_bytes() + b'{"event": "eval", "st\xff')
     outcome(sweep, 2, 3, 1, "x")
     (RunDir(sweep.points[2].run_dir).attempt(3) / "outcome.json").write_text("[1]")

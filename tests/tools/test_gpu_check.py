@@ -163,10 +163,10 @@ def test_parts_are_named_one_by_one_or_by_their_beginning() -> None:
     assert unknown == ["nothing"] and "eval" in chosen
     assert all(name.startswith("bench-8b-") for name in chosen if name != "eval")
     assert gpu_parts.choose("bench-8b-full", known) == (["bench-8b-full"], [])
-    assert len(chosen) == 7 and gpu_parts.choose("", known)[1] == []
+    assert len(chosen) == 4 and gpu_parts.choose("", known)[1] == []
     default = gpu_parts.choose("", known)[0]
     assert default[: len(gpu_parts.FIRST)] == list(gpu_parts.FIRST) and "bench-8b-full" in default
-    assert set(known) - set(default) == {"doctor", *(name for name in known if name.endswith("-others"))}
+    assert set(known) - set(default) == {"doctor"}
     assert all(part.__doc__ for part in known.values()) and all(gpu_parts.seconds(name) <= 480 for name in known)
 
 
@@ -231,7 +231,7 @@ def test_the_next_bottleneck_is_the_largest_part_that_is_no_matrix_product() -> 
 @pytest.mark.jobs
 @pytest.mark.timeout(2400)
 def test_the_longer_parts_on_cpus(tmp_path: Path) -> None:
-    """The chain with its kill and resume, the evaluation, a strategy, attention, and the benchmark against both peers."""
+    """The chain with its kill and resume, the evaluation, a strategy, attention, and the benchmark against TRL."""
     names = "doctor,nccl,chain,telemetry,eval,attention,tiny-tiny-oasst2,bench-1b-full"
     done = run(*LOCAL, "--short", "--state", tmp_path / "s", "--out", tmp_path, "--parts", names, OMP_NUM_THREADS="1")
     parts = parts_of(tmp_path)

@@ -36,7 +36,7 @@ STAGES: dict[str, dict[str, Any]] = {
 }
 SAME = [
     "train.max_steps=3", "train.save_steps=2", "train.eval_steps=3", "train.max_length=64", "train.packing=false",
-    "train.eval_on_start=false", "train.report_to=none", "lora.lora_dropout=0", "train.activation_checkpointing=false",
+    "train.eval_on_start=false", "train.report_to=none", "lora.lora_dropout=0", "activation_checkpointing.ratio=0",
     "data.eval_fraction=0.08", "train.per_device_eval_batch_size=2",
 ]  # fmt: skip
 """No dropout, no packing (context parallelism has neither): what is left is the order of sums.
@@ -47,12 +47,6 @@ PLAIN = {
     "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     "fsdp_cpu_ram_efficient_loading": False,
 }  # fmt: skip
-ONE = {
-    "fsdp_version": 1,
-    "fsdp_sharding_strategy": "FULL_SHARD",
-    "fsdp_use_orig_params": True,
-    "fsdp_sync_module_states": False,
-}
 SLICES, WHOLE = {"fsdp_cpu_ram_efficient_loading": True}, {"fsdp_cpu_ram_efficient_loading": False}
 
 
@@ -68,8 +62,6 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {"distributed_type": "NO"}),
     "ddp": (2, {"distributed_type": "MULTI_GPU"}),
     "ddp-4": (4, {"distributed_type": "MULTI_GPU"}),
-    "fsdp1": (2, fsdp(ONE)),
-    "fsdp1-4": (4, fsdp(ONE)),
     "fsdp2": (2, fsdp()),
     "fsdp2-4": (4, fsdp()),
     "fsdp2-slices": (2, fsdp(SLICES)),

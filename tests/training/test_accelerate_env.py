@@ -20,10 +20,10 @@ mixed_precision: bf16
 fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, fsdp_offload_params: true}
 parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 1}
 """
-FILES = ["tiny-oasst2/accelerate.yaml", "tiny-oasst2/accelerate-fsdp1.yaml", "llama405b-oasst2/accelerate.yaml", HSDP]
+FILES = ["tiny-oasst2/accelerate.yaml", "llama405b-oasst2/accelerate.yaml", HSDP]
 
 
-@pytest.mark.parametrize("given", FILES, ids=["fsdp2", "fsdp1", "reference", "hsdp"])
+@pytest.mark.parametrize("given", FILES, ids=["fsdp2", "reference", "hsdp"])
 def test_it_is_what_accelerate_launch_passes_on(given: str, repo: Path, tmp_path: Path) -> None:
     """accelerate's variables are its own business: the launcher itself says what they must be."""
     config = repo / "recipes" / given if "\n" not in given else tmp_path / "accelerate.yaml"

@@ -18,7 +18,7 @@ SAME = [
     "train.eval_on_start=false", "train.report_to=none", "lora.lora_dropout=0",
 ]  # fmt: skip
 """Padded to the longest of each batch: lengths differ from step to step."""
-OFF = ["train.activation_checkpointing=false"]
+OFF = ["activation_checkpointing.ratio=0"]
 SOME = ["activation_checkpointing.ratio=0.5", "activation_checkpointing.save=[attention,every_second_matmul]"]
 REGIONAL = {"dynamo_backend": "AOT_EAGER", "dynamo_use_regional_compilation": True}
 """All of the compiler but for the code that it writes at the end, which takes minutes and changes no number that is asked
@@ -55,9 +55,8 @@ def test_the_numbers_stay_what_they_are(bench: Bench) -> None:
 
 RECOMPUTED = {
     "none": OFF,
-    "wrapper": ["accelerate.fsdp_config.fsdp_activation_checkpointing=true", "train.activation_checkpointing=null"],
-    "model": ["train.activation_checkpointing=true"],
-    "some": [*SOME, "train.activation_checkpointing=null"],
+    "model": ["activation_checkpointing.ratio=1"],
+    "some": SOME,
 }
 
 

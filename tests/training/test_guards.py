@@ -19,7 +19,7 @@ from clustertune.resolve.resolve import resolve
 from clustertune.training import base_model, build, sharding
 from tests.command import REPO
 from tests.damage import refused
-from tests.training.benches import ONE, STRATEGIES, fsdp
+from tests.training.benches import STRATEGIES, fsdp
 
 
 class FakeTokenizer:
@@ -126,7 +126,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 FOUR = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 FLOATING = {**FOUR, "bnb_4bit_quant_storage": "bfloat16"}
 EIGHT = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-FSDP1, TP_ALL = fsdp(ONE), fsdp(tp=2)
+TP_ALL = fsdp(tp=2)
 DDP, ALONE = STRATEGIES["ddp"][1], STRATEGIES["alone"][1]
 
 
@@ -160,7 +160,6 @@ def resolved(accelerate: dict[str, Any], *, lora: bool = True, train_args: Any =
         ]),
         # Qwen/Qwen3-8B-FP8 and its like; what transformers does not know it would load as it is, without the scales.
         (FP8, FSDP2, "fp8 weights: FSDP casts or splits them without their scales", {}),
-        (FP8, FSDP1, "fp8 weights: FSDP casts", {}),
         (FP8, TP_ALL, "fp8 weights: tensor parallelism casts", {}),
         (FP8, zero(3), "fp8 weights: DeepSpeed ZeRO-3 casts", {}),
         (EIGHT, FSDP2, "bitsandbytes weights: FSDP casts", {}),

@@ -66,7 +66,7 @@ def train(bench: Bench, settings: dict[str, Any], more: list[str], *, stop: bool
 @pytest.mark.parametrize(
     ("settings", "more", "files"),
     [
-        ({"offload_param": PARAMETERS, "offload_optimizer": NVME}, [*FULL, *BF16, "train.activation_checkpointing=true"], 3),
+        ({"offload_param": PARAMETERS, "offload_optimizer": NVME}, [*FULL, *BF16, "activation_checkpointing.ratio=1"], 3),
         ({"offload_optimizer": NVME, "sub_group_size": 6_000_000}, FULL, 6),
         ({"offload_param": PARAMETERS, "offload_optimizer": CPU}, FULL, 0),
         ({"offload_optimizer": NVME}, ["lora.r=256"], 3),

@@ -224,7 +224,7 @@ PACKS = [
     "train.max_steps=3", "train.save_steps=3", "train.eval_steps=3", "train.max_length=128", "train.eval_on_start=false",
     "train.report_to=none", "lora.lora_dropout=0", "train.per_device_train_batch_size=2",
 ]  # fmt: skip
-NO = "train.activation_checkpointing=false"
+NO = "activation_checkpointing.ratio=0"
 
 
 @pytest.mark.jobs
@@ -236,7 +236,7 @@ def test_ranks_train_the_same_as_with_a_mask(forge: Forge, tmp_path: Path) -> No
     masked = bench.train("fsdp2", NO, "train.model_init_kwargs.attn_implementation=sdpa")
     assert distributed(masked)["attention"] == "sdpa"
     kept = ["activation_checkpointing.ratio=1", "activation_checkpointing.save=[attention,every_second_matmul]"]
-    for words in ([NO], ["train.activation_checkpointing=true"], kept, None):
+    for words in ([NO], ["activation_checkpointing.ratio=1"], kept, None):
         path = bench.train("fsdp2", *words) if words is not None else bench.train(compiled("fsdp2"), NO)
         assert curve(path) == pytest.approx(curve(masked), rel=2e-5, abs=2e-5), words
         assert distributed(path)["attention"] == PACKED

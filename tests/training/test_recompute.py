@@ -8,32 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
 from transformers import AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from clustertune.errors import UserError
 from clustertune.plan.strategy import strategy
 from clustertune.resolve.distribution import recomputed_layers
 from clustertune.resolve.resolve import resolve
-from clustertune.training import build, recompute
+from clustertune.training import recompute
 from tests.command import events, run
 from tests.training.benches import Operations
 from tests.training.conftest import RECIPE, SMALL
 
-OFF = "accelerate.fsdp_config.fsdp_activation_checkpointing=false"
-OWN = [OFF, "activation_checkpointing.ratio=0.5"]
+OWN = ["activation_checkpointing.ratio=0.5"]
 TOKENS = torch.arange(24).reshape(2, 12)
 
 
-def load(folder: Path, *, on: bool = True, wrapped: bool = False, **more: Any) -> Any:
-    """The tiny model, recomputed by itself (``on``), its layers ``wrapped`` as accelerate does."""
+def load(folder: Path, *, on: bool = True, **more: Any) -> Any:
+    """The tiny model; ``on``: it recomputes its layers."""
     model = AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32, **more}).train()
     if on:
         model.activation_checkpointing_enable()
-    if wrapped:
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, GradientCheckpointingLayer))
     return model
 
 
@@ -70,87 +64,33 @@ def test_what_is_kept_is_not_computed_twice(tiny_model: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(gradients, found, strict=True)), name
 
 
-def with_dropout(folder: Path, *, wrapped: bool) -> Any:
-    """The tiny model with LoRA whose input is dropped; ``wrapped``: its layers as accelerate wraps them for FSDP2."""
-    torch.manual_seed(0)
-    base = load(folder, on=False)
-    lora = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], lora_dropout=0.3, init_lora_weights=False)
-    model = get_peft_model(base, lora).train()
-    for index, layer in enumerate(list(base.model.layers) if wrapped else []):
-        base.model.layers[index] = checkpoint_wrapper(layer, preserve_rng_state=False)
-    return model
-
-
-def gradients_of(model: Any) -> tuple[float, Any]:
-    """Loss and all gradients of one batch, from the same random state."""
-    torch.manual_seed(1)
-    loss = model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
-    loss.backward()
-    return float(loss), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def test_what_is_computed_again_drops_the_same_values(tiny_model: Path) -> None:
-    """accelerate wraps layers for FSDP2 without the random state: the loss is the same, its gradients are of another one."""
-    plain, as_accelerate = (gradients_of(with_dropout(tiny_model, wrapped=wrapped)) for wrapped in (False, True))
-    assert as_accelerate[0] == plain[0] and not as_accelerate[1].equal(plain[1]), "no longer needed: accelerate keeps it"
-    model = with_dropout(tiny_model, wrapped=True)
-    assert str(recompute.apply(model, resolve(RECIPE))) == "2 of 2"
-    fixed = gradients_of(model)
-    assert fixed[0] == plain[0] and fixed[1].equal(plain[1])
-
-
 def test_random_numbers_that_would_not_come_again_are_refused(tiny_model: Path) -> None:
-    """By name where the recipe asks for it; by the model's attention_dropout where its kernel, with its numbers, is kept."""
-    with pytest.raises(UserError, match="preserve_rng_state is false"):
-        resolve(RECIPE, [OFF, "train.activation_checkpointing_kwargs={preserve_rng_state: false}"])
+    """By the model's attention_dropout where its kernel, with its numbers, is kept."""
     model = load(tiny_model, attention_dropout=0.1)
-    recompute.apply(model, resolve(RECIPE, [OFF, "activation_checkpointing.save=[every_second_matmul]"]))
+    recompute.apply(model, resolve(RECIPE, ["activation_checkpointing.save=[every_second_matmul]"]))
     with pytest.raises(UserError, match=r"drops 0\.1 of its attention"):
-        recompute.apply(model, resolve(RECIPE, [OFF, "activation_checkpointing.save=[attention]"]))
-
-
-def test_a_wrapper_within_a_wrapped_layer_is_no_layer(tiny_model: Path) -> None:
-    """Under FSDP1 PEFT's policy has each matrix of an adapter wrapped too: the report said 18 of 2 layers."""
-    model = with_dropout(tiny_model, wrapped=False)
-    names = ("lora_A.default", "lora_B.default")
-    chosen = {id(m) for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer) or name.endswith(names)}
-    apply_activation_checkpointing(model, check_fn=lambda module: id(module) in chosen)
-    assert str(recompute.inspect(model)) == "2 of 2"
+        recompute.apply(model, resolve(RECIPE, ["activation_checkpointing.save=[attention]"]))
 
 
 @pytest.mark.parametrize(
-    ("words", "on", "wrapped", "found"),
+    ("words", "on", "found"),
     [
-        (OWN, True, False, "1 of 2"),
-        ([OFF, "train.activation_checkpointing=true"], True, False, "2 of 2"),
-        ([], False, True, "2 of 2"),
-        ([OFF, "activation_checkpointing.ratio=0"], False, False, "0 of 2"),
-        (OWN, True, True, "twice"),
-        ([OFF, "train.activation_checkpointing=false"], True, False, "recipe asks for none"),
-        ([], False, False, "wrapped no layer"),
-        (OWN, None, False, "no decoder layer"),
+        (OWN, True, "1 of 2"),
+        (["activation_checkpointing.ratio=1"], True, "2 of 2"),
+        ([], True, "2 of 2"),
+        (["activation_checkpointing.ratio=0"], False, "0 of 2"),
+        (["activation_checkpointing.ratio=0"], True, "recipe asks for 0"),
+        (OWN, None, "no decoder layer"),
     ],
 )
-def test_exactly_one_recomputes(words: list[str], on: bool | None, wrapped: bool, found: str, tiny_model: Path) -> None:
-    """Two at once compute every layer three times; none where one is asked for ends in a lack of memory."""
-    model = load(tiny_model, on=on, wrapped=wrapped) if on is not None else torch.nn.Linear(2, 2)
+def test_what_the_section_says_is_at_work(words: list[str], on: bool | None, found: str, tiny_model: Path) -> None:
+    """None where one is asked for ends in a lack of memory."""
+    model = load(tiny_model, on=on) if on is not None else torch.nn.Linear(2, 2)
     if found.endswith("of 2"):
         assert str(recompute.apply(model, resolve(RECIPE, words))) == found
         return
     with pytest.raises(UserError, match=found):
         recompute.apply(model, resolve(RECIPE, words))
-
-
-def test_the_word_of_trl_is_the_same_policy(tiny_model: Path) -> None:
-    """Under PEFT, TRL's own way ends in an error of torch's, which does not know the word."""
-    words = [OFF, "train.activation_checkpointing=true", "train.activation_checkpointing_kwargs={selective: true}"]
-    resolved = resolve(RECIPE, words)
-    for cuda in (False, True):
-        assert build.fit_to_device(resolved.train_args, cuda=cuda).values["activation_checkpointing_kwargs"] == {}
-    model = load(tiny_model)
-    recompute.apply(model, resolved)
-    policies = [layer._gradient_checkpointing_func.keywords["context_fn"].args for layer in model.model.layers]
-    assert policies == [(("attention",),)] * len(model.model.layers)
 
 
 @pytest.mark.timeout(900)
@@ -160,7 +100,6 @@ def test_ranks_read_what_the_command_line_says(tmp_path: Path) -> None:
     words = [*SMALL, "train.max_steps=2", *OWN, "train.bf16=true", "train.model_init_kwargs={dtype: bfloat16}"]
     done = run("run", RECIPE, "--run-dir", tmp_path, "--to", "train", *words)
     assert done.code == 0, done.err
-    assert "fsdp_activation_checkpointing: false" in (tmp_path / "accelerate.yaml").read_text()
     found = json.loads((tmp_path / "run.json").read_text())["distributed"]
     assert found["recomputed_layers"] == "2 of 4"
     planned, sizes = strategy(resolve(RECIPE, words)), {"bfloat16": 2, "float32": 4}

@@ -42,7 +42,6 @@ WEIGHTS = 1e-4
 SHARDED = "dp_shard_cp: shard 0"
 PLACEMENTS = {
     "ddp": {"whole"},
-    "fsdp1": {"dp_shard: flat"},
     "fsdp2": {"dp_shard: shard 0"},
     "fsdp2-offload": {"dp_shard: shard 0"},
     "hsdp": {f"dp_replicate: replicate, {SHARDED}"},
@@ -133,7 +132,7 @@ def test_a_save_behind_training_has_the_bytes_of_one_that_training_waits_for(ben
 
 
 WAYS = [
-    ("fsdp2", "fsdp2-4"), ("fsdp2-4", "fsdp2"), ("hsdp", "fsdp2"), ("fsdp2-4", "tp"), ("tp", "fsdp2"), ("fsdp1-4", "fsdp1"),
+    ("fsdp2", "fsdp2-4"), ("fsdp2-4", "fsdp2"), ("hsdp", "fsdp2"), ("fsdp2-4", "tp"), ("tp", "fsdp2"),
     ("ddp", "ddp-4"),
 ]  # fmt: skip
 
@@ -171,24 +170,15 @@ def test_in_bfloat16_a_run_on_another_shape_stays_in_the_spread_of_both(bench: B
 
 
 DROPPED = "lora.lora_dropout=0.3"
-WRAPPER = ["accelerate.fsdp_config.fsdp_activation_checkpointing=true", "train.activation_checkpointing=null"]
-MODEL = ["train.activation_checkpointing=true"]
 RECOMPUTE: dict[str, list[str]] = {
-    "wrapper": WRAPPER,
-    "model": MODEL,
-    "ratio": ["activation_checkpointing.ratio=0.5", "train.activation_checkpointing=null"],
-    "attention": ["activation_checkpointing.save=[attention]", "train.activation_checkpointing=null"],
-    "products": ["activation_checkpointing.save=[attention,every_second_matmul]", "train.activation_checkpointing=null"],
-    "wrapper-offload": [*WRAPPER, "accelerate.fsdp_config.fsdp_activation_checkpointing_offload=true"],
-    "model-offload": [*MODEL, "train.activation_offloading=true"],
+    "model": ["activation_checkpointing.ratio=1"],
+    "ratio": ["activation_checkpointing.ratio=0.5"],
+    "attention": ["activation_checkpointing.save=[attention]"],
+    "products": ["activation_checkpointing.save=[attention,every_second_matmul]"],
+    "model-offload": ["activation_checkpointing.ratio=1", "train.activation_offloading=true"],
 }
-"""Each way to recompute activations, and to keep in host memory what they start from. ``wrapper`` is accelerate's for FSDP."""
-DROPPING = [
-    (name, how)
-    for name in ("fsdp2", "fsdp1", "hsdp", "tp", "ddp", "zero3")
-    for how in RECOMPUTE
-    if "wrapper" not in how or name not in ("ddp", "zero3")
-]
+"""Each way to recompute activations, and to keep in host memory what they start from."""
+DROPPING = [(name, how) for name in ("fsdp2", "hsdp", "tp", "ddp", "zero3") for how in RECOMPUTE]
 
 
 def need(name: str) -> None:
@@ -236,7 +226,7 @@ def test_embeddings_that_are_dropped_are_dropped_alike(benches: Benches, trained
     same_weights(runs["tp"], runs["fsdp2"])
 
 
-IN_BF16 = [*each("fsdp2", "fsdp1", "hsdp", "tp", "cp", "ddp", "zero3"), ("fsdp2", "full in float32")]
+IN_BF16 = [*each("fsdp2", "hsdp", "tp", "cp", "ddp", "zero3"), ("fsdp2", "full in float32")]
 
 
 @pytest.mark.parametrize(("name", "trained"), fast(IN_BF16, ("fsdp2", "lora")))

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
 from clustertune import manifest
-from clustertune.checkpoint import restricted, store, values
+from clustertune.checkpoint import store
 from clustertune.errors import UserError
 from clustertune.rundir import RunDir
 from tests.damage import Canary, flip_somewhere
@@ -24,7 +22,7 @@ from tests.training.benches import Bench, output_of
 
 pytestmark = pytest.mark.timeout(900)
 
-STRATEGIES = ["ddp", "fsdp1", "fsdp2", "fsdp2-slices", "zero2", "zero3"]
+STRATEGIES = ["ddp", "fsdp2", "fsdp2-slices", "zero2", "zero3"]
 
 
 def need(strategy: str) -> None:
@@ -78,9 +76,6 @@ def test_a_changed_recipe_of_a_run_is_not_followed(bench: Bench) -> None:
 def plant(checkpoint: Path, where: str, canary: Path) -> None:
     """Put a hostile pickle into one place of a checkpoint, and seal it again. ``place``: a file, or ``FOLDER!value``."""
     name, _, value = where.partition("!")
-    if name in OLD:  # read where today's is not there
-        (checkpoint / name).touch()
-        (checkpoint / name).with_suffix(".safetensors").unlink()
     (file,) = checkpoint.glob(name)
     if value:  # the first value of a distributed checkpoint that is not a tensor
         index = json.loads((file / ".metadata").read_bytes())
@@ -100,15 +95,10 @@ def plant(checkpoint: Path, where: str, canary: Path) -> None:
     manifest.seal(checkpoint, store.KIND, meta)
 
 
-OLD = {"optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"}
-"""Pickles of earlier releases, in whose place safetensors are written today."""
-SHARDED = ["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata", "optimizer_0!value", "scheduler.pt", "rng_state_0.pth"]
 PLACES = {
-    "fsdp2": SHARDED,
-    "fsdp1": SHARDED,
-    "ddp": ["optimizer.pt", "scheduler.pt", "rng_state_1.pth"],
-    "zero2": ["global_step*/*_rank_0_mp_rank_00_optim_states.pt", "global_step*/mp_rank_00_model_states.pt", "scheduler.pt"],
-    "zero3": ["global_step*/*_rank_1_mp_rank_00_optim_states.pt", "global_step*/*_rank_0_*_model_states.pt", "rng_state_0.pth"],
+    "fsdp2": ["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata", "optimizer_0!value"],
+    "zero2": ["global_step*/*_rank_0_mp_rank_00_optim_states.pt", "global_step*/mp_rank_00_model_states.pt"],
+    "zero3": ["global_step*/*_rank_1_mp_rank_00_optim_states.pt", "global_step*/*_rank_0_*_model_states.pt"],
 }
 FAST = {("fsdp2", "optimizer_0!value")}
 
@@ -144,47 +134,3 @@ def test_a_hostile_pickle_under_a_valid_seal_never_runs(
     assert 2 in codes and 0 not in codes, words
     assert not (tmp_path / "canary").exists()
     assert "could run code" in words or "more than tensors and plain values" in words, words
-
-
-def age(checkpoint: Path) -> None:
-    """Write a checkpoint as earlier releases did: torch's distributed checkpoints and ``torch.save``, SHA-256."""
-    restricted.install()
-    meta = manifest.read_manifest(checkpoint).meta
-    for index in checkpoint.glob("*/.metadata"):
-        state: dict[str, Any] = {}
-        dcp.state_dict_loader._load_state_dict(
-            state, dcp.FileSystemReader(index.parent), no_dist=True, planner=_EmptyStateDictLoadPlanner()
-        )
-        for file in index.parent.iterdir():
-            file.unlink()
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(index.parent), no_dist=True)
-    for file in checkpoint.glob("*.safetensors"):
-        name = file.stem
-        if name in ("optimizer", "scheduler") or name.startswith("rng_state"):
-            torch.save(values.load(checkpoint, name), checkpoint / (f"{name}.pth" if "rng" in name else f"{name}.pt"))
-            file.unlink()
-    (checkpoint / manifest.MANIFEST).unlink()
-    manifest.seal(checkpoint, store.KIND, meta)
-
-
-def tensors(checkpoint: Path) -> dict[str, str]:
-    found = manifest.read_manifest(checkpoint)
-    return {name: record.digest for name, record in found.files.items() if name.endswith(manifest.TENSORS)}
-
-
-@pytest.mark.parametrize(
-    "strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.jobs), pytest.param("fsdp1", marks=pytest.mark.jobs)]
-)
-def test_a_checkpoint_of_an_earlier_release_is_gone_on_from_to_the_same_bytes(strategy: str, bench: Bench) -> None:
-    path = bench.make(strategy, "lora.lora_dropout=0.2")  # random numbers count
-    assert bench.go(path) == [0, 0], output_of(path)
-    second, third = path / "checkpoints" / "step-000002", path / "checkpoints" / "step-000003"
-    for file in [*second.rglob("*"), *third.rglob("*")]:
-        assert file.is_dir() or not file.read_bytes().startswith((b"PK", b"\x80")), f"{file} is a pickle"
-    expected = tensors(third)
-    assert {"scheduler.safetensors", "rng_state_0.safetensors", "rng_state_1.safetensors"} < set(expected)
-    third.rename(path / "third")
-    age(second)
-    assert len(list(second.glob("*.pt"))) + len(list(second.glob("*.pth"))) == 3 + (strategy == "ddp")
-    bench.end(path)
-    assert tensors(path / "checkpoints" / "step-000003.a2") == expected

@@ -1,0 +1,178 @@
+"""What a run takes from its first stage to its last: GPU-hours, wall time and money, the one total of every command."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from clustertune.cluster.hardware import Price, price
+from clustertune.cluster.schema import Cluster
+from clustertune.errors import UserError
+from clustertune.launch import serving, shape
+from clustertune.plan.calibration import find_calibrated
+from clustertune.plan.constants import duration
+from clustertune.plan.explanation import money, spent
+from clustertune.plan.predict import Plan, make_plan
+from clustertune.plan.schedule import TOKENS_PER_CPU_S, tokens_to_prepare
+from clustertune.resolve.resolved import Resolved
+
+DEAR = 1.2
+"""An evaluation that takes more than this share of what vLLM would take is named with what vLLM saves."""
+
+
+@dataclass(frozen=True)
+class Bill:
+    """A whole run on one cluster. GPU-hours, seconds; None: not known."""
+
+    training: float | None
+    """GPU-hours of the training, with loading, evaluations between steps and checkpoints."""
+    evaluation: float | None
+    """GPU-hours of base and tuned model together."""
+    low: float
+    high: float
+    """Factors of :attr:`training`: four of five runs are expected between them."""
+    seconds: dict[str, float | None]
+    """Wall time of each stage that takes more than moments, queues left out."""
+    price: Price | None
+    """Of a GPU-hour."""
+    saving: str = ""
+    """What makes the evaluation dear, and what it would take otherwise; empty: nothing that is known."""
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Of all stages; the others have no GPU."""
+        return None if self.training is None or self.evaluation is None else self.training + self.evaluation
+
+    @property
+    def around(self) -> tuple[float, float] | None:
+        """The range of :attr:`gpu_hours`: that of the training, the evaluation as it is estimated."""
+        if self.training is None or self.evaluation is None:
+            return None
+        return self.training * self.low + self.evaluation, self.training * self.high + self.evaluation
+
+    @property
+    def wall(self) -> float | None:
+        """Seconds of the whole chain without queues; a prepare of unknown length is left out."""
+        if self.training is None or self.evaluation is None:
+            return None
+        return math.fsum(value for value in self.seconds.values() if value is not None)
+
+    @property
+    def cost(self) -> dict[str, Any] | None:
+        """Money of :attr:`gpu_hours`, as :func:`clustertune.plan.explanation.spent` gives it."""
+        return spent(self.gpu_hours, self.price)
+
+    @property
+    def age(self) -> int | None:
+        """Days since the price was read."""
+        return (datetime.date.today() - datetime.date.fromisoformat(self.price.date)).days if self.price else None
+
+    @property
+    def currency(self) -> str:
+        """Of the price; empty without one."""
+        return self.price.currency if self.price else ""
+
+    def money(self, training: float | None) -> float | None:
+        """What the whole run costs if its training takes so many GPU-hours: on demand, or spot where that alone is offered."""
+        if self.price is None or training is None or self.evaluation is None:
+            return None
+        rate = self.price.spot if self.price.on_demand is None else self.price.on_demand
+        return None if rate is None else rate * (training + self.evaluation)
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        hours = {"training": self.training, "evaluation": self.evaluation}
+        return {
+            "gpu_hours": self.gpu_hours,
+            "gpu_hours_range": self.around and list(self.around),
+            "cost": self.cost,
+            "price_age_days": self.age,
+            "wall_s": self.wall,
+            "stages": {name: {"seconds": value, "gpu_hours": hours.get(name, 0.0)} for name, value in self.seconds.items()},
+            "saving": self.saving,
+        }
+
+    def notes(self) -> list[str]:
+        """Where the price is from, and what would save."""
+        price = [] if self.price is None else [f"prices of {self.price.date}, {self.age} days old: {self.price.source}"]
+        return [*price, *([self.saving] if self.saving else [])]
+
+    def headline(self) -> str:
+        """``12.0 GPU-hours, 7.91 USD on demand``; what is known of it."""
+        if self.gpu_hours is None:
+            return ""
+        cost = money(self.cost)
+        return f"{self.gpu_hours:,.1f} GPU-hours" + (f", {cost}" if cost else "")
+
+    def rows(self, gpu: str) -> dict[str, str]:
+        """The rows of ``plan`` on time and money. ``gpu``: whose price is looked for."""
+        rows = {"GPU-hours": self._hours(), "wall clock": self._wall(), "cost": self._money(gpu)}
+        if self.price is not None and self.cost is not None:
+            rows["prices"] = f"of {self.price.date}, {self.age} days old ({self.price.source})"
+        return rows | ({"saving": self.saving} if self.saving else {})
+
+    def _hours(self) -> str:
+        if self.gpu_hours is None or self.around is None:
+            return f"unknown, because those of the {'training' if self.training is None else 'evaluation'} are unknown"
+        low, high = self.around
+        parts = f"training {self.training:,.1f}, evaluation {self.evaluation:,.1f}"
+        return f"{self.gpu_hours:,.1f} ({low:,.1f} to {high:,.1f}): {parts}"
+
+    def _wall(self) -> str:
+        parts = ", ".join(f"{name} {'unknown' if value is None else duration(value)}" for name, value in self.seconds.items())
+        return parts if self.wall is None else f"{duration(self.wall)} without queues: {parts}"
+
+    def _money(self, gpu: str) -> str:
+        if self.price is None:
+            return f"no price of {gpu} in ops/prices.yaml"
+        if self.cost is None or self.around is None:
+            return "unknown, because the GPU-hours are unknown"
+        kind = next((kind for kind in ("on_demand", "spot") if self.cost[kind] is not None), "on_demand")
+        rate = self.cost["per_gpu_hour"][kind] or 0.0
+        around = " to ".join(f"{rate * hours:,.2f}" for hours in self.around)
+        parts = f"training {rate * (self.training or 0):,.2f}, evaluation {rate * (self.evaluation or 0):,.2f}"
+        text = f"{self.cost[kind]:,.2f} {self.currency} {kind.replace('_', ' ')} ({around}): {parts}"
+        other = self.cost["spot"] if kind == "on_demand" else None
+        return text if other is None else f"{text}; spot {other:,.2f} in all"
+
+
+def bill(plan: Plan, cluster: Cluster) -> Bill:
+    """What the run that was planned takes on a cluster, all its stages together."""
+    scored = serving.evaluation(plan.resolved, cluster)
+    tokens, cores = tokens_to_prepare(plan.resolved), shape.stage_shapes(plan.resolved, cluster)["prepare"].cpus_per_node
+    seconds = {
+        "prepare": None if tokens is None else tokens / TOKENS_PER_CPU_S / cores,
+        "training": None if plan.hours is None else plan.hours * 3600,
+        "merge": shape.merge_seconds(plan.resolved),
+        "evaluation": scored.seconds,
+    }
+    training = None if plan.hours is None else plan.hours * plan.strategy.world_size
+    rate = price(plan.machine.gpu)
+    return Bill(training, scored.gpu_hours, plan.low, plan.high, seconds, rate, _saving(plan, cluster, scored, rate))
+
+
+def of_recipe(resolved: Resolved, cluster: Cluster) -> tuple[Plan, Bill] | None:
+    """The plan of a recipe on a cluster and what its run takes; None for a tiny run, and for what cannot be planned there."""
+    if resolved.tiny or not cluster.compute.gpus:
+        return None
+    calibrated = find_calibrated(cluster)
+    try:
+        plan = make_plan(resolved, calibrated.machine(resolved.recipe.slurm.nodes), calibrated.constants)
+    except UserError:
+        return None  # plan and doctor say why
+    return plan, bill(plan, cluster)
+
+
+def _saving(plan: Plan, cluster: Cluster, scored: serving.Evaluation, rate: Price | None) -> str:
+    """What vLLM would save of an evaluation in one process."""
+    if scored.backend != "hf" or scored.gpu_hours is None or plan.resolved.recipe.eval.backend == "hf":
+        return ""
+    named = cluster.container.model_copy(update={"vllm": "vllm"})
+    faster = serving.evaluation(plan.resolved, cluster.model_copy(update={"container": named}))
+    if faster.gpu_hours is None or scored.gpu_hours < DEAR * faster.gpu_hours:
+        return ""
+    less = money(spent(scored.gpu_hours - faster.gpu_hours, rate))
+    hours = f"{faster.gpu_hours:,.1f} GPU-hours of evaluation instead of {scored.gpu_hours:,.1f}"
+    return f"{less or hours} with vLLM{f': {hours}' if less else ''} (make build-sif VARIANT=vllm, then {serving.KEY})"

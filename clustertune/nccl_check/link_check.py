@@ -1,0 +1,456 @@
+"""A whole check: its measuring, the findings as one document, the verdict over it, and where it is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clustertune.check.report import Report
+from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, as_json
+from clustertune.cluster.hardware import HARDWARE, LinkFacts, NetworkFacts, read_hardware
+from clustertune.cluster.ignoring import ignored
+from clustertune.cluster.schema import Cluster
+from clustertune.errors import ExitCode, Problem, UserError, raise_if
+from clustertune.host.system import GIB, MIB
+from clustertune.launch import batch, rendezvous, step
+from clustertune.launch.allocation import Allocation
+from clustertune.launch.environment import environment
+from clustertune.launch.shape import JobShape
+from clustertune.manifest import write_durably
+from clustertune.nccl_check import link_records
+from clustertune.nccl_check.gpu_pairs import start
+from clustertune.nccl_check.link_node import FACTS_SECONDS
+from clustertune.nccl_check.link_records import SCHEMA
+from clustertune.nccl_check.link_schedule import LAUNCHED, MARGIN_SECONDS, CheckOptions, Setup
+from clustertune.nccl_check.nccl_log import Log, read
+from clustertune.nccl_check.verdict import headline_of, judge_log
+from clustertune.plan.measured import SUFFIX, beside, read_measured
+from clustertune.process import kill_group
+from clustertune.recipe.schema import parse_minutes
+from clustertune.tree import ROOT
+
+# --- where it runs ----------------------------------------------------------------------------------------------------
+
+NODE_MODULE = "clustertune.nccl_check.link_node"
+SLACK_SECONDS = 15.0
+"""For the start of a step, of a container, and of Python, and for their end."""
+RECORDS = "records"
+"""The folder of what nodes and ranks wrote, below that of the check."""
+
+
+@dataclass(frozen=True)
+class CheckTarget:
+    """Where a check runs."""
+
+    hosts: tuple[str, ...]
+    address: str
+    """Of the first host, as the others reach it."""
+    cluster: Cluster
+    command: Callable[[Path], list[str]]
+    """What runs ``NODE_MODULE`` on every host, with the folder that is given."""
+    job: str | None = None
+
+
+def local_target(host: str, cluster: Cluster) -> CheckTarget:
+    """This machine alone."""
+    return CheckTarget((host,), "127.0.0.1", cluster, lambda folder: [*_node_command(folder), "--node", "0"])
+
+
+def _node_command(folder: Path) -> list[str]:
+    return [sys.executable, "-m", NODE_MODULE, "--folder", str(folder)]
+
+
+def job_target(allocation: Allocation, cluster: Cluster, environ: Mapping[str, str]) -> CheckTarget:
+    """The nodes of a Slurm job, reached by srun, in the cluster's container if it has one."""
+
+    def command(folder: Path) -> list[str]:
+        return step.in_job(_node_command(folder), cluster, allocation, binds=[folder.parent], environ=environ)
+
+    # Slurm's names resolve on every node: training meets by them, too.
+    return CheckTarget(allocation.nodes, allocation.nodes[0], cluster, command, allocation.job_id)
+
+
+def run_ranks(target: CheckTarget, folder: Path, setup: Setup) -> None:
+    """Run all ranks to their end, or end them after ``setup.most_seconds``. Raises OSError where a folder cannot be written."""
+    setup.write(folder)
+    limit = min(setup.limit + SLACK_SECONDS + (FACTS_SECONDS if setup.facts else 0), setup.most_seconds)
+    child = start(target.command(folder), folder / LAUNCHED, signal.SIGTERM, cwd=ROOT)
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(limit)
+    finally:
+        if child.poll() is None:  # it took too long, or this process was asked to stop
+            child.send_signal(signal.SIGTERM)  # srun ends its tasks, a node ends its ranks and leaves its record
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(5)
+            kill_group(child)
+
+
+# --- what it finds ----------------------------------------------------------------------------------------------------
+
+RESULT = "result.json"
+REQUESTED = "asked for"
+"""``backend_why`` of ``--backend gloo``."""
+CASE_SECONDS = (10.0, 60.0)
+"""Least and most that one measurement may take before it counts as hung, where it is not known to be slow."""
+START_SECONDS = (30.0, 90.0)
+"""Least and most that the ranks may take to find each other: Python and NCCL start from network storage."""
+
+
+def largest_for(backend: str, nodes: int) -> int:
+    """The largest size by default: nccl-tests' guide has 1 GiB or more for bandwidth; CPUs copy a few GB/s at best."""
+    return GIB if backend == "nccl" else 64 * MIB if nodes > 1 else 16 * MIB
+
+
+def make_setup(target: CheckTarget, options: CheckOptions) -> Setup:
+    """The setup of a check's ranks."""
+    nodes, cluster = len(target.hosts), target.cluster
+    settings = environment(
+        cluster,
+        world_size=nodes * options.ranks_per_node,
+        ranks_per_node=options.ranks_per_node,
+        cpus_per_node=options.cpus_per_node,
+        job=target.job,
+        cpu_only=options.backend == "gloo",
+        present=options.cpus_per_node,
+    )
+    least, longest = CASE_SECONDS
+    patience = max(START_SECONDS[0], min(START_SECONDS[1], 2 * options.seconds))
+    most = options.whole_seconds
+    given = {**vars(options), "most_seconds": most}
+    return Setup(
+        **given,
+        hosts=target.hosts,
+        address=target.address,
+        port=rendezvous.free_port(rendezvous.first_port(target.job or os.getpid(), 1)),
+        start_seconds=min(patience, most / 2),
+        case_seconds=min(max(least, min(longest, options.seconds / 4)), most / 2),
+        environment={setting.name: setting.value for setting in settings},
+        interface=cluster.network.interface if nodes > 1 else None,
+        pairwise=not (cluster.compute.interconnect or "pcie").startswith("nvlink"),
+    )
+
+
+def measure(target: CheckTarget, options: CheckOptions, folder: Path) -> link_records.CheckRecords:
+    """Start all ranks once and return what they measured; it ends with the first thing that hangs.
+
+    Raises OSError where the folder cannot be written.
+    """
+    setup = make_setup(target, options)
+    run_ranks(target, folder / RECORDS, setup)
+    return link_records.read_records(folder / RECORDS, setup)
+
+
+def document(target: CheckTarget, options: CheckOptions, part: link_records.CheckRecords, seconds: float) -> dict[str, Any]:
+    """What was found, without a verdict: :mod:`clustertune.nccl_check.link_records` explains each key."""
+    measured = link_records.measurements(part)
+    hung, problems = link_records.faults(part)
+    logs = link_records.logs(part)
+    found: dict[str, Any] = {
+        "schema": SCHEMA,
+        "cluster": target.cluster.name,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "nodes": len(target.hosts),
+        "gpus_per_node": options.ranks_per_node,
+        "backend": options.backend,
+        "backend_why": options.backend_why,
+        "transport": transport(options.backend, part, logs),
+        "hosts": list(target.hosts),
+        "seconds": round(seconds, 1),
+        "connect_s": part.connected,
+        **measured,
+        "p2p_probe": [entry for node in part.nodes for entry in node.get("probe", [])],
+        "hung": hung,
+        "left_out": link_records.left_out(part, measured),
+        "problems": problems,
+        "facts": link_records.facts(part),
+        "software": link_records.software(part),
+        "environment": link_records.steering(part),
+    }
+    if part.setup.interface:
+        found["interface"] = part.setup.interface
+    return found
+
+
+def transport(backend: str, part: link_records.CheckRecords, logs: Mapping[str, str]) -> str:
+    """How bytes go between nodes (inside one where there is one), as NCCL says; of gloo the interface that it was given."""
+    if backend == "nccl":
+        log = read(logs.values())
+        between = [f"NET/{plugin}" for plugin, _ in log.between().most_common()] if len(part.setup.hosts) > 1 else []
+        return ", ".join(between or [name for name, _ in log.transports.most_common(3)])[:200]
+    interface = link_records.steering(part).get("GLOO_SOCKET_IFNAME", "")
+    return f"gloo TCP on {interface}"[:200] if interface else "gloo TCP"
+
+
+def expected(cluster: Cluster) -> dict[str, Any]:
+    """What a check on ``cluster`` should find, from its file and ops/hardware.yaml: what measurements are judged against.
+
+    The same figures as the planner's for a cluster that was not measured (``clustertune.plan.machine``): nominal speed by the
+    share of it that healthy clusters were seen to reach. ``measured_gb_s`` of the cluster file is left aside: it may be what is
+    wrong.
+
+    ``intra``: an all-gather inside a node, GB/s for each GPU; ``inter``: over several nodes, GB/s for each node and direction
+    (all its ports). Each has ``nominal_gb_s``, ``expected_gb_s``, ``sources`` and ``hint``, and is left out where the cluster
+    file does not say enough. ``network`` and ``compute``: what the rules ask of the cluster file. Raises UserError where
+    ops/hardware.yaml cannot be read.
+    """
+    compute, network, hardware = cluster.compute, cluster.network, read_hardware()
+    asked = {"gpus", "gpu", "interconnect", "nvlink_domain"}
+    named = {"kind", "gbit", "ports", "interface", "subnet", "hca", "environment"}
+    found: dict[str, Any] = {
+        "compute": {**compute.model_dump(include=asked), "nvlink_domain": compute.nvlink_domain or 0},
+        "network": network.model_dump(include=named, mode="json"),
+    }
+    link = hardware.links.get(compute.interconnect or "")
+    if link is not None and compute.gpus > 1:
+        found["intra"] = _carries(f"links.{compute.interconnect}", link.gb_s, link.gb_s * link.share, link)
+    facts = hardware.networks.get(network.kind)
+    nominal = (network.gbit or 0.0) * network.ports / 8
+    if facts is not None and nominal and len(cluster.compute_nodes) > 1:
+        reached = min(nominal * facts.share, facts.most_gb_s or nominal)
+        found["inter"] = _carries(f"networks.{network.kind}", nominal, reached, facts)
+    return found
+
+
+def _carries(key: str, nominal: float, reached: float, facts: LinkFacts | NetworkFacts) -> dict[str, Any]:
+    return {
+        "nominal_gb_s": nominal,
+        "expected_gb_s": reached,
+        "sources": [f"ops/{HARDWARE.name} {key}: {at}: {text}" for at, text in facts.sources.items() if at != "latency_us"],
+        "hint": facts.hint,
+    }
+
+
+def judge(found: dict[str, Any], cluster: Cluster, logs: Mapping[str, str]) -> list[Finding]:
+    """Put what is expected and the verdict into a document; its findings."""
+    found["expected"] = expected(cluster)
+    if why := not_judged(found, cluster):
+        found["not_judged"] = why
+    findings, found["verdict"] = judged(found, read(logs.values()), ignored(cluster))
+    return findings
+
+
+def judged(found: Mapping[str, Any], log: Log, left_out: Sequence[str] = ()) -> tuple[list[Finding], dict[str, Any]]:
+    """The findings over a document and logs, and the part of the document that reports them.
+
+    ``left_out``: ids of rules that do not count; ``ignored`` in the document are those of them that found a fault.
+    """
+    report = Report(judge_log(found, log), tuple(left_out))
+    headline = headline_of(found, log, report.counted)
+    status = headline.partition(":")[0].lower()
+    part = {"status": status, "headline": headline, "findings": as_json(report.counted), "ignored": report.ignored_faults}
+    return report.counted, part
+
+
+def write(found: Mapping[str, Any], path: Path) -> None:
+    """The document as a file, on the device when this returns. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(path, json.dumps(found, indent=1) + "\n")
+
+
+def hosts_outside(cluster: Cluster, hosts: Sequence[str]) -> list[str]:
+    """The hosts that are not compute nodes of a cluster."""
+    names = {host.name.lower().partition(".")[0] for host in cluster.compute_nodes}
+    return [host for host in hosts if host.lower().partition(".")[0] not in names]
+
+
+def not_judged(found: Mapping[str, Any], cluster: Cluster) -> str:
+    """Why what was measured says nothing of the links that training takes; empty where it does."""
+    has_file = beside(cluster) is not None
+    if has_file and cluster.nodes and (outside := hosts_outside(cluster, found["hosts"])):
+        return f"{', '.join(outside[:3])}: no compute node of {cluster.name}, of which nothing was measured"
+    fallen_back = found["backend"] == "gloo" and found["backend_why"] != REQUESTED
+    if fallen_back and (cluster.compute.gpus or not has_file):
+        return f"{found['backend_why']}; NCCL was not touched"
+    return ""
+
+
+def not_kept(found: Mapping[str, Any], cluster: Cluster) -> str:
+    """Why a result is not kept for plans; empty where it can be."""
+    outside = hosts_outside(cluster, found["hosts"])
+    gathers = [entry for entry in found["results"] if entry["collective"] == "all_gather" and entry["busbw_gb_s"] > 0]
+    whole = not found["hung"] and all(entry["correct"] for entry in found["results"])
+    reasons = (
+        (beside(cluster) is None, f"{cluster.name} was detected: it has no cluster file to keep a result beside"),
+        (found["backend"] == "gloo" and cluster.compute.gpus, "gloo between CPUs says nothing about the cluster's GPUs"),
+        (outside, f"{', '.join(outside[:3])}: no compute node of {cluster.name}"),
+        (found["nodes"] < min(2, len(cluster.compute_nodes)), "one node of several was measured"),
+        (not whole, "something hung or was wrong: a plan would use wrong figures"),
+        (not gathers, "no all_gather was measured, which is what a plan takes"),
+    )
+    return next((text for holds, text in reasons if holds), "")
+
+
+def keep(found: Mapping[str, Any], cluster: Cluster) -> Path:
+    """Keep a result beside the cluster's file, where plans look for it. Raises UserError or OSError."""
+    path = beside(cluster)
+    if why := not_kept(found, cluster):
+        raise UserError(Problem(why, file=cluster.source, key="--save", fix="leave --save out, or run it on the cluster"))
+    assert path is not None
+    write(found, path)
+    # A job writes for its user only; plans of all who read the cluster's file take it.
+    with contextlib.suppress(OSError):
+        shutil.copymode(path.with_name(f"{path.name.removesuffix(SUFFIX)}{Path(cluster.source).suffix}"), path)
+    read_measured(path)
+    return path
+
+
+# --- before a job -----------------------------------------------------------------------------------------------------
+
+# The short check before a training job: bounded, and never the reason why a job dies that would have trained.
+
+FOLDER = "nccl-check"
+"""In the folder of a run."""
+
+
+@dataclass(frozen=True)
+class LinkVerdict:
+    """The verdict of the check before a job."""
+
+    status: str
+    """One of clustertune.check.rule.STATUSES; ``unknown``: it could not be made."""
+    headline: str
+    file: Path | None
+    seconds: float
+    findings: tuple[Finding, ...] = ()
+
+    def event(self) -> dict[str, Any]:
+        """For ``metrics.jsonl``."""
+        faults = [f"{f.rule} {f.where}".strip() for f in self.findings if f.status in (FAIL, WARN)]
+        return {
+            "status": self.status,
+            "headline": self.headline,
+            "seconds": round(self.seconds, 1),
+            "file": str(self.file) if self.file else None,
+            "faults": faults,
+        }
+
+
+def options_for(seconds: float, backend: str, why: str, ranks_per_node: int, cpus_per_node: int, nodes: int) -> CheckOptions:
+    """A check that is over, its start and a thing that hangs included, within ``seconds``."""
+    return CheckOptions(
+        backend=backend,
+        backend_why=why,
+        ranks_per_node=ranks_per_node,
+        cpus_per_node=cpus_per_node,
+        seconds=max(4.0, 0.5 * seconds),
+        largest=min(largest_for(backend, nodes), 256 * MIB),
+        collectives=("all_gather", "reduce_scatter", "all_reduce", "p2p"),
+        scopes=("world", "intra", "pair"),
+        place="step",
+        most_seconds=seconds,
+    )
+
+
+def before_job(target: CheckTarget, options: CheckOptions, folder: Path) -> LinkVerdict:
+    """Measure and judge into ``folder``. What breaks in the check itself is ``unknown``, never raised."""
+    began, number = time.monotonic(), 1
+    wanted = folder
+    while folder.exists():  # the same start of a job may be made twice by hand: records are added to, and would mix
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    try:
+        part = measure(target, options, folder)
+        found = document(target, options, part, time.monotonic() - began)
+        why = part.inconclusive
+        if why:
+            # The command says that this is a fault; a job that would have trained does not end for it.
+            for entry in found["hung"]:
+                text = str(entry["message"] or f"{entry['collective']} did not end")[:300]
+                found["problems"].append({"node": target.hosts[0], "message": f"{why}: {text}"})
+            found["hung"] = []
+        findings = judge(found, target.cluster, link_records.logs(part))
+        write(found, folder / RESULT)
+        status, headline = found["verdict"]["status"], found["verdict"]["headline"]
+        if why and status != FAIL:
+            status, headline = UNKNOWN, f"the links could not be measured: {why} ({folder})"
+        return LinkVerdict(status, headline, folder / RESULT, time.monotonic() - began, tuple(findings))
+    except Exception as error:  # whatever it is: the job is worth more than the check
+        text = f"the check before the job could not be made: {type(error).__name__}: {str(error)[:300]}"
+        return LinkVerdict(UNKNOWN, text, None, time.monotonic() - began)
+
+
+def decide(verdict: LinkVerdict, on_fail: str) -> None:
+    """Raise UserError where a failed verdict is to stop the job.
+
+    Exit 93: the recipe is right (2 would say that it is not), and on these nodes another start would end here again.
+    """
+    if verdict.status != FAIL or on_fail != "stop":
+        return
+    faults = [finding for finding in verdict.findings if finding.status == FAIL]
+    problems = [
+        Problem(f"{finding.rule}: {finding.where + ': ' if finding.where else ''}{finding.found}", fix=finding.fix)
+        for finding in faults
+    ]
+    fix = "fix it, or nccl_check: {on_fail: warn} in the cluster file; clustertune nccl-check shows more"
+    head = Problem(verdict.headline, file=str(verdict.file or ""), key="nccl_check.on_fail", fix=fix)
+    raise UserError([head, *problems], ExitCode.STOP)
+
+
+# --- as a job ---------------------------------------------------------------------------------------------------------
+
+# A header for whole nodes over the body of ops/nccl-check/nccl-check.sbatch.
+
+SCRIPT = ROOT / "ops" / "nccl-check" / "nccl-check.sbatch"
+START_MINUTES = 5
+"""For the start of the job, of containers and Python, and what is ended late."""
+
+
+def job_shape(cluster: Cluster, nodes: int | None, time: str | None, seconds: float) -> JobShape:
+    """Whole nodes, all of the cluster by default: a neighbour's traffic would be measured, too. Raises UserError."""
+    there = len(cluster.compute_nodes)
+    problems: list[Problem] = []
+    if cluster.slurm is None:
+        fix = "add a slurm section to its file, or --cluster names another one; without --submit it runs here"
+        raise UserError(Problem(f"cluster {cluster.name} has no Slurm", file=cluster.source, key="slurm", fix=fix))
+
+    def wrong(text: str, key: str, fix: str) -> None:
+        problems.append(Problem(text, file="command line", key=key, fix=fix))
+
+    wanted = there if nodes is None else nodes
+    if wanted > there:
+        wrong(f"{wanted} nodes, cluster {cluster.name} has {there}", "--nodes", f"at most --nodes {there}")
+    usual = math.ceil(seconds / 60) + START_MINUTES
+    minutes = usual if time is None else parse_minutes(time)
+    longest = parse_minutes(cluster.slurm.max_time)
+    if minutes is None or minutes < 1:
+        wrong(f"{time!r} is not a time limit", "--time", "write --time MINUTES or HH:MM:SS")
+    elif minutes * 60 < seconds + MARGIN_SECONDS:
+        wrong(f"{minutes:g} min are too short for --seconds {seconds:g} and the start of a job", "--time", f"--time {usual}")
+    elif longest is not None and minutes > longest:
+        text = f"{minutes:g} min, jobs of {cluster.name} run {longest:g} min at most"
+        wrong(text, "--time", "ask for less time, or give fewer --seconds")
+    raise_if(problems)
+    compute = cluster.compute
+    return JobShape(
+        nodes=wanted,
+        gpus_per_node=compute.gpus,
+        ranks_per_node=compute.gpus or 1,
+        cpus_per_node=compute.threads,
+        memory_gb=None,
+        minutes=math.ceil(minutes or 0),
+        partition=cluster.slurm.partition,
+        gres=cluster.slurm.gres,
+        site=cluster.slurm.site_options(),
+        modules=cluster.slurm.modules,
+    )
+
+
+def make_job(wanted: JobShape, folder: Path, arguments: Sequence[str]) -> batch.BatchJob:
+    """The job. ``arguments`` are those of the command that it runs; its folder is added."""
+    note = "Derived by clustertune nccl-check --submit from the cluster file."
+    script = batch.render("nccl-check", wanted, note, SCRIPT.read_text())
+    job_arguments = (*arguments, "--out", str(folder.absolute()))
+    return batch.BatchJob(shape=wanted, script=script, folder=folder.absolute(), arguments=job_arguments)

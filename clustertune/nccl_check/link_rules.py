@@ -1,0 +1,599 @@
+"""The rules of ``nccl-check``: how bytes travel, what NCCL reported, and what was measured.
+
+Bandwidths are bus bandwidths in GB/s of 10^9 bytes. Against the hardware an all-gather counts, which the planner takes too: the
+median of its largest sizes. What to expect comes with the document (``clustertune.nccl_check.link_check.expected``).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from clustertune.check.machine import RDMA_KINDS
+from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Check, Rules, Seen, either, rule_of
+from clustertune.host.facts import HostFacts, Nic
+from clustertune.nccl_check.link_context import PLUGIN_KINDS, LinkContext, gbit, names, number, short
+from clustertune.nccl_check.nccl_log import FOLLOWS, OTHER, TABLE
+
+# --- what NCCL reported ---------------------------------------------------------------------------------------------------
+
+
+def _repeating(name: str, row: Mapping[str, Any]) -> Check:
+    """The rule that repeats what NCCL said: a row of ``nccl_log.yaml``."""
+    kinds, status = row.get("kinds", [name]), row.get("status", FAIL)
+
+    def look(context: LinkContext) -> Iterator[Seen]:
+        found = [fault for fault in context.log.faults if fault.kind in kinds]
+        if found:
+            times = sum(context.log.faults[fault] for fault in found)
+            # What torch says around a reason is longer than the reason, and comes first.
+            found.sort(key=lambda fault: "NCCL error" in fault.text or "ncclRemoteError" in fault.text)
+            again = f" ({times} times)" if times > 1 else ""
+            yield Seen(status, f"{found[0].text}{again}", where=names(fault.host for fault in found))
+
+    return Check(rule_of(name, row), look, LINKS)
+
+
+RULES = Rules(LINKS, __file__)
+RULES += [_repeating(name, row) for name, row in TABLE["rules"].items()]
+_CUDA_KINDS = ("duplicate-gpu", "gpu-missing", "nccl-memory", "gpu-fault", "driver", "p2p-refused", "nvls")
+"""Errors of CUDA that have rules of their own."""
+
+
+@RULES("cuda")
+def cuda(context: LinkContext) -> Iterator[Seen]:
+    """No errors of CUDA."""
+    faults = context.log.faults
+    cuda_faults = [fault for fault in faults if fault.kind == "cuda"]
+    # torch says "unhandled cuda error" whatever it was.
+    if cuda_faults and not any(fault.kind in _CUDA_KINDS for fault in faults):
+        first = next((fault for fault in cuda_faults if "failure" in fault.text.lower()), cuda_faults[0])
+        yield Seen(FAIL, first.text, where=names(fault.host for fault in cuda_faults))
+
+
+@RULES("collective-hung")
+def collective_hung(context: LinkContext) -> Iterator[Seen]:
+    """Every collective ends."""
+    log, hung, logged = context.log, context.entries("hung"), context.from_log("hung")
+    for item in hung:
+        given = item.get("hosts")
+        hosts = names(str(host) for host in given) if isinstance(given, list) else ""
+        what = f"{item.get('collective', 'a collective')} ({item.get('scope', '?')}, {number(item.get('bytes')):.0f} bytes)"
+        yield Seen(FAIL, f"{what} did not end within {number(item.get('seconds')):.0f} s", where=hosts)
+    yield from logged
+    others = {fault.kind for fault in log.faults} - {"no-verbs"}  # every log of a machine without RDMA names that
+    if context.entries("results"):
+        if not logged and not hung:
+            yield Seen(PASS, "every collective ended")
+    elif log.started and not log.complete and not log.faults:
+        began = f"{log.started} ranks" if log.started > 1 else "a rank"
+        yield Seen(WARN, f"{began} began to connect, and the log ends before any was ready")
+    elif log.networks and not (log.started or log.complete or log.transports or others):
+        yield Seen(UNKNOWN, "the log ends before ranks are connected")
+
+
+@RULES("wrong-result")
+def wrong_result(context: LinkContext) -> Iterator[Seen]:
+    """Collectives compute what they should."""
+    if context.log.wrong:
+        yield Seen(FAIL, f"nccl-tests found {context.log.wrong} values out of bounds")
+    items = [item for key in ("results", "per_node", "per_pair") for item in context.entries(key)]
+    bad = next((item for item in items if item.get("correct") is False), None)
+    if bad:
+        given = bad.get("nodes")
+        where = names(map(str, given)) if isinstance(given, list) else str(bad.get("node", ""))
+        what = f"{bad.get('collective', 'a collective')} of {number(bad.get('bytes')):.0f} bytes"
+        yield Seen(FAIL, f"{what} has wrong values", where=where)
+    elif any(item.get("correct") is True for item in items) and not context.log.wrong:
+        yield Seen(PASS, "every value was correct")
+
+
+@RULES("unexplained-error")
+def unexplained_error(context: LinkContext) -> Iterator[Seen]:
+    """No error without a reason."""
+    faults = context.log.faults
+    failures = [fault for fault in faults if fault.kind in ("failed", FOLLOWS)]
+    known = any(fault.kind not in (OTHER, FOLLOWS, "failed", "no-verbs") for fault in faults)
+    if not known and (failures or context.log.failed):
+        warned = [fault for fault in faults if fault.kind == OTHER]
+        why = f"; the last warning: {warned[-1].text}" if warned else ""
+        found = failures[0].text if failures else "a call of NCCL failed"
+        yield Seen(FAIL, found + why, where=names(fault.host for fault in failures or warned[-1:]))
+
+
+@RULES("other-warning")
+def other_warning(context: LinkContext) -> Iterator[Seen]:
+    """No other warnings of NCCL."""
+    faults = [fault for fault in context.log.faults if fault.kind == OTHER]
+    for text in list(dict.fromkeys(fault.text for fault in faults))[:3]:
+        yield Seen(WARN, text, where=names(fault.host for fault in faults if fault.text == text))
+    if context.log.lines and not context.log.faults:
+        yield Seen(PASS, "NCCL gave no warning")
+
+
+@RULES("net-plugin")
+def net_plugin(context: LinkContext) -> Iterator[Seen]:
+    """NCCL's plugin for the vendor's network."""
+    needed = context.kind in PLUGIN_KINDS or bool(context.setting("NCCL_NET_PLUGIN"))
+    for seen in context.from_log("net-plugin"):
+        yield seen._replace(status=FAIL if needed or not context.log.complete else WARN)
+
+
+# --- between nodes --------------------------------------------------------------------------------------------------------
+
+VIRTUAL = (
+    *("docker", "virbr", "veth", "br-", "cni", "flannel", "cali", "tailscale", "tun", "zt", "vmnet", "podman", "lxc"),
+    *("ip6tnl", "ip6gre", "gre", "sit", "dummy", "kube", "nodelocaldns", "weave", "cilium"),
+)
+"""Interfaces that lead to no other node, by their names; ``br-`` is what docker calls its bridges."""
+LINK_LOCAL = ("fe80", "169.254.")
+"""Beginnings of addresses that are valid on one wire only."""
+IPOIB = ("ib", "ibp", "ibs", "hsn")
+"""How interfaces of InfiniBand adapters (IP over IB) and of Slingshot are called: ib0, ibp12s0, ibs85f0, hsn0."""
+SAME_EVERYWHERE = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_NTHREADS", "NCCL_IB_DISABLE", "NCCL_NET")
+"""Variables that ranks must agree about: they decide what both ends of a connection expect."""
+RDMA_PLUGINS = ("IB", "AWS Libfabric", "Libfabric", "OFI", "UCX")
+"""How the names of plugins begin that move bytes by RDMA."""
+
+
+def leads_nowhere(name: str) -> bool:
+    """Whether an interface's name says that no other node is behind it."""
+    return name == "lo" or name.startswith(VIRTUAL)
+
+
+@RULES("wrong-interface")
+def wrong_interface(context: LinkContext) -> Iterator[Seen]:
+    """The interface that ranks use."""
+    if context.nodes < 2:
+        return
+    # Interfaces carry something between nodes: the start-up of NCCL always, and gloo.
+    hosts = [facts.hostname for facts in context.facts] or sorted({*context.log.sockets, *context.log.bootstrap} - {""})
+    interface, good = context.configured_interface, set()
+    for host in hosts:
+        devices = context.used_interfaces(host)
+        used = [device.name for device in devices]
+        nowhere = {one.name: "" for one in devices if leads_nowhere(one.name)}
+        nowhere |= {one.name: f" with {one.detail}" for one in devices if one.detail.lower().startswith(LINK_LOCAL)}
+        bad = [name for name in used if name in nowhere]
+        facts = next((item for item in context.facts if short(item.hostname) == short(host)), None)
+        # Over RDMA the interface carries the start-up only: its speed does not matter then, and one that works is enough.
+        by_tcp = context.by_socket or context.backend == "gloo"
+        if bad and bad[0] == used[0]:  # ranks meet over the first one
+            yield Seen(FAIL, f"traffic between nodes uses {bad[0]}{nowhere[bad[0]]}, which leads to no other node", where=host)
+        elif bad and by_tcp:
+            yield Seen(FAIL, f"NET/Socket uses {names(bad)} beside {used[0]}", where=host)
+        elif interface and used and interface not in used and context.over <= {"Socket"}:
+            yield Seen(FAIL, f"traffic uses {names(used)} instead of {interface}", where=host)
+        elif slow := _slower(facts, used) if facts and by_tcp else "":
+            yield Seen(FAIL, slow, where=host)
+        else:
+            good |= set(used)
+    if good:
+        yield Seen(PASS, f"ranks use {names(good)}")
+
+
+def _slower(facts: HostFacts, used: list[str]) -> str:
+    """Words where an interface four times as fast, up and with an address, stands idle; empty otherwise."""
+
+    def speed(nic: Nic) -> float:
+        return (nic.mbit or 0) / 1000
+
+    others = [nic for nic in facts.nics if nic.up and nic.addresses and not nic.virtual and not leads_nowhere(nic.name)]
+    slow = max((nic for nic in facts.nics if nic.name in used and nic.mbit), key=speed, default=None)
+    fast = max((nic for nic in others if nic.name not in used and nic.mbit), key=speed, default=None)
+    if not slow or not fast or speed(fast) < 4 * speed(slow):
+        return ""
+    return f"{slow.name} ({gbit(speed(slow))}) is used, while {fast.name} ({gbit(speed(fast))}) is up"
+
+
+@RULES("socket-fallback")
+def socket_fallback(context: LinkContext) -> Iterator[Seen]:
+    """TCP between nodes although there is a faster way."""
+    log, kind = context.log, context.kind
+    if not context.by_socket:
+        if context.over:
+            yield Seen(PASS, f"traffic between nodes goes over {names(context.over)}")
+        return
+    hosts = [facts.hostname for facts in context.facts] or sorted(log.sockets)
+    used = names(device.name for host in hosts for device in context.used_interfaces(host))
+    way = f"traffic between nodes goes through NET/Socket{f' on {used}' if used else ''}"
+    ports = context.rdma_active("InfiniBand")
+    roce = [(facts, port) for facts, port in context.rdma_active("Ethernet") if (port.gbit or 0) >= 25]
+    listed = {device.name for devices in log.adapters.values() for device in devices if device.detail == "IB"}
+    over_ib = any(one.name.startswith(IPOIB) and one.name[-1:].isdigit() for many in log.sockets.values() for one in many)
+    why, status, where = "", FAIL, ""
+    if ports or (roce and kind not in ("ethernet", *RDMA_KINDS, *PLUGIN_KINDS)):
+        port = (ports or roce)[0][1]
+        status, where = (FAIL if ports else WARN), names(one.hostname for one, _ in ports or roce)
+        layer = "RoCE" if not ports else port.link_layer
+        why = f" although {port.device} port {port.port} ({gbit(port.gbit or 0)} {layer}) is active"
+    elif kind in (*RDMA_KINDS, *PLUGIN_KINDS):
+        why = f" although the cluster file says {kind}"
+    elif listed:
+        why = f" although NCCL lists {names(listed)}"
+    elif over_ib:
+        why = ", an interface of a fast adapter that TCP uses at a fraction of its speed"
+    elif kind != "ethernet" and (setting := _wants_rdma(context)):
+        why = f" although {setting} asks for RDMA"
+    if why:
+        reason = "; NCCL_IB_DISABLE is set" if context.is_on("NCCL_IB_DISABLE") else ""
+        reason = reason or ("; NCCL could not open libibverbs" if log.no_verbs else "")
+        yield Seen(status, f"{way}{why}{reason}", where=where)
+    elif not context.facts and not kind:
+        yield Seen(UNKNOWN, f"{way}; whether there is an adapter for RDMA is not known here")
+    else:
+        yield Seen(PASS, way + (", and no InfiniBand port is active" if context.facts else ", as the cluster file says"))
+
+
+def _wants_rdma(context: LinkContext) -> str:
+    """A setting that makes sense with RDMA only; empty where there is none."""
+    if "0" in context.settings("NCCL_IB_DISABLE"):
+        return "NCCL_IB_DISABLE=0"
+    given = {name: context.setting(name) for name in ("NCCL_IB_HCA", "NCCL_IB_GID_INDEX")}
+    return next((f"{name}={value}" for name, value in given.items() if value not in ("", "none")), "")
+
+
+@RULES("nodes-differ")
+def nodes_differ(context: LinkContext) -> Iterator[Seen]:
+    """One version, one network and the same settings on all nodes."""
+    if seen := context.from_log("nccl-versions"):
+        yield from seen
+        return
+    told: dict[str, dict[str, set[str]]] = {"NCCL": {}, "torch": {}}
+    for item in context.entries("software"):
+        for what, value in (("NCCL", item.get("nccl")), ("torch", item.get("torch"))):
+            if isinstance(value, str) and value:
+                told[what].setdefault(value, set()).add(str(item.get("node", "")))
+    told["NCCL"] = told["NCCL"] or context.log.versions
+    told["the network"] = context.log.networks
+    settings = {name: context.log.settings.get(name, {}) for name in SAME_EVERYWHERE}
+    bad = False
+    for status, values in ((FAIL, told), (WARN, settings)):
+        for what, by_value in values.items():
+            hosts = [host for these in by_value.values() for host in these - {""}]
+            if len(by_value) > 1 and hosts and (status == FAIL or len(hosts) == len(set(hosts))) and len(set(hosts)) > 1:
+                bad = True
+                shown = "; ".join(f"{value} on {names(these) or 'others'}" for value, these in sorted(by_value.items())[:4])
+                yield Seen(status, f"{what} differs: {shown}")
+    if not bad and (told["NCCL"] or told["torch"]):
+        yield Seen(PASS, ", ".join(f"{what} {names(values)}" for what, values in told.items() if values))
+
+
+@RULES("gdr-off")
+def gdr_off(context: LinkContext) -> Iterator[Seen]:
+    """GPUDirect RDMA."""
+    edges = [edge for edge in context.log.crossing() if edge.plugin.startswith(RDMA_PLUGINS)]
+    if not edges and not any(name.startswith(RDMA_PLUGINS) for name in context.over):
+        return
+    served = {edge.host for edge in edges if edge.gdr}
+    off = {host for host, adapters in context.log.gdr_off.items() if adapters} - served
+    if (served and not off) or "GDRDMA" in context.text("transport"):
+        yield Seen(PASS, "GPUDirect RDMA is in use")
+    elif off:
+        yield Seen(WARN, "GPUDirect RDMA is off: NCCL says that it is disabled", where=names(off))
+    elif edges and not any(facts.peermem is False for facts in context.facts):  # the rule gpudirect-rdma says so
+        yield Seen(UNKNOWN, "no connection uses GPUDirect RDMA: GPUs and adapters may be too far apart")
+
+
+@RULES("adapters-unused")
+def adapters_unused(context: LinkContext) -> Iterator[Seen]:
+    """All adapters of a node carry traffic."""
+    log, stated = context.log, int(number(context.section("expected", "network").get("ports")))
+    if not context.several or not log.adapters or not any(name.startswith("IB") for name in context.over):
+        return
+    for host, listed in log.adapters.items():
+        used = {edge.device for edge in log.edges if edge.host == host and edge.plugin.startswith("IB")}
+        ranks = len(log.local_ranks.get(host, ())) or context.ranks
+        if used and 2 * len(used) <= min(max(len(listed), stated), ranks):
+            found = f"traffic of {ranks} GPUs over {len(used)} of {max(len(listed), stated)} adapters"
+            yield Seen(WARN, found, where=host)
+            return
+    yield Seen(PASS, "all adapters that NCCL lists are in use")
+
+
+# --- inside a node --------------------------------------------------------------------------------------------------------
+
+
+def _gpus(context: LinkContext) -> int:
+    """Most GPUs of a node that NCCL used."""
+    if context.backend != "nccl":
+        return 0
+    return max(context.ranks, context.log.highest_gpu + 1 if context.nodes else 0)
+
+
+@RULES("p2p-hang")
+def p2p_hang(context: LinkContext) -> Iterator[Seen]:
+    """Two GPUs of a node exchange data."""
+    good: set[str] = set()
+    for item in context.entries("p2p_probe"):
+        node, status, given = str(item.get("node", "")), item.get("status"), item.get("gpus")
+        what = f"an all-reduce between GPUs {' and '.join(map(str, given)) if isinstance(given, list) else '?'}"
+        if status == "hung":
+            yield Seen(FAIL, f"{what} did not end in time", where=node)
+        elif status == "failed":
+            yield Seen(FAIL, f"{what} failed: {str(item.get('message') or 'it failed')[:200]}", where=node)
+        elif status == "ok":
+            good.add(node)
+    if good:
+        yield Seen(PASS, "pairs of GPUs exchange data", where=names(good))
+
+
+@RULES("nvlink-unused")
+def nvlink_unused(context: LinkContext) -> Iterator[Seen]:
+    """NVLink carries the traffic inside a node."""
+    if not context.nvlink or _gpus(context) < 2:
+        return
+    if broken := context.from_log("p2p-broken"):
+        yield from broken
+        return
+    log = context.log
+    inside = {name for name in log.transports if name.startswith(("P2P/", "SHM/"))}
+    inside |= {f"NET/{edge.plugin}" for edge in log.edges.keys() - log.crossing().keys()}
+    slow = {name for name in inside if not name.startswith("P2P")}
+    far = {kind for kind in log.gpu_paths if kind in ("PHB", "SYS", "NODE")}
+    if log.p2p_off:
+        yield Seen(FAIL, f"P2P is disabled between {len(log.p2p_off)} pairs of GPUs")
+    elif slow:
+        yield Seen(FAIL, f"GPUs of a node talk over {names(slow)}, while NVLink joins them")
+    elif far:
+        yield Seen(FAIL, f"NCCL sees paths of kind {names(far)} between GPUs that NVLink should join")
+    elif inside:
+        yield Seen(PASS, f"GPUs of a node talk over {names(inside)}")
+
+
+@RULES("p2p-disabled")
+def p2p_disabled(context: LinkContext) -> Iterator[Seen]:
+    """P2P between the GPUs of a node."""
+    log, off = context.log, FAIL if context.nvlink else WARN
+    counted = bool(log.nodes or context.document.get("gpus_per_node"))
+    if context.backend == "gloo" or (context.ranks == 1 and counted):
+        return
+    peer = [name for name in log.transports if name.startswith("P2P")]
+    if context.is_on("NCCL_P2P_DISABLE"):
+        yield Seen(off, "NCCL_P2P_DISABLE is set")
+    elif context.setting("NCCL_P2P_LEVEL") in ("LOC", "0"):
+        yield Seen(off, f"NCCL_P2P_LEVEL={context.setting('NCCL_P2P_LEVEL')} turns P2P off")
+    elif log.p2p_off and not context.nvlink:
+        yield Seen(WARN, f"the driver has P2P disabled between {len(log.p2p_off)} pairs of GPUs")
+    elif _gpus(context) > 1 and peer:
+        yield Seen(PASS, f"{names(peer)} is in use")
+
+
+@RULES("gloo-with-gpus")
+def gloo_with_gpus(context: LinkContext) -> Iterator[Seen]:
+    """NCCL where there are GPUs."""
+    if context.backend != "gloo":
+        return
+    why, gpus = context.text("backend_why"), sum(len(facts.gpus) for facts in context.facts)
+    if gpus > 1:
+        text = f"gloo was measured although there are {gpus} GPUs" + (f": {why}" if why else "")
+        yield Seen(WARN, text, where=names(facts.hostname for facts in context.facts if facts.gpus))
+    elif not context.facts:
+        yield Seen(UNKNOWN, "gloo was measured; whether there are GPUs is not known")
+    else:
+        yield Seen(PASS, f"gloo between CPUs: {why or 'no GPUs'}")
+
+
+@RULES("small-world")
+def small_world(context: LinkContext) -> Iterator[Seen]:
+    """All GPUs take part."""
+    log = context.log
+    if log.ranks == 1 and len(log.processes) > 1 and log.complete > 1:
+        yield Seen(FAIL, f"{len(log.processes)} processes, each with a communicator of one rank")
+        return
+    if context.backend != "nccl":
+        return
+    each = int(number(context.section("expected", "compute").get("gpus")))
+    each = each or max((len(facts.gpus) for facts in context.facts), default=0)
+    stated = int(number(context.document.get("nodes")) * number(context.document.get("gpus_per_node")))
+    if each and context.ranks and context.ranks < each:
+        yield Seen(WARN, f"{context.ranks} of the {each} GPUs of a node took part")
+    elif stated > 1 and log.ranks and log.ranks < stated:
+        yield Seen(FAIL, f"NCCL's largest communicator has {log.ranks} ranks of {stated}")
+    elif log.ranks or stated:
+        yield Seen(PASS, f"{stated or log.ranks} ranks took part")
+
+
+# --- what was measured ----------------------------------------------------------------------------------------------------
+
+ENOUGH = 0.8
+"""Share of the expected bandwidth below which a rule warns: published figures of healthy clusters spread by a fifth
+(ops/hardware.yaml)."""
+LARGEST = 3
+"""The median of so many largest sizes, as the planner's."""
+LEAST_S = 1e-3
+"""A shorter collective tells the latency, not the bandwidth."""
+HALF = 0.5
+"""The same, below which a rule fails: a fall-back to another way costs half and more."""
+UNEVEN = 0.8
+"""Share of the typical node, or of the other direction, below which a node or direction is slow."""
+CPU_SHARE = 0.5
+"""gloo copies through the CPU: between nodes it is no faster than inside one, and is held to half of that."""
+GLOO_SHARE = 0.65
+"""Of what the line should carry: gloo has one connection for each pair of ranks, in which what one rank is ready to take waits
+behind what it sends; its all-gather of two nodes reached 0.63 to 0.66 of lines that were shaped to known rates."""
+CPU_GB_S = 0.25
+"""What gloo is held to at most where that was not measured: one core copies and sums more."""
+
+
+def speed(items: Iterable[Mapping[str, Any]], collective: str = "all_gather") -> tuple[float, float, float]:
+    """Bandwidth of the largest sizes of one collective, the time of one of them and its spread; zeros where there is none."""
+    sizes: dict[float, Mapping[str, Any]] = {}
+    for item in items:
+        if item.get("collective") == collective and number(item.get("bytes")) > 0:
+            sizes[number(item.get("bytes"))] = item
+    largest = [sizes[size] for size in sorted(sizes)[-LARGEST:]]
+    if not largest:
+        return 0.0, 0.0, 0.0
+    # A budget may end in the middle of the sizes: small ones must not drag the median down.
+    top = number(largest[-1].get("bytes"))
+    largest = [item for item in largest if number(item.get("bytes")) * 16 >= top]
+    gb_s = statistics.median(number(item.get("busbw_gb_s")) for item in largest)
+    last = largest[-1]
+    seconds = number(last.get("median_s")) or (top / gb_s / 1e9 if gb_s else 0.0)
+    return gb_s, seconds, number(last.get("spread"))
+
+
+def _scope(context: LinkContext, name: str) -> list[dict[str, Any]]:
+    return [item for item in context.entries("results") if item.get("scope") == name]
+
+
+def _judged(context: LinkContext, level: str, where: str, gb_s: float, seconds: float, expected: float) -> Iterator[Seen]:
+    """What a figure means against what is expected. ``level``: of the document's ``expected``."""
+    text, hint = f"{gb_s:.3g} GB/s {where}", context.stated(level, "hint")
+    if expected <= 0:
+        yield Seen(UNKNOWN, f"{text}; what the link should carry is not known (no cluster file)")
+        return
+    share, nominal = gb_s / expected, number(context.section("expected", level).get("nominal_gb_s"))
+    text += f", {100 * gb_s / nominal:.2g} % of nominal ({nominal:.3g} GB/s)" if nominal > 0 else ""
+    text += f", {100 * share:.0f} % of what is expected"
+    if share < ENOUGH and seconds < LEAST_S:
+        yield Seen(UNKNOWN, f"{text}; sizes were too small to judge")
+    else:
+        fix = f"look at the other findings first; then: {hint}" if hint else ""
+        yield from either(FAIL if share < HALF else WARN, text if share < ENOUGH else "", text, fix)
+
+
+@RULES("intra-speed")
+def intra_speed(context: LinkContext) -> Iterator[Seen]:
+    """Bandwidth inside a node."""
+    if context.backend != "nccl":
+        return
+    gb_s, seconds, _ = speed(_scope(context, "intra"))
+    if not gb_s and context.nodes == 1:
+        gb_s, seconds, _ = speed(_scope(context, "world"))
+    if gb_s:
+        expected = number(context.section("expected", "intra").get("expected_gb_s"))
+        yield from _judged(context, "intra", "inside a node", gb_s, seconds, expected)
+
+
+@RULES("inter-speed")
+def inter_speed(context: LinkContext) -> Iterator[Seen]:
+    """Bandwidth between nodes."""
+    compute, network = context.section("expected", "compute"), context.section("expected", "network")
+    if context.nodes < 2 or context.nodes * context.ranks <= number(compute.get("nvlink_domain")):
+        return
+    gb_s, seconds, _ = speed(_scope(context, "world"))
+    if not gb_s and number(network.get("ports")) <= 1:
+        # One rank of each node drives one adapter: that says nothing of several.
+        gb_s, seconds, _ = speed(_scope(context, "inter"))
+    if not gb_s:
+        return
+    expected = number(context.section("expected", "inter").get("expected_gb_s"))
+    if context.backend == "gloo" and expected:
+        local = max((number(item.get("busbw_gb_s")) for item in _scope(context, "intra")), default=0.0)
+        most = CPU_SHARE * local if local else CPU_GB_S
+        ways, carries = _pairs(context).values(), min(expected, most)
+        line = min(pair.at_best for pair in ways) if len(ways) == context.nodes * (context.nodes - 1) else 0.0
+        expected = min(GLOO_SHARE * expected, most)
+        if line / carries > gb_s / expected:  # the lines are good: what is slow is gloo, or the CPUs
+            yield from _judged(context, "inter", "one way between the slowest pair of nodes", line, LEAST_S, carries)
+            return
+    yield from _judged(context, "inter", "between nodes", gb_s, seconds, expected)
+
+
+class Pair(NamedTuple):
+    """What one node sends to another."""
+
+    gb_s: float
+    at_best: float
+    """The same of its quickest repetitions: a machine that is busy is not taken for a slow cable."""
+
+
+def _pairs(context: LinkContext) -> dict[tuple[str, str], Pair]:
+    """Bandwidth from one node to another."""
+    grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for item in context.entries("per_pair"):
+        nodes = item.get("nodes")
+        if isinstance(nodes, list) and len(nodes) == 2 and item.get("collective") == "p2p":
+            grouped.setdefault((str(nodes[0]), str(nodes[1])), []).append(item)
+    found: dict[tuple[str, str], Pair] = {}
+    for pair, items in grouped.items():
+        gb_s, seconds, spread = speed(items, "p2p")
+        if gb_s and seconds >= LEAST_S:
+            found[pair] = Pair(gb_s, gb_s * (1 + max(0.0, spread)))
+    return found
+
+
+def _slow_nodes(pairs: Mapping[tuple[str, str], Pair]) -> dict[str, tuple[float, float, str]]:
+    """Nodes that are slow with every other one: bandwidth at best, that of a typical node, whether it sends or receives.
+
+    A node's best pair is that with the fastest other node, so that one slow node does not make the others look slow.
+    """
+    slow: dict[str, tuple[float, float, str]] = {}
+    nodes = sorted({node for pair in pairs for node in pair})
+    if len(nodes) < 3:
+        return slow
+    for side, verb in ((0, "sends"), (1, "receives")):
+        best = {node: max((p for pair, p in pairs.items() if pair[side] == node), default=None) for node in nodes}
+        typical = statistics.median(pair.gb_s for pair in best.values() if pair) if any(best.values()) else 0.0
+        for node, pair in best.items():
+            if pair and pair.at_best < UNEVEN * typical and (node not in slow or pair.gb_s < slow[node][0]):
+                slow[node] = (pair.gb_s, typical, verb)
+    return slow
+
+
+@RULES("slow-node")
+def slow_node(context: LinkContext) -> Iterator[Seen]:
+    """All nodes are alike."""
+    pairs = _pairs(context)
+    slow, inside = _slow_nodes(pairs), _per_node(context)
+    for node, (gb_s, typical, verb) in sorted(slow.items()):
+        ordered = sorted(pairs.items(), key=lambda item: item[1])
+        worst = ", ".join(f"{a} to {b} {pair.gb_s:.3g}" for (a, b), pair in ordered if node in (a, b))
+        found = f"{node} {verb} {gb_s:.3g} GB/s at best, the others {typical:.3g} ({worst[:160]})"
+        yield Seen(FAIL if gb_s < HALF * typical else WARN, found, where=node)
+    typical = max(inside.values()) if len(inside) == 2 else statistics.median(inside.values() or [0.0])
+    bad = {node: gb_s for node, gb_s in sorted(inside.items()) if gb_s < UNEVEN * typical}
+    for node, gb_s in bad.items():
+        found = f"{gb_s:.3g} GB/s inside {node}, {typical:.3g} inside the others"
+        yield Seen(FAIL if gb_s < HALF * typical else WARN, found, where=node)
+    if not slow and not bad and (len({node for pair in pairs for node in pair}) > 2 or inside):
+        yield Seen(PASS, "no node is slower than the others")
+
+
+def _per_node(context: LinkContext) -> dict[str, float]:
+    """Bandwidth inside each node; empty for one node, and for gloo, which measures the CPU's load."""
+    entries = context.entries("per_node") if context.backend == "nccl" else []
+    nodes = {str(one.get("node")) for one in entries}
+    speeds = {node: speed(one for one in entries if one.get("node") == node) for node in nodes}
+    found = {node: gb_s for node, (gb_s, seconds, _) in speeds.items() if gb_s and seconds >= LEAST_S}
+    return found if len(found) > 1 else {}
+
+
+@RULES("asymmetric")
+def asymmetric(context: LinkContext) -> Iterator[Seen]:
+    """Both directions of a pair are alike."""
+    pairs = _pairs(context)
+    slow = _slow_nodes(pairs)
+    ways = [(one, back) for one in sorted(pairs) if (back := pairs.get(one[::-1])) and not slow.keys() & set(one)]
+    for (first, second), back in ways:
+        pair = pairs[first, second]
+        if pair.at_best < UNEVEN * back.gb_s:
+            found = f"{first} sends {pair.gb_s:.3g} GB/s to {second}, and receives {back.gb_s:.3g}"
+            yield Seen(FAIL if pair.gb_s < HALF * back.gb_s else WARN, found, where=first)
+            return
+    if ways:
+        yield Seen(PASS, "pairs are as fast in both directions")
+
+
+@RULES("slow-pair")
+def slow_pair(context: LinkContext) -> Iterator[Seen]:
+    """No pair of good nodes is slow."""
+    pairs = _pairs(context)
+    slow = _slow_nodes(pairs)
+    if len({node for pair in pairs for node in pair}) < 4:
+        return
+    typical = statistics.median(pair.gb_s for pair in pairs.values())
+    best = {pair: max(way.at_best, pairs.get(pair[::-1], way).at_best) for pair, way in pairs.items()}
+    bad = sorted(
+        (pairs[one].gb_s, one) for one, at_best in best.items() if at_best < UNEVEN * typical and not slow.keys() & {*one}
+    )
+    for gb_s, (first, second) in bad[:1]:
+        count = len({frozenset(pair) for _, pair in bad})
+        more = f" (and {count - 1} pairs more)" if count > 1 else ""
+        found = f"{first} and {second} reach {gb_s:.3g} GB/s, pairs typically {typical:.3g}{more}"
+        yield Seen(WARN, found, where=f"{first}, {second}")
+    if not bad:
+        yield Seen(PASS, "no pair is slower than the others")

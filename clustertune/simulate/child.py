@@ -1,0 +1,48 @@
+"""The process that simulates: ``python -m clustertune.simulate.child SPEC`` imports the libraries once and forks each rank.
+
+``SPEC`` is a JSON file that :mod:`clustertune.simulate.run` writes. On stdout come lines of JSON: progress, and of each rank
+what was counted, or where it failed. What libraries print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled",
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error",
+    "PYTHONWARNINGS": "ignore",
+}  # fmt: skip
+
+
+def main() -> int:
+    """All ranks of the file, one after the other."""
+    began = time.perf_counter()
+    spec: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    os.environ |= ENVIRONMENT
+    guard = None
+    if spec["library"] is not None:
+        from clustertune.simulate.guard import Guard
+
+        guard = Guard(Path(spec["library"]), spec["devices"])  # before torch: it asks for its hooks once
+    from clustertune.simulate import one_rank
+
+    for one in spec["ranks"]:
+        child = os.fork()
+        if child == 0:
+            os._exit(one_rank.run(spec, one, guard, out, began))
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status):
+            out.write(json.dumps({"rank": one["rank"], "signal": os.WTERMSIG(status)}) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,348 @@
+"""What is counted while fake tensors pass the dispatcher: memory by moment, collectives, waits of the host, operators.
+
+A storage counts from its birth to its end, by what it is for: what was born while weights are gathered is ``gathered``, while
+gradients are reduced ``reduced gradients``, else it belongs to the moment of its birth.
+"""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+_ANSWERS: dict[Any, Callable[[torch.Tensor], tuple[bool, Any]]] = {
+    torch.ops._c10d_functional.wait_tensor.default: lambda given: (False, given),  # a fake one makes a new tensor
+    aten._pin_memory.default: lambda given: (False, given),
+    aten.is_pinned.default: lambda _: (False, True),
+    aten.equal.default: lambda _: (True, True),
+    aten._local_scalar_dense.default: lambda given: (
+        True,
+        1.0 if given.is_floating_point() else given.dtype == torch.bool or 1,
+    ),
+    aten.nonzero.default: lambda given: (
+        True,
+        torch.empty((given.numel(), given.dim()), dtype=torch.long, device=given.device),
+    ),
+    aten.masked_select.default: lambda given: (True, given.new_empty((given.numel(),))),
+}
+"""Of an operator whose result the data decides, by its first operand: whether the host waits for it, and a plausible result."""
+LOADING, REST = "loading", "at rest"
+"""Moments that are none of a step."""
+LARGEST = 12
+"""Kinds of storage that a moment names."""
+CACHE = 50 * 2**20
+"""Bytes of a GPU's last cache (50 MB of an H100): a tensor that is larger is read from memory."""
+_LIBRARIES = ("clustertune", "trl", "transformers", "accelerate", "peft", "torch")
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.numel()) * int(tensor.element_size())
+
+
+@dataclass
+class Peak:
+    """The most that lived at once in one moment of a step."""
+
+    bytes: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
+    """Bytes by what they are for."""
+    largest: list[tuple[str, int, int]] = field(default_factory=list)
+    """Operator, shape and type; how many; bytes of all: at most 0.2 % before the peak."""
+    _taken: int = 0
+
+
+class Memory:
+    """Sums the storages of one device that live."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.now, self.moment = 0, LOADING
+        self.parts: Counter[str] = Counter()
+        self.moments: dict[str, Peak] = defaultdict(Peak)
+        self._live: dict[int, tuple[Any, int, str]] = {}
+        self._origin: dict[int, str] = {}
+        self._purpose: list[str] = []
+
+    @contextmanager
+    def purpose(self, name: str) -> Iterator[None]:
+        """Within: what is born is for this."""
+        self._purpose.append(name)
+        try:
+            yield
+        finally:
+            self._purpose.pop()
+
+    def enter(self, moment: str) -> None:
+        """Another moment begins, with what is there."""
+        if moment != self.moment:
+            self.moment = moment
+            self._peak()
+
+    def forget(self) -> None:
+        """Of the moments so far only loading stays: they are those of a step in which states were made."""
+        self.moments = defaultdict(Peak, {LOADING: self.moments[LOADING]})
+
+    def rename(self, name: str, kept: frozenset[str] = frozenset()) -> None:
+        """All that lives now, but for the ``kept``, is this from now on."""
+        for key, (reference, size, old) in list(self._live.items()):
+            if old not in kept:
+                self.parts[old] -= size
+                self.parts[name] += size
+                self._live[key] = (reference, size, name)
+
+    def rename_storages(self, tensors: list[torch.Tensor], name: str) -> None:
+        """The storages of these are this from now on."""
+        for tensor in tensors:
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            key = local.untyped_storage()._cdata
+            if (known := self._live.get(key)) is not None:
+                reference, size, old = known
+                self.parts[old] -= size
+                self.parts[name] += size
+                self._live[key] = (reference, size, name)
+
+    def add(self, tensor: torch.Tensor, operator: str) -> None:
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if local.device.type != self.device or not isinstance(local, FakeTensor):
+            return
+        storage = local.untyped_storage()
+        key = storage._cdata
+        known = self._live.get(key)
+        if known is not None and known[0]() is not None:
+            if (size := storage.nbytes()) != known[1]:
+                self._change(key, known[0], size, known[2])
+            return
+        if known is not None:  # its end has not been told yet
+            self._drop(key, known[0])
+        self._origin[key] = f"{operator} {list(local.shape)} {str(local.dtype).removeprefix('torch.')}"
+        reference = weakref.ref(storage, partial(self._drop, key))
+        self._change(key, reference, storage.nbytes(), self._purpose[-1] if self._purpose else self.moment)
+
+    def _change(self, key: int, reference: Any, size: int, name: str) -> None:
+        difference = size - (self._live[key][1] if key in self._live else 0)
+        self.now += difference
+        self.parts[name] += difference
+        self._live[key] = (reference, size, name)
+        if difference > 0:
+            self._peak()
+
+    def _drop(self, key: int, reference: Any) -> None:
+        known = self._live.get(key)
+        if known is not None and known[0] is reference:
+            self.now -= known[1]
+            self.parts[known[2]] -= known[1]
+            del self._live[key]
+
+    def _peak(self) -> None:
+        peak = self.moments[self.moment]
+        if self.now <= peak.bytes:
+            return
+        peak.bytes, peak.parts = self.now, {name: size for name, size in self.parts.items() if size}
+        if self.now > 1.002 * peak._taken:
+            peak._taken, peak.largest = self.now, self._largest()
+
+    def _largest(self) -> list[tuple[str, int, int]]:
+        found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        for key, (_, size, _) in self._live.items():
+            row = found[self._origin[key]]
+            row[0] += 1
+            row[1] += size
+        return [(name, *row) for name, row in sorted(found.items(), key=lambda item: -item[1][1])[:LARGEST]]  # type: ignore[misc]
+
+    def resized(self, storage: Any, size: int, resize: Any) -> Any:
+        """FSDP empties and fills storages behind the dispatcher: ``torch.UntypedStorage.resize_`` comes here."""
+        result = resize(storage, size)
+        known = self._live.get(storage._cdata)
+        if known is not None and known[0]() is not None:
+            self._change(storage._cdata, known[0], storage.nbytes(), known[2])
+        return result
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as this rank makes it."""
+
+    kind: str
+    """``all-gather``, ``reduce-scatter``, ``all-reduce`` ..."""
+    ranks: int
+    stride: int
+    """Ranks from one member of the group to the next."""
+    bytes: int
+    """Of the whole tensor: what is gathered, or goes into a reduction."""
+    times: int = 1
+    """How many micro batches of a step it stands for."""
+
+
+KINDS = {
+    "allgather": "all-gather", "_allgather_base": "all-gather", "all_gather": "all-gather",
+    "allreduce": "all-reduce", "all_reduce": "all-reduce", "_reduce_scatter_base": "reduce-scatter",
+    "reduce_scatter": "reduce-scatter", "broadcast": "broadcast", "alltoall": "all-to-all", "all_to_all": "all-to-all",
+    "send": "send", "recv": "receive", "barrier": "barrier", "gather": "gather", "scatter": "scatter",
+}  # fmt: skip
+"""The field's names of what c10d and functional collectives are called, by the longest beginning."""
+
+
+def kind_of(operator: str) -> str:
+    """``c10d::_allgather_base_`` is an all-gather."""
+    name = operator.partition("::")[2].partition(".")[0]
+    known = [key for key in KINDS if name.startswith(key)]
+    return KINDS[max(known, key=len)] if known else name
+
+
+@dataclass
+class Counted:
+    """Of the step that is looked at."""
+
+    operators: int = 0
+    """Dispatched, views included."""
+    launches: int = 0
+    """Of them those that a GPU would run: neither views nor empty memory."""
+    flops: float = 0.0
+    """Of matrix products and attention."""
+    device_seconds: float = 0.0
+    """At the very least: each operator's FLOPs at the peak, or its large tensors at the memory's full speed."""
+    waits: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """Moment, operator and source line at which the host needs a value from the device."""
+
+
+class Follow(TorchDispatchMode):  # type: ignore[misc]
+    """Answers what fake tensors cannot know, and counts everything that passes."""
+
+    def __init__(self, memory: Memory, device: str, *, flops_per_s: float, bytes_per_s: float, length: int) -> None:
+        """``flops_per_s`` and ``bytes_per_s``: of the GPU at its best. ``length``: tokens of a row."""
+        super().__init__()
+        self.memory, self._device, self._length = memory, device, length
+        self._flops_per_s, self._bytes_per_s = flops_per_s, bytes_per_s
+        self.counted: Counted | None = None
+        """Set for the step that is looked at."""
+        self.calls: dict[str, list[Call]] = {"loading": []}
+        """In their order, by stage: loading, step 1, step 2 ..."""
+        self._stage, self._times = "loading", 1
+        self._groups: dict[str, tuple[int, int]] = {}
+
+    def begin(self, stage: str, times: int) -> None:
+        """What follows belongs to this stage, and happens so many times in a real one."""
+        self._stage, self._times = stage, times
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # a question for the device, of fake tensors alone
+            return func(*args, **kwargs)
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
+            self._collective(func.name(), args, kwargs)
+        waits, result = self._answer(func, args, kwargs)
+        if waits and self.counted is not None:
+            self.counted.waits[(self.memory.moment, str(func.overloadpacket), _where())] += self._times
+        if result is NotImplemented:
+            result = func(*args, **kwargs)
+        name = str(func)
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        for leaf in leaves:
+            self.memory.add(leaf, name)
+        if self.counted is not None:
+            self._count(func, args, kwargs, result, leaves)
+        return result
+
+    def _answer(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """Whether the host waits for the device here, and a plausible value where only the data would tell."""
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if first is None:
+            return False, NotImplemented
+        on_device = first.device.type == self._device
+        if (answer := _ANSWERS.get(func)) is not None:
+            waits, result = answer(first)
+            return waits and on_device, result
+        if func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1]):
+            (mask, *_) = args[1]
+            return on_device, first.new_empty((mask.numel(), *first.shape[mask.dim() :]))
+        if func is aten.repeat_interleave.Tensor:
+            size = kwargs.get("output_size")
+            found = torch.empty((size or self._length,), dtype=first.dtype, device=first.device)
+            return on_device and size is None, found
+        if func is aten._to_copy.default and on_device and not kwargs.get("non_blocking"):
+            target = kwargs.get("device")
+            return target is not None and torch.device(target).type != self._device, NotImplemented
+        return False, NotImplemented
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, results: list[torch.Tensor]) -> None:
+        counted = self.counted
+        assert counted is not None
+        counted.operators += self._times
+        if func.is_view or not results or results[0].device.type != self._device or "empty" in func.name():
+            return
+        if func.namespace in ("c10d", "_c10d_functional") or func is aten.detach.default:
+            return
+        counted.launches += self._times
+        flops = 0.0
+        if (formula := flop_registry.get(func.overloadpacket)) is not None:
+            # The formulas do not know the type that a product may be asked for.
+            flops = float(formula(*(a for a in args if not isinstance(a, torch.dtype)), **kwargs, out_val=result))
+        tensors = {id(t): t for t in (*(a for a in tree_leaves(args) if isinstance(a, torch.Tensor)), *results)}
+        moved = sum(size for t in tensors.values() if (size := _bytes(t)) > CACHE)
+        counted.flops += flops * self._times
+        counted.device_seconds += max(flops / self._flops_per_s, moved / self._bytes_per_s) * self._times
+
+    def _collective(self, name: str, args: Any, kwargs: Any) -> None:
+        leaves = tree_leaves((args, kwargs))
+        size = max((_bytes(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0)
+        ranks, stride = 1, 1
+        for leaf in leaves:
+            found = self._group(leaf)
+            if found is not None:
+                ranks, stride = found
+        kind = kind_of(name)
+        if kind == "all-gather" and "functional" in name:  # its operand is the part of this rank
+            size *= ranks
+        self.calls.setdefault(self._stage, []).append(Call(kind, ranks, stride, size, self._times))
+
+    def _group(self, leaf: Any) -> tuple[int, int] | None:
+        if isinstance(leaf, str):
+            if leaf not in self._groups:
+                try:
+                    self._groups[leaf] = _shape(_resolve_process_group(leaf))
+                except (RuntimeError, ValueError, LookupError):
+                    return None
+            return self._groups[leaf]
+        if isinstance(leaf, torch.ScriptObject):
+            try:
+                leaf = dist.ProcessGroup.unbox(leaf)
+            except (RuntimeError, TypeError):
+                return None
+        return _shape(leaf) if isinstance(leaf, dist.ProcessGroup) else None
+
+
+def _shape(group: Any) -> tuple[int, int]:
+    """How many ranks, and how far they lie apart."""
+    ranks = dist.get_process_group_ranks(group)
+    return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
+
+
+def _where() -> str:
+    """The line of the project or of a library whose call waits: the innermost one outside of torch."""
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if "simulate" in path.parts:
+            continue
+        parts = path.parts
+        for library in _LIBRARIES[:-1]:
+            if library in parts:
+                at = len(parts) - 1 - parts[::-1].index(library)
+                return f"{'/'.join(parts[at:])}:{frame.lineno}"
+    return "torch"

@@ -1,0 +1,352 @@
+"""One rank in a process of its own: made as a training session makes it, trained for two steps, and counted."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+import trl  # noqa: F401 - before CUDA is said to be there
+import yaml
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models
+from torch._subclasses import FakeTensorMode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
+
+from clustertune.data import sequences
+from clustertune.errors import UserError
+from clustertune.plan.memory import BACKWARD, FORWARD, LOSS, REFERENCE, UPDATE
+from clustertune.resolve.resolved import Resolved
+from clustertune.simulate import base_files, fake_cuda, stand_ins
+from clustertune.simulate.follow import REST, Counted, Follow, Memory
+from clustertune.simulate.guard import Guard
+from clustertune.training import accelerate_env, build, cpu_fsdp, figures, kernels, packing, recompute, sharding
+from clustertune.training.collectives import Group
+from clustertune.training.loading import Loading
+from clustertune.training.startup import Startup
+from clustertune.training.trainer import PreferenceTrainer, RankTrainer, Trainer
+
+STEPS = 2
+"""The first makes the optimizer's states; the second is looked at."""
+MICRO_BATCHES = 2
+"""At most: one that accumulates, and the last one, which reduces. Those between are like the first; what is counted of it is
+multiplied."""
+_KEPT = frozenset({"weights", "adapters", stand_ins.GATHERED})
+
+
+def run(spec: Mapping[str, Any], one: Mapping[str, Any], guard: Guard | None, out: TextIO, began: float) -> int:
+    """Simulate one rank; writes what was counted, or where it failed, as one line."""
+
+    def tell(**line: Any) -> None:
+        out.write(json.dumps({"rank": one["rank"], **line}) + "\n")
+
+    with tempfile.TemporaryDirectory(prefix="clustertune-simulate-") as folder:
+        simulated = _Simulated(spec, one, guard, Path(folder), tell)
+        try:
+            found = simulated.run()
+        except UserError as error:
+            tell(error="; ".join(map(str, error.problems)), where="", during=simulated.memory.moment)
+            return 1
+        except Exception as error:
+            traceback.print_exc()
+            tell(error=f"{type(error).__name__}: {error}", where=_where(error), during=simulated.memory.moment)
+            return 1
+        tell(found={**found, "seconds": round(time.perf_counter() - began, 1)})
+    return 0
+
+
+def _where(error: BaseException) -> str:
+    """The project's line that is nearest to an error, else the last one."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "simulate" not in Path(f.filename).parts]
+    own = [f for f in frames if "clustertune" in Path(f.filename).parts and "site-packages" not in f.filename] or frames
+    if not own:
+        return ""
+    parts = Path(own[-1].filename).parts
+    at = len(parts) - 1 - parts[::-1].index("clustertune") if "clustertune" in parts else max(0, len(parts) - 3)
+    return f"{'/'.join(parts[at:])}:{own[-1].lineno}"
+
+
+class _Watch(TrainerCallback):  # type: ignore[misc]
+    """Proves what was set up, as a session does, and says where the step is."""
+
+    def __init__(self, simulated: _Simulated) -> None:
+        self._simulated = simulated
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self._simulated.prove()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self._simulated.begin_step(state.global_step)
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self._simulated.memory.enter(UPDATE)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self._simulated.end_step(state.global_step)
+
+
+class _Simulated:
+    """What is made of one rank."""
+
+    trainer: RankTrainer
+
+    def __init__(self, spec: Mapping[str, Any], one: Mapping[str, Any], guard: Guard | None, folder: Path, tell: Any) -> None:
+        self.resolved, self.tell = Resolved.from_dict(spec["resolved"]), tell
+        self._spec, self._guard, self._folder = spec, guard, folder
+        self._rank, self._local = int(one["rank"]), int(one["local"])
+        self._device = "cuda" if guard is not None else "cpu"
+        self._length = int(self.resolved.train_args["max_length"])
+        self.memory = Memory(self._device)
+        gpu = spec["gpu"]
+        self._follow = Follow(
+            self.memory, self._device, flops_per_s=gpu["flops_per_s"], bytes_per_s=gpu["bytes_per_s"], length=self._length
+        )
+        self._layer = 0
+
+    def run(self) -> dict[str, Any]:
+        """Load, train, and return what was counted."""
+        spec = self._spec
+        self._join()
+        args = self._arguments()
+        parameters = base_files.write(self._folder / "base", self.resolved.architecture)
+        self._reading = stand_ins.install(self.memory)
+        self.tell(progress=f"{parameters:,} parameters, {spec['world']} ranks")
+        loading = Loading(self.resolved.distribution, Startup(), Group()).install()
+        torch.set_grad_enabled(True)
+        with FakeTensorMode(allow_non_fake_inputs=True), self._follow:
+            self.trainer = self._make(args, loading)
+            sharding.set_precision(self.trainer.accelerator, self.resolved.distribution.reduce_dtype)
+            self.trainer.remove_callback(PrinterCallback)
+            self.trainer.on_inputs = self._begin_micro_batch
+            self.trainer.train()
+        return self._document(parameters, list(dict.fromkeys(loading.notes)))
+
+    # -- as a launcher and a session do --------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        spec, resolved = self._spec, self.resolved
+        world, on_node = spec["world"], spec["on_node"]
+        ranks = {"RANK": self._rank, "LOCAL_RANK": self._local, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": on_node}
+        for key, value in ranks.items():
+            os.environ.pop(key, None)
+            if world > 1:  # accelerate takes a rank of one for one of several
+                os.environ[key] = str(value)
+        file = self._folder / "accelerate.yaml"
+        file.write_text(yaml.safe_dump(resolved.accelerate))
+        for key, value in accelerate_env.accelerate_environment(file, world).items():
+            os.environ[key] = value
+        if self._guard is not None:
+            gpu = spec["gpu"]
+            fake_cuda.install(
+                self._guard,
+                devices=spec["devices"],
+                name=gpu["name"],
+                memory=gpu["memory"],
+                capability=tuple(gpu["capability"]),
+            )
+        else:
+            cpu_fsdp.set_environment()
+            cpu_fsdp.install()
+        if world > 1:
+            dist.init_process_group("fake", store=FakeStore(), rank=self._rank, world_size=world)
+
+    def _arguments(self) -> Any:
+        resolved = self.resolved
+        kernels.set_environment(resolved.distribution)
+        packing.register()
+        fitted = build.fit_to_device(resolved.train_args, cuda=self._guard is not None)
+        values = {key: value for key, value in fitted.values.items() if key not in ("pad_token", "output_dir")}
+        values |= sequences.PAIRS if resolved.is_dpo else sequences.TRAINER
+        values |= {
+            "report_to": "none", "save_strategy": "no", "max_steps": STEPS, "eval_strategy": "no", "eval_on_start": False,
+            "dataloader_num_workers": 0, "dataloader_pin_memory": False, "dataloader_persistent_workers": False,
+            "dataloader_prefetch_factor": None, "logging_steps": 1, "disable_tqdm": True,
+        }  # fmt: skip
+        if values.get("padding_free") and not values.get("packing"):
+            values["max_length"] = None
+        self._micro_batches = int(values["gradient_accumulation_steps"])
+        values["gradient_accumulation_steps"] = min(MICRO_BATCHES, self._micro_batches)
+        kind = build.configuration(resolved)
+        return kind(output_dir=str(self._folder / "out"), **build.spelt(values, kind.__dataclass_fields__))
+
+    def _make(self, args: Any, loading: Loading) -> RankTrainer:
+        resolved = self.resolved
+        quiet: Any = SimpleNamespace(tell=lambda *_: None)
+        quiet.on = lambda *_: quiet
+        stop = SimpleNamespace(is_set=False)
+        attempt: Any = SimpleNamespace(resolved=resolved, stop=stop, heartbeat=lambda *_, **__: None, fence=lambda: None)
+        kind = PreferenceTrainer if resolved.is_dpo else Trainer
+        made: RankTrainer = kind(
+            model=str(self._folder / "base"),
+            args=args,
+            train_dataset=self._rows(args),
+            processing_class=_tokenizer(),
+            peft_config=LoraConfig(**resolved.recipe.lora) if resolved.recipe.lora is not None else None,
+            callbacks=[_Watch(self)],
+            loading=loading,
+            store=quiet,
+            attempt=attempt,
+            on_checkpoint=lambda *_: None,
+        )
+        return made
+
+    def _rows(self, args: Any) -> Dataset:
+        """Full rows: four conversations each where they are packed, a prompt of a quarter where they are pairs."""
+        length, part = self._length, self._length // 4
+        row: dict[str, Any] = {"input_ids": [5] * length, "labels": [5] * length}
+        if self.resolved.is_dpo:
+            answer = [6] * (length - part)
+            row = {"prompt_ids": [5] * part, "chosen_ids": answer, "rejected_ids": answer}
+        elif self.resolved.train_args.get("packing"):
+            row["seq_lengths"] = [part, part, part, length - 3 * part]
+        count = (STEPS + 1) * args.per_device_train_batch_size * args.gradient_accumulation_steps * self._spec["world"]
+        with torch.utils._python_dispatch._disable_current_modes():
+            return Dataset.from_list([row]).select([0] * count)
+
+    # -- moments -------------------------------------------------------------------------------------------------------
+
+    def prove(self) -> None:
+        """What a session proves before the first step; then the hooks that say where a step is."""
+        trainer, resolved = self.trainer, self.resolved
+        found = sharding.inspect(trainer.model_wrapped, trainer.accelerator)
+        sharding.check(found, resolved.distribution)
+        self._recomputed = str(recompute.apply(trainer.model, resolved))
+        self._sharding = found.as_dict()
+        figures.attach(trainer, resolved, recompute.layers_of, self._spec["gpu"]["name"])
+        gc.collect()
+        self.memory.rename("weights")
+        if resolved.recipe.lora is not None:
+            self.memory.rename_storages([p for p in trainer.model.parameters() if p.requires_grad], "adapters")
+        self.tell(progress=f"loaded: {self._reading.bytes / 1e9:,.2f} GB read by this rank")
+        self._hook(trainer.model)
+        reference = getattr(trainer, "ref_model", None)
+        if reference is not None:
+            self._hook(reference)
+
+    def _hook(self, model: Any) -> None:
+        layers = recompute.layers_of(model)
+        outer = {id(m._checkpoint_wrapped_module): m for m in model.modules() if isinstance(m, CheckpointWrapper)}
+        for number, layer in enumerate(layers):
+            layer.register_forward_pre_hook(lambda *_, number=number: self._begin_layer(number, len(layers)))
+        last = layers[-1]
+        # Ahead of FSDP's own hooks on the same tensor, which gather the layer again.
+        last.register_forward_hook(self._before_backward, prepend=True)
+        outer.get(id(last), last).register_forward_hook(self._end_layers)
+
+    def _begin_micro_batch(self, inputs: Any) -> None:  # noqa: ARG002
+        self._micro_batch += 1
+        is_last = self._micro_batch == self.trainer.args.gradient_accumulation_steps
+        self._follow.begin(f"step {self._step + 1}", times=1 if is_last else self._micro_batches - MICRO_BATCHES + 1)
+        self.memory.enter(FORWARD)
+
+    def _begin_layer(self, number: int, layers: int) -> None:
+        memory = self.memory
+        if self.resolved.is_dpo and not torch.is_grad_enabled():
+            memory.enter(REFERENCE)
+        elif memory.moment == LOSS:
+            memory.enter(BACKWARD)  # it is computed again
+        elif memory.moment == REFERENCE:
+            memory.enter(FORWARD)
+        self._layer += 1
+        if layers > 8 and self._layer % max(1, layers // 4) == 0:
+            self.tell(layer=number + 1, layers=layers, moment=memory.moment, step=self._step + 1)
+
+    def _end_layers(self, module: Any, args: Any, output: Any) -> None:  # noqa: ARG002
+        if self.memory.moment == BACKWARD:
+            return
+        self.memory.enter(LOSS)
+
+    def _before_backward(self, module: Any, args: Any, output: Any) -> None:  # noqa: ARG002
+        hidden = output[0] if isinstance(output, tuple) else output
+        if self.memory.moment == FORWARD and hidden.requires_grad:
+            hidden.register_hook(lambda _: self.memory.enter(BACKWARD))
+
+    def begin_step(self, step: int) -> None:
+        self._step, self._micro_batch = step, 0
+        if step == STEPS - 1:
+            self.memory.forget()
+            self._rest = self.memory.now
+            self.memory.enter(REST)
+            self._follow.counted = Counted()
+
+    def end_step(self, step: int) -> None:
+        trainer = self.trainer
+        trainer.agree(0, trainer.clock.take())
+        if step == 1:
+            gc.collect()
+            self.memory.rename("optimizer states", _KEPT)
+        if step == STEPS:
+            self._counted, self._follow.counted = self._follow.counted, None
+        self.tell(progress=f"step {step}: {self.memory.now / 2**30:,.2f} GiB at rest")
+
+    # -- the answer ----------------------------------------------------------------------------------------------------
+
+    def _document(self, parameters: int, notes: list[str]) -> dict[str, Any]:
+        counted = self._counted
+        assert counted is not None
+        calls = self._follow.calls
+        return {
+            "device": self._device,
+            "parameters": parameters,
+            "read_bytes": self._reading.bytes,
+            "rest_bytes": self._rest,
+            "moments": {name: asdict(peak) for name, peak in self.memory.moments.items()},
+            "traffic": {stage: _sums(found) for stage, found in calls.items()},
+            "simulated_micro_batches": int(self.trainer.args.gradient_accumulation_steps),
+            "sequence": {stage: [[c.kind, c.ranks, c.stride, c.bytes] for c in found] for stage, found in calls.items()},
+            "waits": [
+                {"moment": moment, "operator": operator, "where": where, "count": count}
+                for (moment, operator, where), count in sorted(counted.waits.items())
+            ],
+            "operators": counted.operators,
+            "launches": counted.launches,
+            "flops": counted.flops,
+            "device_seconds": counted.device_seconds,
+            "micro_batches": self._micro_batches,
+            "sharding": self._sharding,
+            "recomputed": self._recomputed,
+            "notes": notes,
+            "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+
+
+def _sums(calls: list[Any]) -> list[dict[str, Any]]:
+    """Calls and bytes by kind and group."""
+    count: Counter[tuple[str, int, int]] = Counter()
+    size: Counter[tuple[str, int, int]] = Counter()
+    for call in calls:
+        key = (call.kind, call.ranks, call.stride)
+        count[key] += call.times
+        size[key] += call.bytes * call.times
+    return [
+        {
+            "kind": kind,
+            "ranks": ranks,
+            "stride": stride,
+            "calls": count[kind, ranks, stride],
+            "bytes": size[kind, ranks, stride],
+        }
+        for kind, ranks, stride in sorted(count)
+    ]
+
+
+def _tokenizer() -> Any:
+    """Any: the rows are tokens already."""
+    special = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    words = {word: number for number, word in enumerate(special.values())}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, special["unk_token"])), **special)

@@ -1,0 +1,110 @@
+"""The tables of ``plan --simulate`` that a person reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from clustertune.host.system import GIB
+from clustertune.plan.constants import quantity
+from clustertune.plan.predict import Plan
+from clustertune.plan.tables import make_table
+from clustertune.simulate import compare
+from clustertune.simulate.run import Simulation
+
+BAR = 30
+"""Characters of the largest moment."""
+LARGEST = 6
+
+
+def render(plan: Plan, simulation: Simulation, console: Console) -> None:
+    """Print the timeline, the collectives, the waits, and each term of the plan beside what was counted."""
+    one = simulation.first
+    rank = next(iter(simulation.ranks))
+    layers, whole = simulation.resolved.architecture["num_hidden_layers"], plan.strategy.world_size
+    console.print(
+        _timeline(plan, one, f"simulated: rank {rank} of {whole}, {layers} layers, on fake tensors of {one['device']}")
+    )
+    console.print(_parts(one))
+    console.print(_terms(plan, simulation))
+    console.print(_traffic(one))
+    console.print(_waits(one))
+    for line in lines(plan, simulation):
+        console.print(Text(f"- {line}"), soft_wrap=True)
+
+
+def _timeline(plan: Plan, one: dict[str, Any], title: str) -> Any:
+    found = make_table("moment", "", "GiB", "largest there", title=title, text_columns=2)
+    most = max(peak["bytes"] for peak in one["moments"].values())
+    for name, peak in one["moments"].items():
+        bar = "#" * round(BAR * peak["bytes"] / most) if most else ""
+        largest = ", ".join(f"{part} {size / GIB:.2f}" for part, size in _by_size(peak["parts"])[:2])
+        found.add_row(Text(name), Text(bar), f"{peak['bytes'] / GIB:.2f}", Text(largest))
+    del plan
+    return found
+
+
+def _by_size(parts: dict[str, int]) -> list[tuple[str, int]]:
+    return sorted(parts.items(), key=lambda item: -item[1])
+
+
+def _parts(one: dict[str, Any]) -> Any:
+    name, peak = max(one["moments"].items(), key=lambda item: item[1]["bytes"])
+    found = make_table("storages", "count", "GiB", title=f"the largest at the peak: {name}")
+    for what, count, size in peak["largest"][:LARGEST]:
+        found.add_row(Text(what), f"{count:,}", f"{size / GIB:.2f}")
+    return found
+
+
+def _terms(plan: Plan, simulation: Simulation) -> Any:
+    found = make_table("term", "plan, GiB", "simulated, GiB", "plan against it", title="the plan beside it")
+    for one in compare.terms(plan, simulation):
+        planned = "-" if one.planned is None else f"{one.planned / GIB:,.2f}"
+        difference = "" if one.difference is None else f"{round(one.difference, 3) + 0.0:+.1%}"
+        found.add_row(Text(one.term), planned, f"{one.counted / GIB:,.2f}", difference)
+    return found
+
+
+def _traffic(one: dict[str, Any]) -> Any:
+    found = make_table("collective", "ranks", "apart", "calls", "GiB", title="collectives of a step")
+    for row in one["traffic"].get(compare.LAST_STEP, []):
+        cells = (f"{row['ranks']:,}", f"{row['stride']:,}", f"{row['calls']:,}", f"{row['bytes'] / GIB:,.3f}")
+        found.add_row(Text(row["kind"]), *cells)
+    return found
+
+
+def _waits(one: dict[str, Any]) -> Any:
+    found = make_table("line", "waits a step", title="where the host waits for the device")
+    sums: Counter[str] = Counter()
+    for wait in one["waits"]:
+        sums[wait["where"]] += wait["count"]
+    for where, count in sorted(sums.items(), key=lambda item: (-item[1], item[0])):
+        found.add_row(Text(where), f"{count:,}")
+    return found
+
+
+def lines(plan: Plan, simulation: Simulation) -> list[str]:
+    """What stands below the tables, a sentence each."""
+    one = simulation.first
+    least = compare.least_time(plan, simulation)
+    seconds = plan.step.seconds
+    against = "which is more" if seconds >= least.seconds else "which is LESS: the plan is too fast"
+    found = [
+        f"{one['operators']:,} operators a step, of which a GPU launches about {one['launches']:,}; "
+        f"{one['launches'] / max(1, one['micro_batches']):,.0f} a micro batch",
+        f"a step takes at the very least {quantity(least.seconds, 's')} (computing {quantity(least.device, 's')}, links "
+        f"{quantity(least.link, 's')}, both at their nominal best); the plan says {quantity(seconds, 's')}, {against}",
+        f"this rank reads {one['read_bytes'] / 1e9:,.2f} GB of weights; layers recomputed: {one['recomputed']}",
+        f"simulated in {one['seconds']:,.0f} s with {one['host_bytes'] / GIB:.1f} GiB of this machine's memory",
+        "not in it: NCCL's buffers, workspaces of cuBLAS, fragmentation, and time (docs/simulate.md)",
+    ]
+    if len(simulation.ranks) > 1:
+        ranks = ", ".join(map(str, simulation.ranks))
+        differ = compare.mismatches(simulation)
+        found.append(f"ranks {ranks}: {'their collectives DIFFER' if differ else 'the same collectives in the same order'}")
+        found += map(str, differ)
+    found += one["notes"]
+    return [*found, simulation.note] if simulation.note else found

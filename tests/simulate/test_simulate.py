@@ -1,0 +1,255 @@
+"""``plan --simulate``: what it counts is what the plan says, and what is wrong in the product it finds.
+
+A simulation takes ten seconds: most of it imports. Each is made once, and several tests read it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from clustertune.cli.app import app
+from clustertune.cluster.load import load_cluster, of_gpus
+from clustertune.errors import UserError
+from clustertune.plan.calibration import find_calibrated
+from clustertune.plan.lengths import Lengths
+from clustertune.plan.memory import BACKWARD, FORWARD, LOSS, UPDATE
+from clustertune.plan.predict import Plan, make_plan
+from clustertune.resolve.resolve import resolve
+from clustertune.resolve.resolved import Resolved
+from clustertune.simulate import compare, guard, run
+from tests.tree import REPO
+
+pytestmark = pytest.mark.timeout(600)
+needs_compiler = pytest.mark.skipif(shutil.which(guard.COMPILER) is None, reason="a wrong device needs the guard")
+DEPTH = 2
+MANY = {"llama70b-tp-fsdp2": "8x8xh100-sxm", "mixtral8x7b-tulu3": "4x8xh100-sxm", "qwen2.5-72b-tulu3": "16x4xh100-sxm"}
+"""Recipes of more nodes than the example cluster has."""
+
+
+def recipe(name: str, *overrides: str, depth: int | None = DEPTH) -> Resolved:
+    found = resolve(str(REPO / "recipes" / name), list(overrides))
+    return found if depth is None else run.with_depth(found, depth)
+
+
+def plan_of(resolved: Resolved) -> Plan:
+    gpus = MANY.get(resolved.name)
+    cluster = find_calibrated(of_gpus(gpus) if gpus else load_cluster("dgx-h100"), None)
+    full = Lengths((int(resolved.train_args["max_length"]),), "full rows")
+    return make_plan(resolved, cluster.machine(resolved.recipe.slurm.nodes), cluster.constants, lengths=full, sure=False)
+
+
+@cache
+def simulated(name: str, *overrides: str, depth: int | None = DEPTH, ranks: tuple[int, ...] = (0,)) -> tuple[Plan, Any]:
+    resolved = recipe(name, *overrides, depth=depth)
+    plan = plan_of(resolved)
+    return plan, run.simulate(resolved, plan.machine, ranks=ranks, tell=lambda _: None)
+
+
+def differences(name: str, *overrides: str) -> dict[str, float]:
+    return {one.term: one.difference for one in compare.terms(*simulated(name, *overrides)) if one.difference is not None}
+
+
+def hold(name: str, *overrides: str) -> None:
+    """What rests, the peak and every byte that is sent are the plan's."""
+    found = differences(name, *overrides)
+    assert abs(found["at rest"]) < 0.001, found
+    assert abs(found[UPDATE]) < 0.001, found
+    assert -0.03 <= found["peak"] <= 0.05, found  # of two layers; of all of them docs/results/simulate.md
+    sent = {term: value for term, value in found.items() if term.startswith(("all-gather", "reduce-scatter"))}
+    assert sent and all(abs(value) < 0.005 for value in sent.values()), found
+
+
+@pytest.mark.parametrize("name", ["llama405b-oasst2", "llama8b-lima"])
+def test_two_layers_at_full_width_and_full_world(name: str) -> None:
+    """LoRA on 16 ranks, all parameters on 8: loading, sharding, trainer and loss, at the full width."""
+    hold(name)
+    _, found = simulated(name)
+    moments = found.first["moments"]
+    assert moments.keys() == {"loading", "at rest", FORWARD, LOSS, BACKWARD, UPDATE}
+    assert found.first["sharding"]["version"] == 2 and found.first["recomputed"] == "2 of 2"
+    shards = found.resolved.world_size
+    assert found.first["read_bytes"] * shards == pytest.approx(2 * found.first["parameters"], rel=0.001)
+    assert all(sum(peak["parts"].values()) == peak["bytes"] for peak in moments.values())
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(
+    "name",
+    ["llama70b-lora", "llama70b-tp-fsdp2", "llama8b-longcontext-32k", "llama70b-fsdp2", "qwen3-8b", "mistral7b-alpaca",
+     "qwen3-30b-a3b-lora"],
+)  # fmt: skip
+def test_more_recipes_run_at_full_width(name: str) -> None:
+    """Tensor and context parallelism, offloading, experts: all of it runs, and what rests is what the plan says."""
+    assert abs(differences(name).get("at rest", 0.0)) < 0.02
+
+
+@pytest.mark.jobs
+def test_fewer_experts_than_ranks_are_split_evenly() -> None:
+    """Mixtral's 8 on 32 ranks: by its first dimension eight ranks would hold all of them, and the run would be refused."""
+    assert abs(differences("mixtral8x7b-tulu3")["at rest"]) < 0.002
+
+
+def test_no_wait_of_the_host_grows_with_the_layers() -> None:
+    """A value that each layer's forward pass asks the GPU for would leave it idle 126 times a micro batch."""
+    counts = [sum(wait["count"] for wait in simulated("llama405b-oasst2", depth=depth)[1].first["waits"]) for depth in (2, 4)]
+    assert counts[0] == counts[1]
+    assert counts[0] <= 8 * 2 + 4
+
+
+def test_ranks_make_the_same_collectives() -> None:
+    """Of both nodes of the 405B: the first rank, one in the middle, the last one; a difference would be a deadlock."""
+    _, found = simulated("llama405b-oasst2", ranks=(0, 9, 15))
+    assert found.ranks.keys() == {0, 9, 15}
+    assert compare.mismatches(found) == []
+    lengths = {rank: len(one["sequence"]["step 2"]) for rank, one in found.ranks.items()}
+    assert len(set(lengths.values())) == 1 and lengths[0] > 10
+    del found.ranks[9]["sequence"]["step 2"][3]  # as a rank that leaves one out
+    (problem,) = compare.mismatches(found)
+    assert "step 2, collective 4" in str(problem) and "rank 9" in str(problem)
+    simulated.cache_clear()
+
+
+def test_the_plan_is_never_faster_than_the_roofline() -> None:
+    for name in ("llama405b-oasst2", "llama8b-lima"):
+        plan, found = simulated(name)
+        assert 0 < compare.least_time(plan, found).seconds < plan.step.seconds
+
+
+# --- planted faults -----------------------------------------------------------------------------------------------------
+
+
+def damaged(tmp_path: Path, file: str, old: str, new: str) -> list[dict[str, Any]]:
+    """What the child says of a copy of the package in which one line is another."""
+    shutil.copytree(REPO / "clustertune", tmp_path / "clustertune", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(REPO / "ops", tmp_path / "ops")
+    path = tmp_path / "clustertune" / file
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    resolved = recipe("tiny-oasst2", depth=None)
+    library, _ = guard.build()
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps(run.specification(resolved, plan_of(resolved).machine, [0], library)))
+    done = subprocess.run(
+        [sys.executable, "-m", "clustertune.simulate.child", str(spec)],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@needs_compiler
+def test_a_tensor_on_the_wrong_device_is_found(tmp_path: Path) -> None:
+    """CPU ranks train on through it; on GPUs it ends the run."""
+    line = "self._losses.append(loss.detach().reshape(()))"
+    said = damaged(tmp_path, "training/trainer.py", line, line.replace("reshape(())", "reshape(1) + torch.zeros(1)"))
+    assert "same device" in said[-1]["error"]
+    assert said[-1]["where"].startswith("clustertune/training/trainer.py:")
+
+
+def test_weights_that_are_not_gathered_again_are_found(tmp_path: Path) -> None:
+    """Half of the gathers are missing, and all layers stay whole: the plan beside it shows both."""
+    line = "    split_experts_evenly()\n    plugin = getattr(accelerator.state"
+    new = line.replace("    plugin", "    accelerator.state.fsdp_plugin.reshard_after_forward = False\n    plugin")
+    found = damaged(tmp_path, "training/sharding.py", line, new)[-1]["found"]
+    plan, whole = simulated("tiny-oasst2", depth=None)
+    broken = run.Simulation(whole.resolved, {0: found}, "")
+    terms = [{one.term: one for one in compare.terms(plan, each)} for each in (whole, broken)]
+    good, bad = (each["all-gather, 2 ranks"].counted for each in terms)
+    assert bad < 0.7 * good
+
+
+def test_a_wait_in_each_layer_is_found(tmp_path: Path) -> None:
+    """With its line."""
+    source = (REPO / "clustertune/training/figures.py").read_text()
+    old = source[source.index("def attach(trainer: Any") : source.index("    if not resolved.distribution.compiled:\n")]
+    hook = "def look(module: Any, given: Any, output: Any) -> None:\n    float(output.sum())\n\n\n"
+    new = hook + old + "    for one in layers(trainer.model):\n        one.register_forward_hook(look)\n"
+    found = damaged(tmp_path, "training/figures.py", old, new)[-1]["found"]
+    waits = {wait["where"]: wait["count"] for wait in found["waits"] if "figures.py" in wait["where"]}
+    assert max(waits.values()) >= 4 * 2  # layers, micro batches
+
+
+# --- the command --------------------------------------------------------------------------------------------------------
+
+
+def call(*words: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *words])
+
+
+def test_what_cannot_be_simulated_is_refused_in_one_sentence() -> None:
+    """Before anything is started; each names the file or key, and what to do."""
+    cases = {
+        ("llama8b-qlora-1gpu",): "bitsandbytes",
+        ("llama1b-oasst2",): "DDP",
+        ("llama70b-zero3-offload",): "DeepSpeed",
+        ("llama70b-megatron", "--gpus", "8x8xh100-sxm"): "Megatron",
+        ("qwen2.5-14b-tulu3", "--gpus", "16x4xh100-sxm"): "Inductor",
+    }
+    for words, name in cases.items():
+        given = words if "--gpus" in words else (*words, "--cluster", "dgx-h100")
+        done = call(*given, "--simulate")
+        assert isinstance(done.exception, UserError), done.output
+        (problem,) = done.exception.problems
+        assert name in problem.message and problem.file and problem.fix
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["--depth", "2"], "--depth"),
+        (["--simulate", "--depth", "0"], "--depth"),
+        (["--simulate", "--depth", "127"], "--depth"),
+        (["--simulate", "--ranks", "16"], "--ranks"),
+        (["--simulate", "--ranks", "some"], "--ranks"),
+        (["--simulate", "--advise"], None),
+    ],
+)
+def test_options_that_say_nothing_are_refused(words: list[str], key: str | None) -> None:
+    done = call("llama405b-oasst2", "--cluster", "dgx-h100", *words)
+    assert isinstance(done.exception, UserError), done.output
+    assert [problem.key for problem in done.exception.problems] == [key]
+
+
+def test_ranks_by_name() -> None:
+    resolved = recipe("llama405b-oasst2")
+    assert run.read_ranks(None, resolved) == [0]
+    assert run.read_ranks("first,last,each-node,3", resolved) == [0, 15, 8, 3]
+
+
+def test_the_document_and_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without g++: the same run on tensors called cpu, and a line that says so."""
+    monkeypatch.setattr(guard, "COMPILER", "no-such-compiler")
+    done = call("tiny-oasst2", "--cluster", "dgx-h100", "--simulate", "--json")
+    assert done.exit_code == 0, done.output
+    body = json.loads(done.stdout)["simulation"]
+    assert "no-such-compiler" in body["note"] and body["ranks"]["0"]["device"] == "cpu"
+    assert {one["term"] for one in body["terms"]} >= {"at rest", FORWARD, LOSS, BACKWARD, UPDATE, "peak"}
+    assert body["least_step_s"]["device"] > 0 and body["mismatches"] == []
+
+
+# --- the guard ----------------------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_the_guard_is_built_once_and_never_taken_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library, why = guard.build()
+    assert library is not None and not why
+    made = library.stat().st_mtime_ns
+    assert guard.build() == (library, "") and library.stat().st_mtime_ns == made
+    library.write_bytes(b"something else")
+    again, _ = guard.build()
+    assert again == library and library.read_bytes() != b"something else"
+    library.parent.chmod(0o777)
+    found, why = guard.build()
+    assert found is None and "others may write" in why

@@ -1,0 +1,289 @@
+"""``clustertune bench`` against plain TRL: the same recipe, model, conversations, arguments and distribution file.
+
+``python -m tools.bench_trl RECIPE [section.key=value ...] [--steps N] [--warmup N] [--rounds N] [--defaults] [BENCH OPTIONS]``.
+Whole trainings of both programs alternate, and the next round begins with the other one. The ratio is that of step times,
+clustertune over TRL, over pairs of steps of the same number: its median with the 95 % interval. With ``--defaults`` TRL has the
+recipe's batch, lengths and seed alone, and its own defaults otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clustertune import secrets
+from clustertune.chain import Chain
+from clustertune.events import read_object
+from clustertune.launch.node import accelerate_command
+from clustertune.process import end
+from clustertune.rundir import RunDir
+from clustertune.training.bench_schedule import BenchSchedule, result_file
+
+MOST_SECONDS = 3600.0
+"""A training of TRL's that takes longer is ended."""
+NOTHING_ELSE = {"eval_strategy": "no", "eval_on_start": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+Records = list[dict[str, Any]]
+
+
+class Failed(Exception):
+    """One of the programs ended without figures."""
+
+
+def compare(arguments: argparse.Namespace, bench: Sequence[str], work: Path) -> dict[str, Any]:
+    """Run all rounds. Raises Failed."""
+    ours: list[Records] = []
+    theirs: list[Records] = []
+    bodies: list[dict[str, Any]] = []
+    words = [arguments.recipe, "--steps", str(arguments.steps), "--warmup", str(arguments.warmup), *bench]
+    folder = work / "none"
+    for number in range(arguments.rounds):
+        ours_first = number % 2 == 0
+        if not ours_first:  # on the model and the conversations of the round before
+            theirs.append(plain_trl(folder, arguments, work / f"trl-{number}"))
+        shutil.rmtree(folder, ignore_errors=True)
+        folder = work / f"clustertune-{number}"
+        bodies.append(clustertune(words, folder))
+        ours.append(records_of(folder / "attempts" / "0001", bodies[-1]["hardware"]["ranks"]))
+        if ours_first:
+            theirs.append(plain_trl(folder, arguments, work / f"trl-{number}"))
+        say(f"round {number + 1} of {arguments.rounds}: {median(ours[-1]):.3g} s a step, TRL {median(theirs[-1]):.3g} s")
+    shutil.rmtree(folder, ignore_errors=True)
+    return {
+        "recipe": bodies[0]["recipe"],
+        "against": "TRL with its defaults" if arguments.defaults else "TRL with the recipe's arguments",
+        "rounds": arguments.rounds,
+        "ratio": interval([ratio for pair in zip(ours, theirs, strict=True) for ratio in ratios(*pair)]),
+        "round_ratios": [median(one) / median(other) for one, other in zip(ours, theirs, strict=True)],
+        "peak_ratio": peak(ours) / peak(theirs),
+        "same_tokens": tokens(ours) == tokens(theirs),
+        "trl_step_s": statistics.median(seconds for one in theirs for seconds in steps(one)),
+        "bench": bodies[0],
+    }
+
+
+def clustertune(words: Sequence[str], folder: Path) -> dict[str, Any]:
+    """One benchmark; its document."""
+    command = [sys.executable, "-m", "clustertune", "bench", *words, "--run-dir", str(folder), "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise Failed(f"clustertune bench ended with {done.returncode}")
+    body: dict[str, Any] = json.loads(done.stdout)
+    return body
+
+
+def plain_trl(folder: Path, arguments: argparse.Namespace, out: Path) -> Records:
+    """One training by TRL's own trainer on what a benchmark's run folder holds, as ``accelerate launch`` starts it."""
+    run = RunDir(folder)
+    resolved = run.resolved()
+    settings = {
+        "sft": None if arguments.defaults else dict(resolved.train_args),
+        "batch": {key: resolved.train_args[key] for key in ("per_device_train_batch_size", "gradient_accumulation_steps")},
+        "max_length": resolved.train_args["max_length"],
+        "seed": resolved.train_args["seed"],
+        "bf16": resolved.distribution.mixed_precision == "bf16",
+        "lora": resolved.recipe.lora,
+        "chat_template": resolved.chat_template,
+        "model": str(Chain(run, resolved).base_folder().absolute()),
+        "data": str((run.data / "train.jsonl").absolute()),
+        "schedule": {"warmup": arguments.warmup, "steps": arguments.steps},
+    }
+    out.mkdir(parents=True)
+    (out / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
+    program = [str(out / "settings.json"), str(out)]
+    command = accelerate_command(run, resolved, program, start=(str(Path(__file__).absolute()),))
+    # The model is a folder; the user's tokens are none of another program's business.
+    known = {key: value for key, value in os.environ.items() if key not in secrets.SECRET}
+    with (out / "log.txt").open("wb") as log:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            env={"HF_HUB_OFFLINE": "1", **known},
+        )  # fmt: skip
+        try:
+            code = child.wait(MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = -1
+        finally:
+            if child.poll() is None:
+                end(child, 15)
+    if code:
+        lines = [line.strip() for line in (out / "log.txt").read_text(errors="replace").splitlines() if "Error: " in line]
+        own = [line for line in lines if "ChildFailedError" not in line]
+        raise Failed(f"TRL ended with {code}: {(own or lines or ['it left no message'])[-1][:300]} ({out / 'log.txt'})")
+    return records_of(out, resolved.world_size)
+
+
+# --- figures ------------------------------------------------------------------------------------------------------------
+
+
+def records_of(folder: Path, ranks: int) -> Records:
+    """What each rank measured. Raises Failed where one left nothing."""
+    found = [read_object(result_file(folder, rank)) for rank in range(ranks)]
+    if not all(found):
+        raise Failed(f"{folder}: a rank left no figures")
+    return found
+
+
+def steps(records: Records) -> list[float]:
+    """Seconds of each timed step on the slowest rank."""
+    return [max(float(row["seconds"]) for row in rows) for rows in zip(*(one["steps"] for one in records), strict=True)]
+
+
+def median(records: Records) -> float:
+    """Seconds of the median step."""
+    return statistics.median(steps(records))
+
+
+def ratios(ours: Records, theirs: Records) -> list[float]:
+    """Step times, ours over theirs, of steps of the same number."""
+    return [one / other for one, other in zip(steps(ours), steps(theirs), strict=True)]
+
+
+def peak(rounds: Sequence[Records]) -> float:
+    """Bytes of the rank with the most memory: on its GPU, or its resident set without one."""
+    peaks = [record["peak"] for records in rounds for record in records]
+    return max(float(one.get("allocated") or one["rss"]) for one in peaks)
+
+
+def tokens(rounds: Sequence[Records]) -> int:
+    """Tokens of conversations in all timed steps, each rank's own."""
+    return sum(int(row["tokens"]) for records in rounds for record in records for row in record["steps"])
+
+
+def interval(values: Sequence[float]) -> dict[str, float | int | None]:
+    """The median and its 95 % interval, by the order statistics that the binomial distribution names (no assumption on the
+    distribution of the values; Conover, Practical Nonparametric Statistics, 3.2). Below six values there is no interval.
+    """
+    count, ordered, below, rank = len(values), sorted(values), 0.0, 0
+    for number in range(count):  # the largest rank with P(Binomial(n, 1/2) < rank) <= 2.5 %
+        below += math.comb(count, number) / 2**count
+        if below > 0.025:
+            break
+        rank = number + 1
+    low, high = (ordered[rank - 1], ordered[count - rank]) if rank else (None, None)
+    return {"median": statistics.median(values), "low": low, "high": high, "n": count}
+
+
+# --- a rank of TRL ------------------------------------------------------------------------------------------------------
+
+
+def sft_arguments(given: Mapping[str, Any], *, cuda: bool) -> dict[str, Any]:
+    """Keyword arguments of ``SFTConfig`` on this device."""
+    if given["sft"] is not None:
+        from trl import SFTConfig
+
+        from clustertune.training import build
+
+        fitted = build.fit_to_device(given["sft"], cuda=cuda).values
+        return build.spelt({k: v for k, v in fitted.items() if k != "pad_token"}, SFTConfig.__dataclass_fields__) | NOTHING_ELSE
+    requested = {**given["batch"], "max_length": given["max_length"], "seed": given["seed"], **NOTHING_ELSE}
+    if not cuda:
+        requested |= {"use_cpu": True, "bf16": given["bf16"]}
+    return requested
+
+
+def train(settings: Path, out: Path) -> None:
+    """Train as many steps as the settings say, in one rank, which leaves its figures in ``out``."""
+    import torch
+
+    given = json.loads(settings.read_text())
+    schedule, cuda = BenchSchedule(**given["schedule"]), torch.cuda.is_available()
+    if given["sft"] is not None and not cuda and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        from clustertune.training import cpu_fsdp  # accelerate follows the recipe's file on CPUs too, as bench's ranks do
+
+        cpu_fsdp.set_environment()
+        cpu_fsdp.install()
+
+    from datasets import load_dataset
+    from peft import LoraConfig
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    from clustertune.data.tokenizer import load_tokenizer
+    from clustertune.training import packing
+    from clustertune.training.measure import Stopwatch
+
+    class Baseline(SFTTrainer):  # type: ignore[misc]
+        """Counts its tokens, and is TRL's own otherwise."""
+
+        on_inputs: Any = None
+
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self.on_inputs(args[1])
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+            return loss
+
+    tokenizer = None
+    if given["sft"] is not None:
+        packing.register()  # the recipe's attention may be this project's
+        tokenizer = load_tokenizer(given["model"], None, given["chat_template"], given["sft"])
+    elif given["chat_template"]:
+        tokenizer = AutoTokenizer.from_pretrained(given["model"])
+        tokenizer.chat_template = given["chat_template"]
+    trainer = Baseline(
+        model=given["model"],
+        args=SFTConfig(str(out), **sft_arguments(given, cuda=cuda) | {"max_steps": schedule.total}),
+        train_dataset=load_dataset("json", data_files=given["data"], split="train").select_columns(["messages"]),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(**given["lora"]) if given["lora"] else None,
+    )
+    watch = Stopwatch(schedule, result_file(out, int(os.environ.get("RANK", "0"))))
+    trainer.on_inputs = watch.count
+    trainer.add_callback(watch)
+    trainer.train()
+
+
+# --- the command --------------------------------------------------------------------------------------------------------
+
+
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The command line, and what of it is for ``clustertune bench``."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench_trl", description=__doc__.partition("\n")[0])
+    parser.add_argument("recipe", help="a recipe folder, or its name below recipes/")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps of each training; default 12")
+    parser.add_argument("--warmup", type=int, default=3, help="untimed steps; default 3")
+    parser.add_argument("--rounds", type=int, default=2, help="trainings of each program; default 2")
+    parser.add_argument("--defaults", action="store_true", help="TRL with its defaults, not the recipe's arguments")
+    parser.add_argument("--work", type=Path, help="new folder of the runs, for the logs; default: a temporary one")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    return parser.parse_known_args(arguments)
+
+
+def say(text: str) -> None:
+    """To the person at the terminal."""
+    sys.stderr.write(text + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 1 where a program failed."""
+    given, bench = parse(arguments)
+    with tempfile.TemporaryDirectory(prefix="bench-trl-") as temporary:
+        try:
+            body = compare(given, bench, (given.work or Path(temporary)).absolute())
+        except Failed as reason:
+            say(f"error: {reason}")
+            return 1
+    found = body["ratio"]
+    around = f"95 % {found['low']:.3f} to {found['high']:.3f}" if found["low"] is not None else "too few pairs for an interval"
+    say(f"step time, clustertune over {body['against']}: {found['median']:.3f} ({around}, {found['n']} pairs)")
+    same = "yes" if body["same_tokens"] else "no"
+    say(f"peak memory, clustertune over TRL: {body['peak_ratio']:.3f}; the same tokens: {same}")
+    if given.json:
+        sys.stdout.write(json.dumps(body, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    if os.environ.get("RANK") is not None:
+        train(Path(sys.argv[1]), Path(sys.argv[2]))
+    else:
+        sys.exit(main())
