@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,14 +57,54 @@ def test_a_real_model_trains_exports_and_merges_as_peft_does(tmp_path: Path) -> 
 
 @pytest.mark.real_input
 @pytest.mark.parametrize("model", OTHERS or [None], ids=lambda path: path.name if path else "none")
-def test_rows_of_another_real_tokenizer_are_prepared_and_end_where_it_stops(model: Path | None, tmp_path: Path) -> None:
+def test_another_real_model_is_prepared_as_new_writes_it_and_runs_tiny(model: Path | None, tmp_path: Path) -> None:
+    """Its tokenizer with its own chat template, or with the one that ``new`` chooses for a base model: every answer ends with
+    the token that stops it, only answers carry labels, and the scaled-down architecture trains and exports."""
     if model is None:
         pytest.skip("CLUSTERTUNE_MODELS names no folder with real models: their licences allow local tests only")
-    from transformers import AutoTokenizer
+    from clustertune.data.sequences import Sequences
+    from clustertune.data.tokenizer import load_tokenizer
+    from clustertune.resolve.resolve import resolve
 
-    rows = REPO / RECIPE / "conversations.jsonl"
-    done = run("new", tmp_path / "made", "--model", model / "config.json", "--data", rows, "--gpus", "1x2xh100-sxm")
+    made = tmp_path / "made"
+    rows_of = REPO / RECIPE / "conversations.jsonl"
+    done = run("new", made, "--model", model, "--data", rows_of, "--gpus", "1x2xh100-sxm", stack=True)
     assert done.code == 0, done.err
-    done = run("prepare", tmp_path / "made", f"model.path={model}", "--out", tmp_path / "data")
+    done = run("prepare", made, "--out", tmp_path / "data", stack=True)
     assert done.code == 0, done.err
-    assert AutoTokenizer.from_pretrained(model).chat_template
+    resolved = resolve(made)
+    tokenizer = load_tokenizer(str(model), None, resolved.chat_template, resolved.train_args)
+    rows = Sequences(tmp_path / "data" / "tokens", "eval")
+    for row in (rows[number] for number in range(len(rows))):
+        ids, labels = list(row["input_ids"]), list(row["labels"])
+        learnt = tokenizer.decode([token for token, label in zip(ids, labels, strict=True) if label != -100])
+        assert tokenizer.eos_token in learnt and 0 < sum(label != -100 for label in labels) < len(labels)
+        assert ids.count(tokenizer.bos_token_id) <= 1 or tokenizer.bos_token_id == tokenizer.eos_token_id or len(rows) > 1
+    done = run("run", made, "--tiny", "--to", "export", "--run-dir", tmp_path / "run", stack=True)
+    assert done.code == 0, done.err
+    assert RunDir(tmp_path / "run").adapter.is_dir()
+
+
+@pytest.mark.jobs
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="a 93 MB download: make model-smollm2")
+def test_the_tutorial_as_it_is_told(tmp_path: Path) -> None:
+    """Every line of docs/tutorial.md from the CSV on; the tuned model gives the promised answer, the base does not."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", (REPO / "docs" / "tutorial.md").read_text(), re.M | re.S)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / SMOLLM2.name).symlink_to(SMOLLM2)
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    printed = ""
+    for block in blocks:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        printed += done.stdout
+    assert len(blocks) == 6 and printed.count("Her name is Pixel.") == 1
+    (run_folder,) = (tmp_path / "runs" / "cat").iterdir()
+    assert (run_folder / "report.html").is_file()

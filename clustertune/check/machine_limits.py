@@ -102,7 +102,7 @@ def memory(m: Machine) -> Iterator[Seen]:
 
 @RULES("clock")
 def clock(m: Machine) -> Iterator[Seen]:
-    """The clock is kept right, and is right."""
+    """The clock is synchronised and accurate."""
     f = m.facts
     fix = "as root: systemctl enable --now chronyd (or systemd-timesyncd), with the same servers on all nodes"
     if f.clock_offset_s is not None and f.clock_offset_s > OFFSET_S:

@@ -211,7 +211,7 @@ def hostname_loopback(m: Machine) -> Iterator[Seen]:
     own, name = m.facts.own_addresses, m.facts.hostname
     held = bool(m.section("network").get("interface") or m.environ("GLOO_SOCKET_IFNAME"))
     if m.computes and m.several:
-        bad = f"{name} is {', '.join(own)}" if own and all(map(_is_loopback, own)) and not held else ""
+        bad = f"{name} resolves to {', '.join(own)}" if own and all(map(_is_loopback, own)) and not held else ""
         yield from either(WARN, bad if own else f"{name} does not resolve", ", ".join(own))
 
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 from clustertune.check.machine import Machine, gigabytes
 from clustertune.check.rule import FAIL, NODES, PASS, WARN, Rules, Seen, either, listed
@@ -34,8 +33,8 @@ MUNGE_S = 300.0
 """Age at which munge refuses a credential by default (munge(7), TTL)."""
 
 
-if TYPE_CHECKING:  # 3.8 cannot subscript collections.abc
-    Values = Sequence[tuple[str, Callable[[Machine], object]]]
+Values = Sequence[tuple[str, Callable[[Machine], object]]]
+"""What is compared: a name for people, and how a machine tells it."""
 NOTHING: tuple[object, ...] = (None, "", [], ())
 """What a machine says that does not tell."""
 

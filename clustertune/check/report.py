@@ -20,7 +20,6 @@ from clustertune.check.rule import (
     WARN,
     Check,
     Finding,
-    Rule,
     Rules,
     Seen,
     checks,
@@ -34,11 +33,6 @@ def rule_broken(unread: tuple[str, str]) -> Iterator[Seen]:
     """Unforeseen facts must not keep a job from its other rules."""
     text, where = unread
     yield Seen(UNKNOWN, text, where=where)
-
-
-def machine_rules() -> tuple[Rule, ...]:
-    """The rules that need nothing but the machine, and those over several machines."""
-    return tuple(one.rule for one in checks(MACHINE, NODES, RULE_ERRORS))
 
 
 def run(looks: Iterable[Callable[[Any], Iterable[Finding]]], context: Any, where: str = "") -> Iterator[Finding]:

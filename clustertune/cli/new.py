@@ -94,6 +94,8 @@ def new(
         spent = f"; all stages {headline}" if (headline := whole.headline()) else ""
         memory = f"{plan.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB a GPU"
         text = f"\nplanned: {hours} on {machine.name}, {memory}{spent}. Next:\n"
+    if overrides:
+        made.assumed.append(f"said behind the options, and holds whatever stands above: {', '.join(overrides)}")
     files = sorted(path.name for path in folder.iterdir())
     document |= {"folder": str(folder), "files": files, "assumed": made.assumed, "commands": following}
     reply(as_json, document, f"{folder}: {', '.join(files)}", *(f"- {one}" for one in made.assumed), text, "\n".join(following))

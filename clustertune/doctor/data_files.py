@@ -26,6 +26,7 @@ RULES = Rules(RECIPE, __file__)
 
 @RULES("staged-inputs")
 def staged_inputs(context: RecipeContext) -> Iterator[Seen]:
+    """The folder that the recipe reads model and data from."""
     for problem in context.staged_problems:
         fix = problem.fix or f"clustertune stage {context.resolved.name} --to a new folder, and staged: that one"
         text = f"{problem.key}: {problem.message}" if problem.key else problem.message
@@ -47,6 +48,7 @@ def _compared(context: RecipeContext) -> list[str]:
 
 @RULES("task-data")
 def task_data(context: RecipeContext) -> Iterator[Seen]:
+    """The rows of a task in eval/, where its score is compared."""
     for name, task in with_rows(_compared(context)).items() if context.offline and context.inputs_seen else ():
         hub = task.hub
         folder = snapshot(context.hub, "datasets", hub.name, hub.revision) if hub else None
@@ -58,6 +60,7 @@ def task_data(context: RecipeContext) -> Iterator[Seen]:
 
 @RULES("eval-tasks")
 def eval_tasks(context: RecipeContext) -> Iterator[Seen]:
+    """The names in eval.tasks, and their data sets."""
     names = [name for name in context.recipe.eval.tasks if name not in with_rows(context.recipe.eval.tasks)]
     if not names or not context.inputs_seen or not context.offline:
         return
@@ -86,6 +89,7 @@ def nltk_folders(context: RecipeContext) -> list[Path]:
 
 @RULES("punkt-data")
 def punkt_data(context: RecipeContext) -> Iterator[Seen]:
+    """NLTK's punkt_tab for the tasks that need it, where their scores are compared."""
     places = [folder / punkt.FOLDER for folder in nltk_folders(context)] if needed(_compared(context), PUNKT) else []
     found = next((path for path in places if is_there(path)), None)
     missing = [name for name in punkt.FILES if found and not is_there(found / name)]
@@ -105,12 +109,14 @@ MAPPED = (10, 50)
 
 @RULES("storage-silent")
 def storage_silent(context: RecipeContext) -> Iterator[Seen]:
+    """Folders of model, data and run answer."""
     for path in context.silent:
         yield Seen(FAIL, f"{path} does not answer", where=str(path))
 
 
 @RULES("model-absent")
 def model_absent(context: RecipeContext) -> Iterator[Seen]:
+    """The model at its commit is in the cache."""
     recipe, model = context.recipe.model, context.model
     if not context.is_real or not context.inputs_seen:
         return
@@ -129,6 +135,7 @@ def model_absent(context: RecipeContext) -> Iterator[Seen]:
 
 @RULES("model-incomplete")
 def model_incomplete(context: RecipeContext) -> Iterator[Seen]:
+    """All weight files and the tokenizer are there."""
     model = context.model
     if model is None or not context.is_real or model.config is None:
         return
@@ -149,6 +156,7 @@ def model_incomplete(context: RecipeContext) -> Iterator[Seen]:
 
 @RULES("model-json")
 def model_json(context: RecipeContext) -> Iterator[Seen]:
+    """Model.json of the recipe against config.json of the model."""
     model = context.real_model
     if model and model.config is not None and (differ := contradictions(context.resolved.architecture, model.config)):
         own = f"{context.resolved.name}/model.json"
@@ -163,12 +171,14 @@ def _template(context: RecipeContext) -> str | None:
 
 @RULES("no-chat-template")
 def no_chat_template(context: RecipeContext) -> Iterator[Seen]:
+    """A chat template for conversations and for the tasks of the evaluation."""
     if context.model and _template(context) == "":
         yield Seen(FAIL, "the tokenizer has no chat template", where=str(context.model.path))
 
 
 @RULES("eos-not-in-template")
 def eos_not_in_template(context: RecipeContext) -> Iterator[Seen]:
+    """The chat template ends turns with the tokenizer's EOS."""
     template, model = _template(context), context.model
     eos = model.special("eos_token") if model and template and not context.args.get("eos_token") else None
     if model and template and eos is not None and eos not in template and not re.search(r"\beos_token\b", template):
@@ -177,6 +187,7 @@ def eos_not_in_template(context: RecipeContext) -> Iterator[Seen]:
 
 @RULES("tokenizer-mismatch")
 def tokenizer_mismatch(context: RecipeContext) -> Iterator[Seen]:
+    """Token ids against the rows of the embedding."""
     model = context.model
     rows = (model.config or {}).get("vocab_size") if model else None
     if model is None or not isinstance(rows, int) or not model.vocabulary:
@@ -190,6 +201,7 @@ def tokenizer_mismatch(context: RecipeContext) -> Iterator[Seen]:
 
 @RULES("weights-on-network")
 def weights_on_network(context: RecipeContext) -> Iterator[Seen]:
+    """The disk that the weights are read from."""
     size = weight_bytes(context.resolved.architecture)
     lies = context.lies_on(_real(context)) if context.is_real and context.inputs_seen else None
     # Each node copies the model to its own disk before its ranks start (clustertune/staging/staging_step.py).

@@ -45,8 +45,9 @@ def recipe_refused(error: UserError) -> Iterator[Seen]:
         yield Seen(FAIL, problem.message, problem.fix or "", where)
 
 
-@RULES("recipe-doubtful")
-def recipe_doubtful(context: RecipeContext) -> Iterator[Seen]:
+@RULES("recipe-warning")
+def recipe_warning(context: RecipeContext) -> Iterator[Seen]:
+    """Warnings from resolving the recipe."""
     for warning in context.resolved.warnings:
         if not warning.startswith("data."):  # a missing input has a rule of its own
             yield Seen(WARN, warning)

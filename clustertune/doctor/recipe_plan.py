@@ -35,12 +35,14 @@ def hours(seconds: float) -> str:
 
 @RULES("not-planned")
 def not_planned(context: RecipeContext) -> Iterator[Seen]:
+    """Whether the planner can say anything."""
     if context.is_real and context.plan is None:
         yield Seen(UNKNOWN, context.no_plan)
 
 
 @RULES("shape-refused")
 def shape_refused(context: RecipeContext) -> Iterator[Seen]:
+    """Nodes, GPUs, time and memory that the job asks for."""
     # But for the memory of a GPU where the plan says more of it.
     for problem in shape.find_problems(context.resolved, context.cluster, memory=context.plan is None):
         yield Seen(FAIL, f"{problem.key}: {problem.message}", problem.fix or "another --cluster")
@@ -48,6 +50,7 @@ def shape_refused(context: RecipeContext) -> Iterator[Seen]:
 
 @RULES("gpu-memory")
 def gpu_memory(context: RecipeContext) -> Iterator[Seen]:
+    """Predicted memory of a GPU."""
     if plan := context.real_plan:
         room = plan.machine.usable_bytes
         memory = f"{plan.needed / GIB:.1f} GiB at the {plan.peak.name}, a {plan.machine.gpu} has {room / GIB:.1f} GiB"
@@ -59,6 +62,7 @@ def gpu_memory(context: RecipeContext) -> Iterator[Seen]:
 
 @RULES("host-memory")
 def host_memory(context: RecipeContext) -> Iterator[Seen]:
+    """Predicted RAM of the fullest node."""
     plan = context.real_plan
     if plan is not None and plan.host_bytes > plan.machine.host_bytes:
         parts = ", ".join(f"{term.name} {term.value / GIB:,.0f} GiB" for term in plan.host)
@@ -68,6 +72,7 @@ def host_memory(context: RecipeContext) -> Iterator[Seen]:
 
 @RULES("load-timeout")
 def load_timeout(context: RecipeContext) -> Iterator[Seen]:
+    """Loading against the time-out of collectives."""
     plan, limit = context.real_plan, float(context.args["ddp_timeout"])
     # Ranks that read their own rows end together: none of them waits for one that loads.
     if plan is None or context.resolved.world_size == 1 or context.resolved.distribution.reads_parts:
@@ -82,6 +87,7 @@ def load_timeout(context: RecipeContext) -> Iterator[Seen]:
 
 @RULES("prepare-time")
 def prepare_time(context: RecipeContext) -> Iterator[Seen]:
+    """Tokenising against the time limit of its job."""
     tokens = tokens_to_prepare(context.resolved) if context.is_real else None
     if tokens is not None and context.cluster.slurm is not None:
         job = shape.stage_shapes(context.resolved, context.cluster)["prepare"]
@@ -100,8 +106,9 @@ def _cadence(context: RecipeContext) -> tuple[int, float, float] | None:
     return min(every, steps or every), plan.step.seconds, plan.schedule.save.value
 
 
-@RULES("saves-seldom")
-def saves_seldom(context: RecipeContext) -> Iterator[Seen]:
+@RULES("checkpoint-interval-too-long")
+def checkpoint_interval_too_long(context: RecipeContext) -> Iterator[Seen]:
+    """Hours of work between two checkpoints."""
     every, step, save = _cadence(context) or (0, 1.0, 0.0)
     better = max(1, min(every - 1, int(LOST_HOURS * 3600 / 2 / step)), math.ceil(save / CHEAP / step))
     if every * step > LOST_HOURS * 3600 and better < every:
@@ -111,8 +118,9 @@ def saves_seldom(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(WARN, f"a checkpoint every {every} steps of {step:.0f} s: {lost}", fix)
 
 
-@RULES("saves-often")
-def saves_often(context: RecipeContext) -> Iterator[Seen]:
+@RULES("checkpoint-interval-too-short")
+def checkpoint_interval_too_short(context: RecipeContext) -> Iterator[Seen]:
+    """Time that training stands still for saves."""
     every, step, save = _cadence(context) or (1, 1.0, 0.0)
     share = save / (every * step + save)
     if share > SAVING:
@@ -126,6 +134,7 @@ def saves_often(context: RecipeContext) -> Iterator[Seen]:
 
 @RULES("signal-margin")
 def signal_margin(context: RecipeContext) -> Iterator[Seen]:
+    """The signal margin before the time limit, against the time of a step and a save."""
     if not context.is_real or context.cluster.slurm is None:
         return
     wanted = context.resolved.recipe.slurm.signal_seconds
@@ -143,6 +152,7 @@ def signal_margin(context: RecipeContext) -> Iterator[Seen]:
 
 @RULES("time-limit")
 def time_limit(context: RecipeContext) -> Iterator[Seen]:
+    """The time limit against the predicted hours."""
     plan = context.real_plan
     if plan is None or plan.hours is None or not context.minutes or context.cluster.slurm is None:
         return
@@ -156,6 +166,7 @@ def time_limit(context: RecipeContext) -> Iterator[Seen]:
 
 @RULES("eval-gpus")
 def eval_gpus(context: RecipeContext) -> Iterator[Seen]:
+    """GPUs, of one node or by vLLM of several, hold the merged model for its evaluation."""
     if note := serving.evaluation(context.resolved, context.cluster).note:
         yield Seen(WARN, note)
 
@@ -169,6 +180,7 @@ that for LoRA (https://huggingface.co/docs/trl/peft_integration); a factor of 20
 
 @RULES("nothing-saved")
 def nothing_saved(context: RecipeContext) -> Iterator[Seen]:
+    """Checkpoints are written."""
     strategy = str(context.args["save_strategy"])
     if strategy in ("no", "best"):
         yield Seen(FAIL, f"train.save_strategy is {strategy}: no checkpoint of the last step is certain")
@@ -176,6 +188,7 @@ def nothing_saved(context: RecipeContext) -> Iterator[Seen]:
 
 @RULES("learning-rate")
 def learning_rate(context: RecipeContext) -> Iterator[Seen]:
+    """The size of the learning rate."""
     rate, lora = context.args.get("learning_rate"), context.recipe.lora is not None
     low, high = LORA_RATES if lora else FULL_RATES
     if context.is_real and isinstance(rate, int | float) and not low <= rate <= high:
@@ -185,6 +198,7 @@ def learning_rate(context: RecipeContext) -> Iterator[Seen]:
 
 @RULES("loss-on-all-tokens")
 def loss_on_all_tokens(context: RecipeContext) -> Iterator[Seen]:
+    """Which tokens of a conversation carry a loss."""
     stated = context.resolved.origins.get("train.assistant_only_loss", "default") != "default"
     chats = ("messages", "sharegpt", "oasst-tree", "lima", "alpaca")
     formats = dict.fromkeys(str(part.format) for part in context.recipe.data.parts if part.format in chats)
@@ -200,6 +214,7 @@ def _lacks_bf16(context: RecipeContext) -> bool:
 
 @RULES("no-bfloat16")
 def no_bfloat16(context: RecipeContext) -> Iterator[Seen]:
+    """No bfloat16 on GPUs without it."""
     compute, mixed = context.cluster.compute, context.resolved.distribution.mixed_precision
     if compute.gpus and mixed == "bf16" and _lacks_bf16(context):
         yield Seen(FAIL, f"train.bf16 on {compute.gpu}, which has no bfloat16")
@@ -207,6 +222,7 @@ def no_bfloat16(context: RecipeContext) -> Iterator[Seen]:
 
 @RULES("no-mixed-precision")
 def no_mixed_precision(context: RecipeContext) -> Iterator[Seen]:
+    """Bfloat16 on GPUs that have it."""
     mixed = context.resolved.distribution.mixed_precision
     if context.is_real and context.cluster.compute.gpus and mixed == "no" and not _lacks_bf16(context):
         yield Seen(WARN, "train.bf16 is false")
@@ -214,6 +230,7 @@ def no_mixed_precision(context: RecipeContext) -> Iterator[Seen]:
 
 @RULES("packed-state")
 def packed_state(context: RecipeContext) -> Iterator[Seen]:
+    """Packing with layers that carry a state."""
     kinds = context.resolved.architecture.get("layer_types")
     listed = {str(kind) for kind in kinds} if isinstance(kinds, list) else set()
     states = sorted(kind for kind in listed if "attention" not in kind or "linear" in kind)

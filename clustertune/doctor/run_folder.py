@@ -20,6 +20,7 @@ RULES = Rules(RECIPE, __file__)
 
 @RULES("env-in-git")
 def env_in_git(context: RecipeContext) -> Iterator[Seen]:
+    """Git does not have the .env file."""
     path = context.env_file
     if path.parent in context.silent or not path.exists():
         return
@@ -32,6 +33,7 @@ def env_in_git(context: RecipeContext) -> Iterator[Seen]:
 
 @RULES("token-in-environment")
 def token_in_environment(context: RecipeContext) -> Iterator[Seen]:
+    """Tokens in the shell's environment."""
     named = [name for name in SECRET if context.environment.get(name)]
     if named and context.cluster.slurm is not None:
         fix = f"unset {' '.join(named)}, and keep them in {context.env_file} with mode 0600"
@@ -66,6 +68,7 @@ def needed(plan: Plan, run_dir: Path) -> dict[str, float]:
 
 @RULES("disk-space")
 def disk_space(context: RecipeContext) -> Iterator[Seen]:
+    """Room for checkpoints, adapter and merged model."""
     # A path of the cluster's machines: on another one the disk that is here in its place is another one.
     elsewhere = context.run_dir is not None and not context.is_ours and not is_there(context.run_dir.parent)
     if context.plan is None or context.run_dir is None or context.silent or elsewhere:

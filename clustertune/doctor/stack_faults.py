@@ -81,6 +81,7 @@ def _made(name: str, row: Mapping[str, Any]) -> Check:
 
 @RULES("stack-unseen")
 def stack_unseen(context: RecipeContext) -> Iterator[Seen]:
+    """Whether the ranks' packages can be seen from here."""
     if not context.versions:
         yield Seen(UNKNOWN, f"the versions are those of {context.versions_of}", where=context.resolved.name)
 
@@ -90,6 +91,7 @@ RULES += [_made(name, row) for name, row in FAULTS.items()]
 
 @RULES("versions-differ")
 def versions_differ(context: RecipeContext) -> Iterator[Seen]:
+    """Installed versions against containers/versions.env."""
     # The reference image has an older stack, whole: it is held against its own pins.
     differ = min((_differences(context, pins) for pins in (context.pins, context.reference_pins) if pins), key=len, default=[])
     if differ:

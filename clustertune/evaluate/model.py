@@ -13,6 +13,7 @@ from clustertune import manifest
 from clustertune.console import say
 from clustertune.data.tokenizer import render_turn
 from clustertune.errors import Problem, UserError, collect_problems
+from clustertune.export import companions
 from clustertune.export.companions import read_json
 from clustertune.merge.base import read_base, read_weights
 from clustertune.recipe import quantization
@@ -77,6 +78,10 @@ def check_model(
         return None, [Problem("no such folder", file=str(folder), fix="give the folder of a model in Hugging Face's layout")]
     refused = _check_config(folder)
     problems = refused + _check_generation(folder) + check_weights(folder)
+    with collect_problems(problems):  # transformers passes over a pipe or a link to nothing, and answers otherwise
+        companions.matching(tokenizer_path, (*companions.TOKENIZER, *companions.CHAT))
+    with collect_problems(problems):
+        companions.matching(folder, (companions.GENERATION,))
     with collect_problems(problems):
         problems += manifest.DigestComparison(folder).problems  # the weights are compared while they are loaded
     tokenizer = None

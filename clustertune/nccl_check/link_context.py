@@ -11,7 +11,7 @@ from typing import Any
 
 from clustertune.check.machine import RDMA_KINDS, Expects, Machine
 from clustertune.check.rule import FAIL, Seen, listed
-from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
+from clustertune.host.facts import HostFacts, RdmaPort, from_dict
 from clustertune.host.gpus import has_nvlink
 from clustertune.nccl_check.nccl_log import Log, LoggedDevice
 
@@ -139,11 +139,6 @@ class LinkContext:
                 if name and short(name) == short(host):
                     return devices
         return [LoggedDevice(self.configured_interface, "")] if self.configured_interface else []
-
-    def used_nics(self, facts: HostFacts) -> list[Nic]:
-        """The interfaces of one node that carried TCP, with what the node says about them."""
-        used = {device.name for device in self.used_interfaces(facts.hostname)}
-        return [nic for nic in facts.nics if nic.name in used]
 
     def rdma_active(self, layer: str = "") -> list[tuple[HostFacts, RdmaPort]]:
         """Ports of RDMA adapters that are up, of a link layer or of all."""

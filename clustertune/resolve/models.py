@@ -206,7 +206,11 @@ def _of_config(file: Path, name: str | None = None) -> FoundModel:
     raise_if(arch.find_problems(lifted, str(file)))
     if name is not None:
         return FoundModel({"name": name, "revision": file.parent.name}, lifted, notes=tuple(notes))
-    notes.append(f"the weights are next to {file}; of the Hub write model.name and model.revision: hf models info OWNER/NAME")
+    of_hub = "of the Hub write model.name and model.revision: hf models info OWNER/NAME"
+    if any(file.parent.glob("*.safetensors")):
+        notes.append(f"the weights are next to {file}; {of_hub}")
+    else:
+        notes.append(f"no weights stand next to {file}: they must before the run, or {of_hub}")
     return FoundModel({"name": _name_of(file.parent, body, lifted), "path": str(file.parent)}, lifted, notes=tuple(notes))
 
 

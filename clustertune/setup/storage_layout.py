@@ -23,7 +23,6 @@ CACHE_FILES = "auto-full"
 EXPORT_FILE = "/etc/exports.d/clustertune.exports"
 CLONING = "https://github.com/trapexit/mergerfs/issues/1218"
 """mergerfs needs root on its branches to make a folder there that another branch has."""
-NFS_PORT = 2049
 _SHARD_BYTES = 5_000_000_000
 """Largest shard that the merge writes (``clustertune merge --shard-size``, transformers' own limit for ``save_pretrained``)."""
 

@@ -266,4 +266,4 @@ def test_what_stops_a_job_is_told_as_an_error(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(UserError, match="gpu-count") as caught:
         before_a_job(monkeypatch, {"cuda_devices": 7})
     assert caught.value.code == 2
-    assert {"node-silent", "gpu-count"} < {rule.id for rule in report.machine_rules() if rule.stops}
+    assert {"node-silent", "gpu-count"} < {one.rule.id for one in checks(MACHINE, NODES) if one.rule.stops}

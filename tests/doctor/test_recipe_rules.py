@@ -212,7 +212,7 @@ huge = altered(architecture=lambda of: {**of.architecture, "num_hidden_layers": 
 FULL_DICTS = {**ACCELERATE["fsdp_config"], "fsdp_state_dict_type": "FULL_STATE_DICT"}
 full_dicts = altered(accelerate=lambda of: {**of.accelerate, "fsdp_config": FULL_DICTS})
 CASES: list[tuple[str, str, Spoil]] = [
-    ("recipe-doubtful", WARN, altered(warnings=lambda _: ["odd"])),
+    ("recipe-warning", WARN, altered(warnings=lambda _: ["odd"])),
     ("nothing-saved", FAIL, override("train.save_strategy=no")),
     ("learning-rate", WARN, override("train.learning_rate=0.01")),
     ("learning-rate", WARN, override("train.learning_rate=1e-6")),
@@ -228,8 +228,12 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("load-timeout", WARN, both(whole_copies, slow_storage(0.012))),
     ("load-timeout", FAIL, both(whole_copies, slow_storage(0.005))),
     ("prepare-time", WARN, both(cluster(slurm__max_time="24:00:00"), override("data.expect.train=1000000000000"))),
-    ("saves-seldom", WARN, both(long_steps(120), section("train", save_steps=80), section("slurm", time="5-00:00:00"))),
-    ("saves-often", WARN, both(section("train", save_steps=1), cluster(storage__write_gb_s=0.05))),
+    (
+        "checkpoint-interval-too-long",
+        WARN,
+        both(long_steps(120), section("train", save_steps=80), section("slurm", time="5-00:00:00")),
+    ),
+    ("checkpoint-interval-too-short", WARN, both(section("train", save_steps=1), cluster(storage__write_gb_s=0.05))),
     ("signal-margin", WARN, both(long_steps(600), section("train", save_steps=5), section("slurm", time="20-00:00:00"))),
     ("signal-margin", FAIL, override("slurm.time=00:05:00")),
     ("time-limit", WARN, both(override("train.num_train_epochs=30", "slurm.time=02:00:00"))),
@@ -272,9 +276,17 @@ COMPANIONS = {
     "prepare-time": {"time-limit"},
     "model-absent": {"task-data"},
     "signal-margin": {"time-limit"},
-    "saves-seldom": {"signal-margin"},
-    "eval-gpus": {"gpu-memory", "model-json", "disk-space", "time-limit", "signal-margin", "saves-often", "saves-seldom"},
-    "gpu-memory": {"signal-margin", "saves-seldom", "time-limit"},
+    "checkpoint-interval-too-long": {"signal-margin"},
+    "eval-gpus": {
+        "gpu-memory",
+        "model-json",
+        "disk-space",
+        "time-limit",
+        "signal-margin",
+        "checkpoint-interval-too-short",
+        "checkpoint-interval-too-long",
+    },
+    "gpu-memory": {"signal-margin", "checkpoint-interval-too-long", "time-limit"},
     "not-planned": {"shape-refused"},
     "every-rank-loads-all": {"host-memory"},
     "nccl-hang-arm": {"nccl-hang-2-29-2"},
@@ -324,7 +336,7 @@ def test_a_refused_recipe_is_told_as_findings() -> None:
     assert exit_code([found]) == 2
 
 
-REMEDY = ("saves-seldom", "saves-often", "load-timeout")
+REMEDY = ("checkpoint-interval-too-long", "checkpoint-interval-too-short", "load-timeout")
 REMEDIED = [case for case in CASES if case[0] in REMEDY and case[:2] != ("load-timeout", WARN)]
 
 
@@ -509,7 +521,7 @@ def test_the_shipped_recipes(tmp_path: Path) -> None:
         context = recipe_context.build(resolve(name), cluster, environment=quiet, env_file=tmp_path / ".env")
         return {(one.rule, one.status) for one in recipe_findings.recipe_findings(context) if one.status in (WARN, FAIL)}
 
-    expected = "model-absent recipe-doubtful saves-seldom weights-on-network"
+    expected = "model-absent recipe-warning checkpoint-interval-too-long weights-on-network"
     assert faults("tiny-oasst2") == set() and faults("llama405b-oasst2") == {(rule, WARN) for rule in expected.split()}
 
 

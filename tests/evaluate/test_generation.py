@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,16 @@ def test_what_is_not_here_is_one_sentence(key: str, value: Any, tiny_model: Path
         load_lm(folder, "cpu", 1)
     problem = caught.value.problems[0]
     assert str(problem.file).endswith("config.json") and "\n" not in problem.message
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", generation.FILE])
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_a_file_that_is_none_is_named(name: str, kind: str, tiny_model: Path, tmp_path: Path) -> None:
+    """transformers passes over it: the answers would be those of another tokenizer, template or end."""
+    folder = changed(tiny_model, tmp_path / "odd", "config.json")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / "cleared") if kind == "link" else os.mkfifo(folder / name)
+    assert str(folder / name) in [problem.file for problem in check_model(folder, 8)[1]]
 
 
 def test_code_beside_a_known_architecture_is_not_needed(tiny_model: Path, tmp_path: Path) -> None:

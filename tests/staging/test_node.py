@@ -38,7 +38,8 @@ def begin(tmp_path: Path) -> Begin:
         (tmp_path / "c.yaml").write_text(text)
         cluster = load_cluster(str(tmp_path / "c.yaml"))
         run.attempt(1).mkdir(parents=True)
-        run.run_json.write_text(json.dumps({"recipe": resolved.as_dict(), "cluster": cluster.model_dump(mode="json")}))
+        body = {"recipe": resolved.as_dict(), "fingerprint": resolved.fingerprint(), "cluster": cluster.model_dump(mode="json")}
+        run.run_json.write_text(json.dumps(body))
         for folder, kind in ((run.local_model("tiny-llama"), "model"), (run.tokens, "tokens")):
             fill(folder, {"one": MIB, "two": 300})
             manifest.seal(folder, kind, {})
