@@ -140,7 +140,8 @@ def test_what_does_not_fit_ends_with_what_would(tmp_path: Path, cluster: Path) -
 
 def write_run(folder: Path, recipe: Path, seconds: list[float]) -> Path:
     folder.mkdir()
-    (folder / "run.json").write_text(json.dumps({"recipe": resolve(recipe).as_dict()}))
+    resolved = resolve(recipe)
+    (folder / "run.json").write_text(json.dumps({"recipe": resolved.as_dict(), "fingerprint": resolved.fingerprint()}))
     lines: list[dict[str, Any]] = [{"event": "start", "step": 0, "attempt": 1}]
     lines += [{"event": "step", "step": n, "attempt": 1, "seconds": s} for n, s in enumerate(seconds, start=1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
