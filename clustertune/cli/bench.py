@@ -58,8 +58,9 @@ def bench(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a recipe's training on this machine: step time, tokens/s, MFU, memory.
+    """Measure a recipe's training on this machine.
 
+    Step time, tokens/s, MFU and memory.
     Uses the ranks of clustertune run. Prints the figures beside those of plan, and writes them into the run folder.
     """
     secrets.read_env(secrets.DEFAULT)

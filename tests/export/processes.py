@@ -76,9 +76,9 @@ def train_and_save(rank: int, port: int, lora: dict[str, Any], out: Path) -> Non
 def main(out: Path) -> None:
     """All cases."""
     torch.set_num_threads(1)
-    for number, (name, (version, lora)) in enumerate(CASES.items()):
+    for number, (name, lora) in enumerate(CASES.items()):
         (out / name).mkdir()
-        arguments = (free_port(23_000 + number), version, lora, out / name)
+        arguments = (free_port(23_000 + number), lora, out / name)
         torch.multiprocessing.start_processes(train_and_save, arguments, nprocs=2, start_method="fork")
     model = build_model(LORA)
     for name, value in model.named_parameters():

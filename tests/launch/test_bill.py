@@ -67,11 +67,13 @@ def test_an_evaluation_without_vllm_is_named_with_what_vllm_saves() -> None:
     assert asked and there and asked[1].saving == there[1].saving == ""
 
 
-def test_what_is_not_known_is_not_zero(planned_llama: Plan) -> None:
-    """Without a price no money, without steps no hours."""
+def test_without_a_price_there_is_no_money() -> None:
     cluster = load_cluster("idris-dalia-gb200")
     found = of_recipe(resolve(RECIPE, ["slurm.nodes=2", "slurm.gpus_per_node=4"]), cluster)
     assert found and found[1].gpu_hours and found[1].cost is None and "no price" in found[1].rows("gb200")["cost"]
+
+
+def test_without_steps_there_are_no_hours(planned_llama: Plan) -> None:
     bare = bill(planned_llama, load_cluster(CLUSTER))
     assert bare.gpu_hours is bare.cost is bare.wall is None and bare.headline() == ""
 

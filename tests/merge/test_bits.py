@@ -64,7 +64,7 @@ def test_the_bytes_are_those_of_peft(
     adapter = save_adapter(tmp_path / "adapter", base, adapter_dtype, **settings)
     monkeypatch.setattr(pieces, "BLOCK_ELEMENTS", 40 * 72)  # several blocks for most tensors of so small a model
     monkeypatch.setattr(pieces, "CHUNK", 15_000)  # and several pieces
-    monkeypatch.setattr(pieces, "STEP", 999)
+    monkeypatch.setattr(pieces, "STEP", 1_000)  # whole elements
     done = merge(base, adapter, tmp_path / "out", shard_size="90KB", workers=3)
     expected, found, before = peft_merged(base, adapter), load_all(tmp_path / "out"), load_all(base)
     assert set(found) == set(expected)

@@ -18,7 +18,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from trl import SFTTrainer
 
-from clustertune import manifest
 from clustertune.checkpoint.saving import NotSaved, digest
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.plan import check_fence
@@ -240,8 +239,7 @@ def test_a_state_that_is_not_the_saved_one_ends_the_start(make: Any, monkeypatch
     trainer.accelerator = SimpleNamespace(state=None)
     monkeypatch.setattr(trainer, "_stored", lambda *_, **__: {})
     parts = state_parts(trainer.model, trainer.optimizer)
-    # None: saved before digests were kept; SHA-256: by a former release.
-    for saved in (None, digest(parts, manifest.SHA256), digest(parts)):
+    for saved in (None, digest(parts)):
         trainer._resumed = {"state_digests": [saved] * trainer.group.world_size} if saved else {}
         trainer._load_optimizer_and_scheduler("step-000002")
     torch.nn.init.ones_(trainer.model.weight)
