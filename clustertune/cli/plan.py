@@ -162,10 +162,12 @@ def _compare_clusters(args: PlanArguments, known: Lengths | None) -> None:
     rows = across.cells(found)
     reply(args.as_document, document, lambda: tables.clusters(args.names[0], across.COLUMNS, rows, console.stdout))
     if args.out is not None:
-        notes = list(dict.fromkeys(text for one in found if one.whole for text in one.whole.notes()))
+        bills = [(one.cluster.name, one.whole) for one in found if one.whole]
+        notes = list(dict.fromkeys(whole.source for _, whole in bills if whole.source))
+        notes += [f"{name}: {whole.saving}" for name, whole in bills if whole.saving]
         title = f"What {shlex.join([*args.names, *args.overrides])} takes on each cluster"
         out = path_argument(args.out)
-        replace_ours(out, runs_page.table_page(title, across.COLUMNS, rows, notes), runs_page.PAGE_MARK)
+        replace_ours(out, runs_page.table_page(title, across.page_columns(), rows, notes), runs_page.PAGE_MARK)
         say(f"in {out}")
     _end(any(one.fits for one in found))
 

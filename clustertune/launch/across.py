@@ -81,6 +81,11 @@ COLUMNS = (
 )
 
 
+def page_columns() -> list[str]:
+    """The columns of a page, where ``#`` marks numbers."""
+    return [f"#{name}" if 3 <= number <= 7 else name for number, name in enumerate(COLUMNS)]
+
+
 def cells(found: Iterable[Choice]) -> list[list[str]]:
     """The rows of a table with :data:`COLUMNS`."""
     rows = []

@@ -94,10 +94,10 @@ class Bill:
             "saving": self.saving,
         }
 
-    def notes(self) -> list[str]:
-        """Where the price is from, and what would save."""
-        price = [] if self.price is None else [f"prices of {self.price.date}, {self.age} days old: {self.price.source}"]
-        return [*price, *([self.saving] if self.saving else [])]
+    @property
+    def source(self) -> str:
+        """Where the price is from; empty without one."""
+        return f"prices of {self.price.date}, {self.age} days old: {self.price.source}" if self.price else ""
 
     def headline(self) -> str:
         """``12.0 GPU-hours, 7.91 USD on demand``; what is known of it."""
