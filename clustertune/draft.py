@@ -47,6 +47,8 @@ PLAIN_TEMPLATE = "mistral.jinja"
 """A chat template of ``recipes/_base`` that needs no tokens of its own."""
 ANY_GPUS = "1x8xh100-sxm"
 """What is planned on where neither GPUs nor a cluster are named."""
+SAME_RANKS = "1x2xh100-sxm"
+"""As many GPUs as a recipe for CPUs has processes: its batch is made for these."""
 LORA_RATE, LORA_RATE_OF_PAIRS = 2.0e-4, 1.0e-5
 """Learning rates of LoRA: QLoRA's for 7B and 13B (arXiv:2305.14314, table 9), which takes half of it above; and ten times
 DPOConfig's, which is of full fine-tuning."""
@@ -422,7 +424,7 @@ def commands(recipe: str, options: Sequence[str]) -> list[str]:
     """The commands from a recipe to a run: plan, a tiny run, the links, storage, submit. Without ``options``, which name the
     GPUs: the run on this machine."""
     if not options:
-        return [f"clustertune run {recipe}", f"clustertune plan {recipe} --gpus {ANY_GPUS}"]
+        return [f"clustertune run {recipe}", f"clustertune plan {recipe} --gpus {SAME_RANKS}"]
     cluster = shlex.join(options) if options[0] == "--cluster" else "--cluster NAME"
     return [
         f"clustertune plan {recipe} {shlex.join(options)}",
