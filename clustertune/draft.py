@@ -47,7 +47,7 @@ PLAIN_TEMPLATE = "mistral.jinja"
 """A chat template of ``recipes/_base`` that needs no tokens of its own."""
 ANY_GPUS = "1x8xh100-sxm"
 """What is planned on where neither GPUs nor a cluster are named."""
-SAME_RANKS = "1x2xh100-sxm"
+SAME_RANKS = f"1x{RANKS}xh100-sxm"
 """As many GPUs as a recipe for CPUs has processes: its batch is made for these."""
 LORA_RATE, LORA_RATE_OF_PAIRS = 2.0e-4, 1.0e-5
 """Learning rates of LoRA: QLoRA's for 7B and 13B (arXiv:2305.14314, table 9), which takes half of it above; and ten times

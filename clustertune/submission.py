@@ -22,18 +22,11 @@ from clustertune.launch.environment import Setting, environment
 from clustertune.launch.plan import newest_attempt
 from clustertune.megatron import settings, shown
 from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
-from clustertune.recipe.schema import Recipe
 from clustertune.resolve.models import find_obstacles
 from clustertune.resolve.resolved import Resolved, expand_home, is_there
 from clustertune.rundir import STAGES, RunDir, keep_private, require_stage
 from clustertune.staging import bundle
 from clustertune.tree import ROOT
-
-
-def needs_hub(recipe: Recipe) -> bool:
-    """Whether the model's files come from the Hub."""
-    return recipe.model.weights == "hub" and recipe.model.path is None
-
 
 DONE = "every stage is finished: nothing is left to submit"
 KEYS = {"models": "model.name", "datasets": "data.name"}
@@ -154,7 +147,8 @@ class Submission:
             return []
         cache = {setting.name: Path(setting.value) for setting in self.variables if setting.name.startswith("HF_H")}
         hub = cache.get("HF_HUB_CACHE") or cache.get("HF_HOME", Path.home() / ".cache" / "huggingface") / "hub"
-        asked = [("models", recipe.model.name, recipe.model.revision)] if needs_hub(recipe) else []
+        from_hub = recipe.model.weights == "hub" and recipe.model.path is None
+        asked = [("models", recipe.model.name, recipe.model.revision)] if from_hub else []
         asked += [("datasets", part.name, part.revision) for _, part in recipe.data.keyed_parts() if part.input is None]
         where = f"network.internet: {internet} of {self.machine.source}"
         models = cluster_paths.folder(self.machine, "models")

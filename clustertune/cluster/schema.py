@@ -133,7 +133,7 @@ class Network(Section):
     hca: Annotated[tuple[Adapter, ...], Field(max_length=32)] = ()
     """RDMA adapters (and port) to use, as mlx5_0:1; empty: all active ones."""
     internet: Literal["all", "login", "none"] = "all"
-    """Which machines reach the Hub: all, the login nodes alone, or none. Jobs are told not to ask it but with ``all``."""
+    """Which machines reach the Hub: all of them, only the login nodes, or none. Jobs ask the Hub only with ``all``."""
     environment: dict[str, Words] = Field(default_factory=dict)
     """Variables of NCCL, gloo, UCX and libfabric for every rank, instead of those that are derived from the keys above.
     :mod:`clustertune.cluster.load` says which."""

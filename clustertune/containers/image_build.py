@@ -1,4 +1,4 @@
-"""Images: the options, what they are built from, the engine that builds them, and what lies beside them."""
+"""Build images: options, sources, the engine (Apptainer or podman), and the files written beside an image."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def with_depth(resolved: Resolved, depth: int) -> Resolved:
     """The same recipe with so many layers of its own width. Lists with an entry a layer are cut as well."""
     layers = int(resolved.architecture["num_hidden_layers"])
     if not 1 <= depth <= layers:
-        text = f"{depth} is none of 1 to {layers}, which {resolved.name} has"
+        text = f"{depth}: {resolved.name} has {layers} layers, so the depth is a number from 1 to {layers}"
         raise UserError(text, file="command line", key="--depth", fix="leave it out for all layers")
     body = {
         key: value[:depth] if isinstance(value, list) and len(value) == layers else value
