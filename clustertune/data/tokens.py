@@ -434,8 +434,9 @@ def count_labels(parts: Sequence[Path], pieces: Pieces) -> npt.NDArray[np.int64]
         labels = np.memmap(path, "<u4", "r") >= LABEL if path.stat().st_size else np.empty(0, bool)
         mine = np.flatnonzero((pieces["offset"] >= start) & (pieces["offset"] < start + len(labels)) & (pieces["length"] > 0))
         begins = pieces["offset"][mine] - start
-        edges = np.stack([begins, begins + pieces["length"][mine]], axis=1).ravel()
-        counts[mine] = np.add.reduceat(np.append(labels, False), edges, dtype=np.int64)[::2]
+        ends = begins + pieces["length"][mine]
+        # np.add.reduceat would convert every Boolean on the way: 1 us a token (numpy 2.4), 12 s for 12 million.
+        counts[mine] = [np.count_nonzero(labels[begin:end]) for begin, end in zip(begins, ends, strict=True)]
         start += len(labels)
     return counts
 
