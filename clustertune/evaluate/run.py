@@ -124,7 +124,8 @@ def _prepared(
         assert facts is not None
         name, why = choose(settings.backend, facts, device)
         _seed(own.seeds)
-        prompts = tasks.digest(loaded, settings, own.seeds.numpy, facts.render if settings.apply_chat_template else None)
+        with facts.within_limits() as tokenizing:
+            prompts = tasks.digest(loaded, settings, own.seeds.numpy, tokenizing)
         run = _Evaluation(settings, facts, adapter, describe(name, facts, adapter), loaded, places, prompts, own, why)
         run.device = pick_device(device, model)
         yield run
