@@ -19,6 +19,8 @@ from clustertune.errors import UserError
 PAIR = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
 FOREVER = "".join(f"{{%- for {name} in range(99999) %}}" for name in "abc") + "{%- endfor %}" * 3
 POWER = "{%- set x = 9 ** (9 ** 9) %}"
+LATE = "{%- set x = 9 ** (9 ** (messages|length + 9)) %}"
+"""As the one before, and not computed when the template is compiled."""
 LARGE = "{%- set x = 'word' * (10 ** 12) %}"
 SETTINGS = {"packing": False, "max_length": None, "assistant_only_loss": False}
 BODY = "{%- for m in messages %}{{ m.role + m.content }}{%- endfor %}"
@@ -46,7 +48,7 @@ def test_a_template_without_end_is_refused_as_it_is_loaded(tmp_path: Path, part:
     assert caught.value.problems[0].key == "model.chat_template"
 
 
-@pytest.mark.parametrize(("part", "processes"), [(POWER, 1), (FOREVER, 1), (LARGE, 1), (LARGE, 2)])
+@pytest.mark.parametrize(("part", "processes"), [(LATE, 1), (FOREVER, 1), (LARGE, 1), (LARGE, 2)])
 def test_a_conversation_that_a_template_does_not_end_with_is_named(
     run: Any, part: str, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -291,3 +291,29 @@ def test_a_template_that_leaves_answers_of_tools_out_is_refused(run, tokenizer):
     deaf.chat_template = "{% for m in messages if m.role != 'tool' %}{{ m.role + m.content }}{% endfor %}"
     with pytest.raises(UserError, match="tool messages"):
         tokens.make(got.out, deaf, {"packing": False, "max_length": None, "assistant_only_loss": False})
+
+
+PARTS_ALONE = (
+    "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}{{ part.text }}{% endfor %}{{ eos_token }}{% endfor %}"
+)
+NO_QUESTIONS = "{% for m in messages if m.role == 'assistant' %}{{ m.content + eos_token }}{% endfor %}"
+NO_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.role + m.content + eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "word"), [(PARTS_ALONE, "assistant messages"), (NO_QUESTIONS, "user messages")])
+def test_a_template_that_leaves_texts_out_is_refused(run, template, word):
+    """Such as one of a model with pictures, which takes lists of parts: of a text nothing but the end would be learnt."""
+    deaf = train_tokenizer(["question"], 300, 512)
+    deaf.chat_template = template
+    for row, name in (({"messages": PAIR}, "messages"), (WITH_OWN["preference"], "preference")):
+        got = run([row] * 2, format=name)
+        with pytest.raises(UserError, match=word):
+            tokens.make(got.out, deaf, {"packing": False, "max_length": None, "assistant_only_loss": False})
+
+
+def test_system_messages_that_a_template_leaves_out_are_named(run, capsys):
+    deaf = train_tokenizer(["question"], 300, 512)
+    deaf.chat_template = NO_SYSTEM
+    got = run([{"messages": [said("system", "be kind"), *PAIR]}] * 2, format="messages")
+    tokens.make(got.out, deaf, {"packing": False, "max_length": None, "assistant_only_loss": False})
+    assert "2 examples hold system messages" in capsys.readouterr().err
