@@ -11,7 +11,7 @@ import pytest
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import progress
 from clustertune.launch.judge import Outcome
-from clustertune.launch.plan import AttemptPlan, Node, newest_attempt
+from clustertune.launch.plan import AttemptPlan, Node, newest_attempt, read_attempts
 from clustertune.rundir import RunDir
 
 KILLED = Problem("rank 3 on gpu-b failed first: killed (SIGKILL: out of memory, kill -9, or a node fault)")
@@ -81,7 +81,7 @@ def test_folders_without_a_plan_are_no_attempts(tmp_path: Path) -> None:
     """A restarted job makes one to fence off its former self."""
     (tmp_path / "attempts" / "0001").mkdir(parents=True)
     (tmp_path / "attempts" / "notes").mkdir()
-    assert progress.read_attempts(tmp_path) == []
+    assert read_attempts(tmp_path) == []
     progress.check(tmp_path / "absent", "7", 0)
 
 

@@ -16,6 +16,7 @@ from clustertune.cli import submit as command
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import cluster_paths, shape, slurm, submit
 from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.report import state
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import STAGES, RunDir
 from clustertune.submission import Submission
@@ -362,7 +363,7 @@ def away(words: Sequence[str]) -> str:
     raise slurm.Unreachable(Problem("scontrol: Unable to contact slurm controller"), ExitCode.AGAIN)
 
 
-def states(found: submit.StagesStatus) -> dict[str, str]:
+def by_stage(found: state.StagesStatus) -> dict[str, str]:
     return {row.stage: row.state for row in found.rows}
 
 
@@ -370,8 +371,8 @@ def test_live_and_forgotten_jobs(tmp_path: Path) -> None:
     """The controller drops ended jobs after MinJobAge; what they finished stands in the run folder."""
     run = submitted(tmp_path)
     run.finish_stage("prepare", 7.0)
-    found = submit.read_status(run, controller(run, {"102": "RUNNING", "103": "PENDING"}))
-    assert states(found) == {
+    found = state.read_status(run, controller(run, {"102": "RUNNING", "103": "PENDING"}))
+    assert by_stage(found) == {
         "prepare": "done", "train": "RUNNING", "export": "PENDING", "merge": "-", "eval": "-", "report": "-",
     }  # fmt: skip
     train = found.rows[1]
@@ -384,7 +385,7 @@ def test_a_held_job_says_how_it_goes_on(tmp_path: Path) -> None:
     """Slurm holds a requeued job whose start failed, and no message is sent."""
     run = submitted(tmp_path)
     ask = controller(run, {"102": "PENDING"})
-    held = submit.read_status(run, lambda words: ask(words).replace("Reason=None", "Reason=launch_failed_requeued_held"))
+    held = state.read_status(run, lambda words: ask(words).replace("Reason=None", "Reason=launch_failed_requeued_held"))
     assert held.rows[1].reason == "launch_failed_requeued_held -> scontrol release 102"
 
 
@@ -400,17 +401,17 @@ def test_forgotten_without_a_record(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         if whole:
             (tmp_path / "checkpoints" / name / "MANIFEST.json").write_text("{}")
-    train = submit.read_status(run, controller(run, {})).rows[1]
-    assert (train.state, train.reason, train.attempts, train.step) == (submit.FORGOTTEN, "rank 3 failed first", 1, 40)
+    train = state.read_status(run, controller(run, {})).rows[1]
+    assert (train.state, train.reason, train.attempts, train.step) == (state.FORGOTTEN, "rank 3 failed first", 1, 40)
 
 
 def test_a_record_is_not_the_controllers_word(tmp_path: Path) -> None:
     """A stage that was asked for again and failed is not done; without a controller, said once, the record is all there is."""
     run = submitted(tmp_path)
     run.finish_stage("prepare", 7.0)
-    assert states(submit.read_status(run, controller(run, {"101": "FAILED"})))["prepare"] == "FAILED"
-    found = submit.read_status(run, away)
-    assert (states(found)["prepare"], states(found)["train"]) == ("done", submit.UNKNOWN)
+    assert by_stage(state.read_status(run, controller(run, {"101": "FAILED"})))["prepare"] == "FAILED"
+    found = state.read_status(run, away)
+    assert (by_stage(found)["prepare"], by_stage(found)["train"]) == ("done", state.UNKNOWN)
     assert found.note is not None and not found.live
 
 
@@ -421,13 +422,13 @@ def test_a_damaged_outcome_is_passed_over(tmp_path: Path, text: str) -> None:
     attempt.mkdir(parents=True)
     AttemptPlan(1, (Node("n1", "n1"),), 1).write(attempt)
     (attempt / "outcome.json").write_text(text)
-    assert submit.last_outcome(tmp_path) == ""
+    assert state._last_outcome(RunDir(tmp_path)) == ""
 
 
 def test_what_a_person_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line a stage, never broken: states are searched for."""
     run = submitted(tmp_path)
-    command._render(submit.read_status(run, controller(run, {"101": "COMPLETED", "102": "RUNNING", "103": "PENDING"})))
+    command._render(state.read_status(run, controller(run, {"101": "COMPLETED", "102": "RUNNING", "103": "PENDING"})))
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].split() == ["stage", "job", "state", "time", "nodes", "restarts", "attempts"]
     assert [line.split()[1:3] for line in lines[1:4]] == [["101", "COMPLETED"], ["102", "RUNNING"], ["103", "PENDING"]]
@@ -441,11 +442,11 @@ def test_on_a_real_slurm(slurm_cluster: Temporary, tmp_path: Path, monkeypatch: 
     run, ask = RunDir(tmp_path / "a b"), cluster_call(slurm_cluster)
     entries = submit.submit_all(run.path, jobs_for(run.path, ["prepare", "train"]), sender(slurm_cluster), ask)
     slurm_cluster.wait(entries[0]["id"], "RUNNING")
-    found = submit.read_status(run, ask)
-    assert states(found)["prepare"] == "RUNNING"
+    found = state.read_status(run, ask)
+    assert by_stage(found)["prepare"] == "RUNNING"
     assert (found.rows[1].state, found.rows[1].reason, found.rows[1].seconds) == ("PENDING", "Dependency", None)
     assert found.rows[0].nodes
     slurm.cancel([entry["id"] for entry in entries], ask)
     for entry in entries:
         slurm_cluster.wait(entry["id"], "CANCELLED")
-    assert not submit.read_status(run, ask).live
+    assert not state.read_status(run, ask).live
