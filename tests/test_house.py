@@ -143,13 +143,6 @@ def test_a_planted_import_is_found(path: str, source: str, fault: str) -> None:
     assert any(fault in found for found in import_faults({**package, "clustertune/data/x.py": "", path: source}))
 
 
-def test_a_launcher_needs_no_entry() -> None:
-    launcher = "from clustertune.chain import Chain\n\n\nclass NewChain(Chain):\n    pass\n"
-    package = {"clustertune/chain.py": "", "clustertune/new.py": launcher}
-    assert import_faults(package) == []
-    assert len(import_faults({**package, "clustertune/rank.py": "import clustertune.new"})) == 1
-
-
 # --- names ---------------------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,6 @@ from clustertune.monitor.status import Alert, Watcher
 from clustertune.report import cost
 from clustertune.report.metrics import read_metrics
 from clustertune.report.telemetry import FOLDER, TelemetryRow
-from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from tests.command import run
 from tests.monitor import simulated
@@ -173,17 +172,6 @@ def test_the_metrics_file_is_openmetrics(folder: Path) -> None:
     assert f'clustertune_gpu_power_w{{{labels},node="node1",gpu="7"}} 662' in lines
 
 
-def test_the_dashboard_asks_for_what_the_file_has(folder: Path, repo: Path) -> None:
-    """By the option that writes the file; a panel of a figure that nothing writes would stay empty without a message."""
-    simulated.make(folder, time.time(), overrides=("budget.usd=100",))
-    file = folder.parent / "x.prom"
-    assert run("watch", folder, "--once", "--json", "--openmetrics", file).code == 0
-    queried = set(re.findall(r"clustertune_[a-z_]+", (repo / "ops" / "monitoring" / "grafana.json").read_text()))
-    written = {line.split()[2] for line in file.read_text().splitlines() if line.startswith("# TYPE")}
-    assert len(queried) > 15 and queried <= written
-    assert run("watch", folder, "--once", "--openmetrics", folder / "none" / "x").code == 2
-
-
 def test_an_alert_is_recorded_once_and_again_only_once_it_was_over(tmp_path: Path) -> None:
     disk = Alert("disk", "1 GiB is free")
     alerts = live.Alerts(tmp_path)
@@ -210,20 +198,6 @@ def test_a_budget_counts_every_attempt_and_warns_before_it_ends(folder: Path) ->
     with pytest.raises(UserError, match="used up") as caught:
         cost.check(RunDir(folder), spent)
     assert caught.value.code == 93
-
-
-def test_dollars_without_a_price_are_refused(folder: Path) -> None:
-    simulated.make(folder, time.time(), overrides=("budget.usd=5",))
-    change(folder, distributed={"gpu0": "NVIDIA Toaster"})
-    shutil.rmtree(folder / "telemetry")
-    found = Watcher(folder).look()
-    with pytest.raises(UserError, match="price") as caught:
-        cost.check(RunDir(folder), found.budget)
-    assert caught.value.code == 2 and found.budget_used is None and found.cost.training.usd is None
-    with pytest.raises(UserError, match="budget"):
-        resolve("tiny-oasst2", ["budget.usd=0"])
-    plain, limited = (resolve("tiny-oasst2", words) for words in ([], ["budget.usd=5"]))
-    assert plain.fingerprint() == limited.fingerprint()
 
 
 @pytest.mark.jobs
