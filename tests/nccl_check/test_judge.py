@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from clustertune.check.report import machine_findings
@@ -579,7 +579,6 @@ def paths(value: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 WHERE = {name: paths(HEALTHY[name][0])[1:] for name in ("infiniband", "ethernet", "laptop")}
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(WHERE)), st.integers(0, 10**6), JSON)
 def test_any_document_is_judged(name: str, index: int, value: Any) -> None:
     """A result of another version, or one that was edited: absent and odd values are unknown, never an exception."""
