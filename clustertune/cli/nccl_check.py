@@ -29,7 +29,7 @@ with deferred():
     from clustertune import job as job_program
     from clustertune.cluster import ignoring, load, schema
     from clustertune.launch import allocation, cluster_paths, slurm
-    from clustertune.nccl_check import link_check, link_context, link_node, link_records, link_schedule, link_table, nccl_log
+    from clustertune.nccl_check import link_check, link_node, link_records, link_rules, link_schedule, link_table, nccl_log
     from clustertune.recipe import load as recipe_load
 GPU_SECONDS, CPU_SECONDS = 300.0, 60.0
 WAIT_SECONDS = 5.0
@@ -113,7 +113,7 @@ def _usage(args: NcclCheckArguments) -> Iterator[Problem]:
     if args.files and not args.logs:
         yield wrong("FILE", f"{args.files[0]}: files are read only with --logs", "clustertune nccl-check --logs FILE...")
     for key, text, known in (
-        ("--collectives", args.collectives, link_context.COLLECTIVES),
+        ("--collectives", args.collectives, link_rules.COLLECTIVES),
         ("--scopes", args.scopes, link_schedule.SCOPES),
     ):
         for word in text.split(",") if text is not None else []:
@@ -196,7 +196,7 @@ def _options(args: NcclCheckArguments, gpus: int, cpus: int, nodes: int, where: 
         largest=link_table.parse_size(args.largest) if args.largest else link_check.largest_for(backend, nodes),
         # In their own order, which is that of importance.
         collectives=tuple(
-            name for name in link_context.COLLECTIVES if args.collectives is None or name in args.collectives.split(",")
+            name for name in link_rules.COLLECTIVES if args.collectives is None or name in args.collectives.split(",")
         ),
         scopes=tuple(name for name in link_schedule.SCOPES if args.scopes is None or name in args.scopes.split(",")),
         place=where,

@@ -33,9 +33,9 @@ from clustertune.nccl_check import link_records
 from clustertune.nccl_check.gpu_pairs import start
 from clustertune.nccl_check.link_node import FACTS_SECONDS
 from clustertune.nccl_check.link_records import SCHEMA
+from clustertune.nccl_check.link_rules import headline_of, judge_log
 from clustertune.nccl_check.link_schedule import LAUNCHED, MARGIN_SECONDS, CheckOptions, Setup
 from clustertune.nccl_check.nccl_log import Log, read
-from clustertune.nccl_check.verdict import headline_of, judge_log
 from clustertune.plan.measured import SUFFIX, beside, read_measured
 from clustertune.process import kill_group
 from clustertune.recipe.schema import parse_minutes

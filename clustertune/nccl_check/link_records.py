@@ -61,7 +61,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.events import read_events, read_object
-from clustertune.nccl_check.link_context import COLLECTIVES
+from clustertune.nccl_check.link_rules import COLLECTIVES
 from clustertune.nccl_check.link_schedule import FACTS, LAUNCHED, LOGS, NODE, OUTPUT, RECORDS, Setup
 
 SCHEMA = "clustertune.nccl-check/1"

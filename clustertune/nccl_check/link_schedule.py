@@ -10,7 +10,7 @@ from typing import Any
 
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import write_durably
-from clustertune.nccl_check.link_context import COLLECTIVES
+from clustertune.nccl_check.link_rules import COLLECTIVES
 
 SCOPES = ("world", "intra", "inter", "pair")
 """``pair`` has its own list in the document, ``per_pair``."""

@@ -21,9 +21,9 @@ from clustertune.nccl_check import link_rank as measure
 from clustertune.nccl_check import link_records as gather
 from clustertune.nccl_check import link_schedule
 from clustertune.nccl_check.gpu_pairs import probe_pairs
-from clustertune.nccl_check.link_context import COLLECTIVES
 from clustertune.nccl_check.link_node import NodeCheck, steering
 from clustertune.nccl_check.link_records import bus_factor
+from clustertune.nccl_check.link_rules import COLLECTIVES
 from clustertune.nccl_check.link_schedule import CaseSchedule, CollectiveCase, Setup, members, shapes, tournament
 from tests.command import REPO
 from tests.nccl_check.documents import setup
