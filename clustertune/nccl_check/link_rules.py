@@ -698,7 +698,7 @@ def ranked() -> list[Check]:
 def judge(document: Mapping[str, Any], logs: Mapping[str, str]) -> list[Finding]:
     """What is wrong with a cluster's collectives, worst first; every rule that applies says what it saw.
 
-    ``document`` as in :mod:`clustertune.nccl_check.link_records`, every key optional: what is absent is unknown.
+    ``document`` as in :mod:`clustertune.nccl_check.link_measure`, every key optional: what is absent is unknown.
     ``logs``: NCCL's logs by name, of any version. Never raises.
     """
     return judge_log(document, read(logs.values()))

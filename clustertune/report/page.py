@@ -17,7 +17,7 @@ from clustertune.evaluate.scores import BETTER, SAME, WORSE, read_result, shown
 from clustertune.events import read_object
 from clustertune.manifest import MANIFEST, require_whole, write_durably
 from clustertune.nccl_check.link_check import FOLDER, RESULT
-from clustertune.nccl_check.link_records import SCHEMA
+from clustertune.nccl_check.link_measure import SCHEMA
 from clustertune.nccl_check.link_rules import COLLECTIVES
 from clustertune.nccl_check.link_table import nominal_of, pair_rows, result_rows, show_size
 from clustertune.report import content, cost, plots, telemetry
