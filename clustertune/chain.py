@@ -434,7 +434,8 @@ class Chain:
         data = bundle.prompts(self.resolved)
         # Without an adapter nothing is merged, and the base is what the training began with.
         base = self.base_folder() if wanted.base else None
-        with measured(self.run.path):
+        with measured(self.run.path), contextlib.ExitStack() as stack:
+            stack.callback(self.run.evaluating.unlink, missing_ok=True)
             result = evaluate(
                 self.run.merged,
                 self.run.eval,
@@ -444,6 +445,7 @@ class Chain:
                 benchmark=benchmark,
                 base=base,
                 base_out=base and self._base_scores(settings),
+                progress_file=self.run.evaluating,
             )
         require_pass(result)
         return {"tasks": result["tasks"], "settings": settings}

@@ -62,6 +62,7 @@ def evaluate(
     base_out: Path | None = None,
     tokenizer: Path | None = None,
     source_label: str | None = None,
+    progress_file: Path | None = None,
 ) -> dict[str, Any]:
     """Score ``model`` and write ``out`` (result, samples, manifest): whole, or without a manifest.
 
@@ -71,7 +72,8 @@ def evaluate(
     ``cuda:N``, ``auto`` (spread over all GPUs), or None (the first GPU where the weights fit, else as ``auto``).
     ``adapter``: a LoRA adapter that is applied to ``model`` without merging. ``base``: a model that is asked the same, with
     ``model``'s tokenizer and template, and compared; its own result lies in ``base_out`` and is used again.
-    ``source_label`` is what to call the model in the result.
+    ``source_label`` is what to call the model in the result. ``progress_file``: where to write now and then which model
+    answers and how far it has come, as :func:`progress` has it.
 
     The weights' type is the one in the model's configuration (lm-eval's ``dtype=auto``). An interrupted evaluation continues
     with the answers that are on disk; a finished one of the same identity is returned as it is, judged
@@ -93,13 +95,21 @@ def evaluate(
         with _prepared(model, adapter, settings, tokenizer, data, prompts, benchmark, device):
             pass
         evaluate(
-            base, base_out, settings=plain, data=data, prompts=prompts, benchmark=benchmark, device=device, tokenizer=tokenizer
+            base,
+            base_out,
+            settings=plain,
+            data=data,
+            prompts=prompts,
+            benchmark=benchmark,
+            device=device,
+            tokenizer=tokenizer,
+            progress_file=progress_file,
         )
         other = base_out
     _check_out(out)
     try:
         with _prepared(model, adapter, settings, tokenizer, data, prompts, benchmark, device) as run:
-            run.label, run.base = source_label or str(model), other
+            run.label, run.base, run.progress_file = source_label or str(model), other, progress_file
             out.mkdir(parents=True, exist_ok=True)
             with hold(out):
                 if (out / manifest.MANIFEST).exists():
@@ -193,6 +203,7 @@ class _Evaluation:
     label: str = ""
     base: Path | None = None
     """The finished evaluation of the model to compare with."""
+    progress_file: Path | None = None
     members: dict[str, list[str]] = field(default_factory=dict)
     """The tasks of each group."""
 
@@ -265,7 +276,8 @@ class _Evaluation:
                 opened = model_for(self.backend, self.facts, self.settings, adapter=self.adapter, device=self.device)
                 lm = stack.enter_context(opened)
                 raise_if(weights.finish())
-            report = stack.enter_context(progress(str(folder)))
+            total = sum(one.repeats or 1 for task in self.loaded["tasks"].values() for one in task.instances)
+            report = stack.enter_context(progress(str(folder), total, self.progress_file))
             stack.enter_context(out_of_memory(folder))
             wrapped = RecordedLM(lm, log, size, report, whole=self.backend.name != "hf")
             if self.asked is not None:
@@ -629,22 +641,46 @@ def quiet() -> Iterator[None]:
         yield
 
 
+WRITTEN_EVERY = 2.0
+"""Seconds between two states of the progress file."""
+
+
 @contextlib.contextmanager
-def progress(model: str) -> Iterator[Callable[[int, int], None]]:
-    """A function ``report(done, total)``: a bar on a terminal; elsewhere a line every half minute, with what is left."""
+def progress(model: str, total: int, file: Path | None = None) -> Iterator[Callable[[int, int], None]]:
+    """A function ``report(done, of)``: a bar on a terminal; elsewhere a line every half minute, with what is left.
+
+    lm-eval asks one kind of request after the other: ``done`` counts one kind, ``total`` all of them. ``file`` gets
+    ``{"model", "done", "total", "eta_s", "time"}``.
+    """
     with console.count_progress() as bar:
-        task = bar.add_task("evaluation", total=None)
+        task = bar.add_task("evaluation", total=total)
         began = last = time.monotonic()
+        written = before = now = 0
+        written_at = -WRITTEN_EVERY
         first: int | None = None  # answers of an earlier call are counted, and took no time
 
-        def report(done: int, total: int) -> None:
-            nonlocal last, first
-            first = done if first is None else first
-            bar.update(task, completed=done, total=total)
+        def write() -> None:
+            nonlocal written_at
+            if file is None or time.monotonic() - written_at < WRITTEN_EVERY:
+                return
+            written_at = time.monotonic()
+            rate = (now - (first or 0)) / (written_at - began)
+            state = {"model": model, "done": now, "total": total, "eta_s": (total - now) / rate if rate else None}
+            with contextlib.suppress(OSError):  # an evaluation does not end because its progress cannot be shown
+                manifest.write_durably(file, json.dumps({**state, "time": round(time.time(), 3)}) + "\n")
+
+        def report(done: int, _of: int) -> None:
+            nonlocal last, first, before, written, now
+            before += written if done < written else 0  # another kind of request begins
+            written, now = done, min(before + done, total)
+            first = now if first is None else first
+            bar.update(task, completed=now, total=total)
+            write()
             if not console.stderr.is_terminal and time.monotonic() - last > SECONDS_BETWEEN_LINES:
                 last = time.monotonic()
-                rate = (done - first) / (last - began)
-                left = f", about {duration((total - done) / rate)} left" if rate else ""
-                console.say(f"evaluation of {model}: {done} of {total} prompts answered{left}")
+                rate = (now - first) / (last - began)
+                left = f", about {duration((total - now) / rate)} left" if rate else ""
+                console.say(f"evaluation of {model}: {now} of {total} prompts answered{left}")
 
+        write()
         yield report
