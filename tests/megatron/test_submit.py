@@ -43,7 +43,7 @@ def test_what_would_be_done_is_printed(submit: Submit, recipe: str, nodes: int, 
     command, found = done.json["node_command"], done.json["megatron"]
     assert command[0] == "srun" and f"--nodes={nodes}" in command and "/s/m.sif" in command
     assert command[command.index("/s/m.sif") + 1 :][:4] == ["python3", "-m", "clustertune", "node"]
-    assert found["image"] == "/s/m.sif" and found["ranks_command"][:4] == ["python3", "-m", "torch.distributed.run", "--nnodes"]
+    assert found["image"] == "/s/m.sif" and found["ranks_command"][:3] == ["python3", "-m", "clustertune.launch.elastic"]
     assert found["configuration_file"].endswith("/attempts/0001/megatron.json")
     model = found["configuration"]["model"]
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from clustertune.errors import UserError
+from clustertune.evaluate.run import progress
+from clustertune.events import read_object
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.monitor import live, page
 from clustertune.monitor.sampler import TelemetryWriter
@@ -23,7 +25,21 @@ from clustertune.rundir import RunDir
 from tests.command import run
 from tests.monitor import simulated
 
-KEYS = ["state", "step", "steps", "tokens_per_s", "mfu", "planned_step_s", "step_s", "eta_s", "usd", "kwh", "nodes", "alerts"]
+KEYS = [
+    "state",
+    "step",
+    "steps",
+    "tokens_per_s",
+    "mfu",
+    "planned_step_s",
+    "step_s",
+    "eta_s",
+    "evaluation",
+    "usd",
+    "kwh",
+    "nodes",
+    "alerts",
+]
 COLUMNS = ["run", "recipe", "state", "step", "steps", "begun", "score_name", "score", "gpu_hours", "usd", "kwh"]
 SAMPLE = re.compile(r'(clustertune_[a-z0-9_]+)\{(?:[a-z]+="(?:[^"\\\n]|\\["\\n])*",?)+\} -?[0-9.e+-]+')
 
@@ -110,6 +126,27 @@ def test_how_an_attempt_ended(folder: Path, outcome: dict[str, Any], state: str,
     (run_dir.attempt(1) / "outcome.json").write_text(json.dumps({**outcome, "time": now}))
     found = Watcher(folder).look(now)
     assert found.state == state and found.eta_s is None and {alert.kind for alert in found.alerts} == kinds
+
+
+def test_an_evaluation_shows_who_answers_and_how_far_it_is(folder: Path) -> None:
+    """By what the evaluation itself writes, until it has been silent for too long."""
+    file, now = RunDir(folder).evaluating, time.time()
+    simulated.make(folder, now)
+    with progress(str(folder / "merged"), 8, file) as report:
+        report(0, 5)
+        report(5, 5)
+        report(0, 3)  # another kind of request
+        assert read_object(file)["total"] == 8
+    file.write_text(json.dumps({"model": str(folder / "merged"), "done": 6, "total": 8, "eta_s": 120.0, "time": now}))
+    found = Watcher(folder).look(now)
+    assert found.state == "evaluating" and found.evaluation is not None
+    assert (found.evaluation.model, found.evaluation.done) == ("tuned", 6)
+    assert "6 of 8" in page.text(found) and "tuned model" in page.draw(found, now)
+    file.write_text(json.dumps({"model": "/models/base", "done": 6, "total": 8, "eta_s": None, "time": now - 1}))
+    assert Watcher(folder).look(now).as_dict()["evaluation"]["model"] == "base"
+    assert Watcher(folder).look(now + 3600).evaluation is None
+    file.write_text("{}")
+    assert Watcher(folder).look(now).evaluation is None
 
 
 def test_a_full_disk_and_a_silent_run_are_alerts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

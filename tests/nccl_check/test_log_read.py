@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding
 from clustertune.cli.app import app
 from clustertune.nccl_check import nccl_log
+from clustertune.nccl_check.link_rules import headline_of, judge, judge_log, page
 from clustertune.nccl_check.nccl_log import Log, LoggedDevice, Record, read, records
-from clustertune.nccl_check.verdict import headline_of, judge, judge_log, page
 from tests.command import run
 from tests.nccl_check.log_maker import PREFIXES, Job, lines, text
 
