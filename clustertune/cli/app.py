@@ -274,7 +274,7 @@ def evaluate(
     ] = None,
     data: Annotated[
         Path | None,
-        path_option("Your own prompts (.jsonl, .csv, .txt), or rows of the task, such as IFEval's.", metavar="FILE"),
+        path_option("Your own prompts (.jsonl, .csv, .txt), or rows of the task.", metavar="FILE"),
     ] = None,
     base: Annotated[Path | None, path_option("Second model, scored on the same prompts and compared.", metavar="MODEL")] = None,
     adapter: Annotated[Path | None, path_option("A LoRA adapter, applied without merging.")] = None,

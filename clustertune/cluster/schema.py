@@ -224,7 +224,8 @@ class Storage(Section):
 
 
 class SlurmFacts(Section):
-    """How jobs are submitted. The controller is the node with the role ``slurmctld``."""
+    """How jobs are submitted. The controller is the node with the role ``slurmctld``; none has it where the site's own Slurm is
+    used as it is."""
 
     partition: Plain
     gres: Annotated[str, form(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", "a GRES type name, as rtx_pro_6000")] | None = None
@@ -335,7 +336,7 @@ class Cluster(ClusterFile):
 
     @property
     def controller(self) -> Host | None:
-        """The machine of slurmctld; None without Slurm."""
+        """The machine of slurmctld; None without Slurm, and where the site's own is used as it is."""
         return next(iter(self.with_role("slurmctld")), None)
 
     def with_role(self, role: str) -> tuple[Host, ...]:
