@@ -122,7 +122,7 @@ def of_gpus(text: str) -> Cluster:
             threads=each * around.cores, memory_gb=each * around.memory_gb,
         ),
         network=Network(kind=around.network, gbit=around.gbit, ports=min(each, 64)),
-        container=Container(vllm="/vllm"),
+        assumes_vllm=True,
         source=f"--gpus {text}",
         notes=(note,),
     )  # fmt: skip

@@ -175,13 +175,15 @@ def advice(
         name = option.candidate.family if option.starts(cluster) else f"needs Megatron image: {option.candidate.family}"
         table.add_row(
             name, str(used.nodes), f"{used.micro_batch} x {used.accumulation}", f"{used.recompute.share:.0%}",
-            f"{option.step_s:.3g}", hours, "" if spent is None else f"{spent:,.0f}",
+            f"{option.step_s:.3g}", hours, "" if spent is None else f"{spent:,.2f}",
             f"{option.needed / GIB:.1f}",
         )  # fmt: skip
     if found.fitting:
         console.print(table)
     for option in shown:
         console.print(Text(f"- {option.candidate.family}: {why[option.candidate.family]}"), soft_wrap=True)
+    for text in dict.fromkeys(option.quality for option in shown if option.quality):
+        console.print(Text(f"Quality: {text}."), soft_wrap=True)
     if elsewhere:
         text = f"Megatron-Core runs in NVIDIA's image, which {cluster.name} does not name (container.megatron)."
         console.print(Text(text), soft_wrap=True)
