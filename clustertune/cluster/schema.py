@@ -328,7 +328,7 @@ class Cluster(ClusterFile):
     """The file, or what was looked at."""
     notes: tuple[str, ...] = ()
     """What a person should know about how it was found; one sentence each."""
-    assumes_vllm: bool = False
+    assumes_vllm: Annotated[bool, Field(exclude=True)] = False
     """Evaluations are planned with vLLM although nothing names it: of machines that no file describes."""
 
     @property
