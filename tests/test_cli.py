@@ -75,7 +75,7 @@ def test_the_list_of_commands_has_whole_sentences(call: Call, group: tuple[str, 
     """click cuts at the width of the terminal what is longer, with an ellipsis."""
     monkeypatch.setenv("COLUMNS", "80")
     _, out, err = call(*group, "--help")
-    listed = (out + err).partition("Commands:")[2]
+    listed = (out + err).partition("Commands:" if group else f"{next(iter(cli.GROUPS))}:")[2]
     assert listed and "..." not in listed
 
 
@@ -345,7 +345,7 @@ def test_what_only_programs_start_is_hidden_and_works(call: Call) -> None:
     assert call("--version")[:2] == (0, f"clustertune {__version__}\n")
     code, shown, _ = call("--help")
     listed = set(re.findall(r"^  ([a-z][a-z-]+)  ", shown, re.MULTILINE))
-    assert code == 0 and {"run", "submit", "plan", "doctor"} <= listed
+    assert code == 0 and listed == {name for names in cli.GROUPS.values() for name in names}
     for name in ("job", "node", "part", "train", "torchrun-node"):
         assert name not in listed and call(name, "--help")[0] == 0
 
