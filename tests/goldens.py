@@ -17,7 +17,7 @@ from clustertune.cli.app import app
 from clustertune.cluster.load import load_cluster
 from clustertune.launch.step import EXPORTED
 from clustertune.launch.submit import SCRIPT, split_script
-from clustertune.nccl_check.verdict import page
+from clustertune.nccl_check.link_rules import page
 from clustertune.resolve import show
 from clustertune.resolve.resolve import resolve
 from clustertune.setup.rendered import all_texts

@@ -257,7 +257,7 @@ def train(
     attempt: Annotated[int, typer.Option(min=1, help="Number of this attempt, the same for every rank.")],
     quiet: Annotated[bool, typer.Option("--quiet", help="Write to the log only.")] = False,
 ) -> None:
-    """Train as one rank: what accelerate launch starts."""
+    """Train as one rank: what every launcher starts."""
     RunDir(run_dir).read()
     raise typer.Exit(rank.main(run_dir, attempt, quiet=quiet))
 

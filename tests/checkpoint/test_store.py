@@ -379,7 +379,6 @@ def sealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=300, deadline=None)
 @given(offset=st.integers(0, 10_000), bit=st.integers(0, 7))
 def test_a_flipped_bit_is_seen_or_changes_nothing(sealed: Path, offset: int, bit: int) -> None:
     path = sealed / manifest.MANIFEST

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from clustertune.data import chats as oasst
@@ -190,7 +190,6 @@ def walk(rows: list[Row]) -> dict[str, list[tuple[str, str]]]:
     return result
 
 
-@settings(max_examples=60, deadline=None)
 @given(forests())
 def test_the_walk_equals_the_enumeration_of_all_paths(rows):
     assert walk(rows) == oracle(rows, "en")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from clustertune.check.rule import SCRIPT, checks
@@ -126,7 +126,6 @@ srun_ bash_-c_ $( ` ${ } ) $(( )) " ' \\ | & || [[_ _]] case_x_in esac { f()_{ A
 PIECES = ["\0", "\r\n", "\r", "\ufeff", "\u2028", *(piece.replace("_", " ").replace("@", "\n") for piece in PIECES)]
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.one_of(st.text(max_size=300), st.lists(st.sampled_from(PIECES), max_size=40).map("".join)))
 def test_any_text_is_taken(text: str) -> None:
     """Half a script, another language or a binary: findings or none, in lines that exist, and no exception."""

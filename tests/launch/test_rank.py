@@ -216,7 +216,7 @@ def test_a_training_of_one_rank_sees_one_gpu(
     """Of eight TRL would take all: the layers spread over them, or each batch torn apart by DataParallel."""
     monkeypatch.setattr(os, "environ", {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
 
-    def before_torch(*_: Any) -> bool:
+    def before_torch(*_: Any, **__: Any) -> None:
         raise InterruptedError
 
     monkeypatch.setattr(accelerate_env, "apply", before_torch)

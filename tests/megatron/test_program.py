@@ -20,8 +20,6 @@ from clustertune.checkpoint import store
 from clustertune.data.local_model import make_local_model
 from clustertune.errors import ExitCode, UserError
 from clustertune.export.export import export
-from clustertune.launch import node
-from clustertune.launch.agent import Agent
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.megatron import inputs, program
 from clustertune.megatron.bridge import Bridge
@@ -271,24 +269,6 @@ def planned(run: RunDir) -> RunDir:
     run.attempt(1).mkdir(parents=True)
     AttemptPlan(1, (Node("here", "127.0.0.1"),), 4, environment={"NCCL_DEBUG": "WARN"}).write(run.attempt(1))
     return run
-
-
-def test_a_node_starts_the_ranks_by_torchrun(planned: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those of any other recipe by accelerate."""
-    commands: list[list[str]] = []
-
-    def start(_agent: Agent, command: list[str], **_options: Any) -> ExitCode:
-        commands.append(command)
-        return ExitCode.OK
-
-    monkeypatch.setattr(Agent, "run", start)
-    assert node.main(planned.path, 1, 0, quiet=True) == 0
-    resolved = planned.resolved()
-    other = replace(resolved, recipe=resolved.recipe.model_copy(update={"megatron": None}))
-    planned.update(recipe=other.as_dict(), fingerprint=other.fingerprint())
-    assert node.main(planned.path, 1, 0, quiet=True) == 0
-    assert [command[2] for command in commands] == ["torch.distributed.run", "clustertune.launch.accelerate"]
-    assert commands[0][commands[0].index("--nproc_per_node") + 1] == "4"
 
 
 def test_a_rank_runs_the_program(planned: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

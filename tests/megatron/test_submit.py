@@ -13,7 +13,6 @@ import pytest
 from clustertune.cluster.load import load_cluster
 from clustertune.launch import megatron
 from clustertune.launch.image import Stack
-from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.resolve.resolve import resolve
 from tests.command import REPO, Done, run
 
@@ -46,7 +45,7 @@ def test_what_would_be_done_is_printed(submit: Submit, recipe: str, nodes: int, 
     command, found = done.json["node_command"], done.json["megatron"]
     assert command[0] == "srun" and f"--nodes={nodes}" in command and "/s/m.sif" in command
     assert command[command.index("/s/m.sif") + 1 :][:4] == ["python3", "-m", "clustertune", "node"]
-    assert found["image"] == "/s/m.sif" and found["ranks_command"][:4] == ["python3", "-m", "torch.distributed.run", "--nnodes"]
+    assert found["image"] == "/s/m.sif" and found["ranks_command"][:3] == ["python3", "-m", "clustertune.launch.elastic"]
     assert found["configuration_file"].endswith("/attempts/0001/megatron.json")
     model = found["configuration"]["model"]
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -93,19 +92,6 @@ def test_a_model_too_large_for_its_parts_is_told(submit: Submit) -> None:
     sizes = {"tensor": 4, "pipeline": 1, "virtual_pipeline": "null"}
     done = submit("llama70b-megatron", *(f"megatron.{key}_model_parallel_size={size}" for key, size in sizes.items()))
     assert done.code == 2 and "slurm.nodes" in done.err and "gradients" in done.err
-
-
-@pytest.mark.parametrize("nodes", [1, 8])
-def test_torchrun_parses_the_command(nodes: int) -> None:
-    """Its own parser takes every word."""
-    from torch.distributed.run import get_args_parser
-
-    plan = AttemptPlan(1, tuple(Node(f"n{n}", f"n{n}") for n in range(nodes)), 8)
-    program = ["train", "--run-dir", "/r", "--attempt", "1"]
-    found = get_args_parser().parse_args(megatron.torchrun_command(program, plan, 3 % nodes, "10.0.0.1", 29512)[3:])
-    assert found.nnodes == str(nodes) and found.nproc_per_node == "8" and found.module and found.max_restarts == 0
-    assert (found.training_script, found.training_script_args) == ("clustertune", program) and found.standalone is (nodes == 1)
-    assert nodes == 1 or (found.master_addr, found.master_port) == ("10.0.0.1", 29512)
 
 
 GOOD = {

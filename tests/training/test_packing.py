@@ -32,7 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
 LENGTHS = ((1, 30, 51), (73, 2, 7))
 """Tokens of the conversations in the two packed rows of a micro batch."""
 ROUNDING = {
-    "cpu": {torch.float64: 1e-6, torch.float32: 2e-6, torch.bfloat16: 2e-2},
+    "cpu": {torch.float32: 2e-6, torch.bfloat16: 2e-2},
     "cuda": {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-4},
 }
 """Of logits and gradients, as a share of the largest. (The windowed layers of Gemma compute their scale in float32.)"""
@@ -85,7 +85,7 @@ def compare(packed: PreTrainedModel, single: PreTrainedModel, given: dict[str, A
 
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-ON_CPU = [*((kind, torch.float32) for kind in KINDS), ("gemma3_text", torch.bfloat16), ("mistral", torch.float64)]
+ON_CPU = [*((kind, torch.float32) for kind in KINDS), ("gemma3_text", torch.bfloat16)]
 ON_GPU = [pytest.param(kind, dtype, "cuda", marks=gpu) for kind in KINDS for dtype in ROUNDING["cuda"]]
 
 
@@ -143,13 +143,12 @@ def test_padded_rows_and_generation_are_sdpa() -> None:
     tokens = torch.randint(10, 96, (2, 30))
     left = torch.ones_like(tokens)
     left[0, :9] = 0
-    for kind in ("llama", "mistral"):
-        ours, theirs = (model(kind, attention).eval() for attention in (PACKED, "sdpa"))
-        for mask in (left, left.flip(1), torch.ones_like(tokens), None):
-            one, other = (m(input_ids=tokens, attention_mask=mask).logits for m in (ours, theirs))
-            torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
-        words = {"attention_mask": left, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
-        assert torch.equal(*(m.generate(input_ids=tokens, **words) for m in (ours, theirs)))
+    ours, theirs = (model("mistral", attention).eval() for attention in (PACKED, "sdpa"))
+    for mask in (left, left.flip(1), torch.ones_like(tokens), None):
+        one, other = (m(input_ids=tokens, attention_mask=mask).logits for m in (ours, theirs))
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+    words = {"attention_mask": left, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(*(m.generate(input_ids=tokens, **words) for m in (ours, theirs)))
 
 
 def test_autocast_computes_in_its_type() -> None:
@@ -160,6 +159,7 @@ def test_autocast_computes_in_its_type() -> None:
     assert (found - wanted).abs().max() <= 2e-2 * wanted.abs().max()
 
 
+@pytest.mark.jobs
 def test_the_operation_is_one_for_the_compiler() -> None:
     """What torch asks of an operation with a kernel for CPUs; and a compiled layer has no break and the same numbers."""
     begins = torch.tensor([0, 3, 20, 21, 40], dtype=torch.int32)
@@ -183,7 +183,7 @@ def test_a_saved_model_does_not_name_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "attention"),
-    [("llama", "sdpa"), ("llama", "eager"), ("llama", PACKED), ("mixtral", PACKED), ("gemma3_text", PACKED)],
+    [("llama", "sdpa"), ("llama", PACKED), ("mixtral", PACKED), ("gemma3_text", PACKED)],
 )
 def test_conversations_do_not_see_each_other(kind: str, attention: str) -> None:
     """Mixtures too: torch's grouped product of experts takes no float64. The check leaves the random state as it was."""

@@ -114,7 +114,7 @@ def test_two_ranks_compute_what_one_does(strategy: str, more: list[str], bench: 
     ("strategy", "more"),
     [
         job(SLICED, [*HALF, "lora.lora_dropout=0.1", "activation_checkpointing.ratio=0.5"], id="fsdp2-lora-dropout"),
-        pytest.param(SLICED, [*FULL, *HALF], id="fsdp2-full"),
+        job(SLICED, [*FULL, *HALF], id="fsdp2-full"),
         job("ddp", [], id="ddp-lora"),
     ],
 )
