@@ -16,7 +16,7 @@ from clustertune.cli.app import app
 from clustertune.cluster.schema import ClusterFile
 from clustertune.recipe.schema import Recipe
 from tests.command import REPO
-from tools.pictures import svg
+from tools.pictures import plan, svg
 
 
 def build(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -80,4 +80,9 @@ def test_a_recorded_line_stays_text() -> None:
     assert re.findall(r"animation-delay:([\d.]+)s", picture) == ["0.00", "1.50", "1.50", "1.50"]
     for path in (REPO / "docs" / "pictures").glob("*.svg"):
         text = path.read_text()
-        assert "<script" not in text and text.count("http") == 1, path
+        assert "<script" not in text and not re.search(r"\b(href|src)=|url\(|@import", text), path
+
+
+def test_the_picture_of_the_plan_is_what_plan_prints_today() -> None:
+    """Else the README shows another program: ``make pictures`` writes it anew."""
+    assert (REPO / "docs" / "pictures" / "plan.svg").read_text(encoding="utf-8") == plan()

@@ -70,7 +70,7 @@ def test_every_miss_is_named() -> None:
 
 def test_scores_errors_and_marks() -> None:
     text = show(make_result({"prompt_level_strict_acc": 0.9, "inst_level_strict_acc": 0.1}))
-    rows = {line.split()[3]: line for line in text.splitlines() if "_acc" in line}
+    rows = {line.split()[1]: line for line in text.splitlines() if "_acc" in line}
     assert list(rows) == list(first_task().metrics)
     first, second = rows["prompt_level_strict_acc"], rows["inst_level_strict_acc"]
     assert "0.5000" in first and "below" in first and "passed" in second and "0.0100" in second
