@@ -18,7 +18,7 @@ from clustertune.recipe.schema import Budget
 from clustertune.report import cost, telemetry
 from clustertune.report.content import get
 from clustertune.report.metrics import Metrics, MetricsReader
-from clustertune.report.state import read_stages, state_of
+from clustertune.report.state import evaluation_of, read_stages, state_of
 from clustertune.rundir import RunDir
 
 RECENT = 20
@@ -75,7 +75,9 @@ class RunStatus:
         self.cost = cost.of_run(run.path, document, metrics, measured, now)
         self.title, self.recipe = run.path.resolve().name, get(document, "recipe", "name")
         seen = max((node.last.time for node in measured.values() if node.last), default=0.0)
-        self.state = state_of(read_stages(run, metrics), metrics, self.cost.attempts, now, seen).word
+        self.evaluation = evaluation_of(run, now)
+        """How far the evaluation under way has come; None: there is none."""
+        self.state = state_of(run, read_stages(run, metrics), metrics, self.cost.attempts, now, seen).word
         self.step: int | None = metrics.steps[-1].step if metrics.steps else None
         self.steps = self._steps()
         recent = [record.seconds for record in metrics.steps[-RECENT:] if record.seconds]
@@ -104,6 +106,7 @@ class RunStatus:
         return {
             "state": self.state, "step": self.step, "steps": self.steps, "tokens_per_s": self.tokens_per_s, "mfu": self.mfu,
             "planned_step_s": self.planned_step_s, "step_s": self.step_s, "eta_s": self.eta_s,
+            "evaluation": self.evaluation and vars(self.evaluation),
             "usd": self.cost.training.usd, "kwh": self.cost.training.kwh,
             "nodes": [node.as_dict() for node in self.nodes],
             "alerts": [vars(alert) for alert in self.alerts],

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from clustertune.console import escape
-from clustertune.nccl_check.link_context import COLLECTIVES
+from clustertune.console import escape, make_table
+from clustertune.nccl_check.link_rules import COLLECTIVES
 
 MARKS = {"fail": "FAIL", "warn": "WARN", "unknown": "?", "pass": "pass"}
 STYLES = {"fail": "bold red", "warn": "yellow", "unknown": "dim", "pass": "green"}
@@ -133,10 +133,10 @@ def verdict(document: Mapping[str, Any], console: Console) -> None:
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
     headers = ("scope", "collective", "from", "to", "result")
-    for name in names:
-        table.add_column(name, justify="left" if name in headers else "right", no_wrap=True)
+    table = make_table(*names)
+    for column, name in zip(table.columns, names, strict=True):
+        column.justify = "left" if name in headers else "right"
     for row in rows:
         table.add_row(*(Text(escape(cell), style="bold red" if cell == "WRONG" else "") for cell in row))
     return table

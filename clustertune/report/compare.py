@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from clustertune.console import make_table
 from clustertune.errors import Problem, UserError, collect_problems, raise_if, storing
 from clustertune.report import cost, forms, plots, telemetry
 from clustertune.report.content import dataset_of, get, is_number, model_of
@@ -256,7 +257,8 @@ def _run(path: Path) -> ComparedRun:
     nodes_measured = telemetry.TelemetryReader(path / telemetry.FOLDER).read()
     now = time.time()
     counted = cost.of_run(path, run, metrics, nodes_measured, now)
-    state = state_of(read_stages(RunDir(path), metrics), metrics, counted.attempts, now)
+    folder = RunDir(path)
+    state = state_of(folder, read_stages(folder, metrics), metrics, counted.attempts, now)
     entry.values["status"] = str(state)
     spent, gpu_hours = counted.training, None if counted.on_cpu else counted.training.gpu_hours
     if spent.seconds:
@@ -302,12 +304,9 @@ def cells(found: Comparison) -> list[list[str]]:
 
 def table(found: Comparison) -> Table:
     """For a terminal."""
-    from rich.table import Table
     from rich.text import Text
 
-    made = Table(show_edge=False, header_style="bold")
-    for title in ("", *(entry.name for entry in found.entries)):
-        made.add_column(Text(title), overflow="fold")
+    made = make_table("", *(entry.name for entry in found.entries), text_columns=1 + len(found.entries))
     for row in cells(found):
         made.add_row(*(Text(cell) for cell in row))
     return made

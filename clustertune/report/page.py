@@ -17,7 +17,7 @@ from clustertune.evaluate.scores import BETTER, SAME, WORSE, read_result, shown
 from clustertune.events import read_object
 from clustertune.manifest import MANIFEST, require_whole, write_durably
 from clustertune.nccl_check.link_check import FOLDER, RESULT
-from clustertune.nccl_check.link_records import SCHEMA
+from clustertune.nccl_check.link_measure import SCHEMA
 from clustertune.nccl_check.link_table import pair_rows, result_rows
 from clustertune.report import content, cost, plots, telemetry
 from clustertune.report.content import UNKNOWN, duration, get, moment, number, percent, plain, size
@@ -83,7 +83,7 @@ class _ReportedRun:
         self.cost = cost.of_run(run.path, document, self.metrics, nodes, now)
         self.stages = read_stages(run, self.metrics)
         self.stages.pop(_OWN_STAGE, None)  # it cannot be finished while its page is written
-        self.state = state_of(self.stages, self.metrics, self.cost.attempts, now)
+        self.state = state_of(run, self.stages, self.metrics, self.cost.attempts, now)
         require_whole(run.eval)
         self.scores = _read(read_result, run.eval)
         self.saves = cost.saves_as_dict(document, self.metrics, self.cost.attempts)
@@ -279,7 +279,7 @@ def _data(run: RunDir, meta: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def tone_of(word: str) -> str:
     """How a page shows the word of a :class:`RunState`: ``good``, ``warn`` or ``plain``."""
-    return "warn" if word in BAD else "good" if word in ("training", "trained", "finished") else "plain"
+    return "warn" if word in BAD else "good" if word in ("training", "trained", "evaluating", "finished") else "plain"
 
 
 def training_plots(

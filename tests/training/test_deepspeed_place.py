@@ -49,16 +49,6 @@ def test_a_job_s_own_folder_holds_it(resolved: Resolved, tmp_path: Path, monkeyp
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(job / "extensions") and "DS_ACCELERATOR" not in os.environ
 
 
-def test_without_a_cluster_file_it_says_where(resolved: Resolved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another program's cache folder is not the job's."""
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr("atexit.register", lambda *_, **__: None)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    [note] = deepspeed.set_environment(resolved, "run", cuda=False)
-    assert "storage.scratch" in note and os.environ[PARAM] == str(tmp_path / "clustertune-run" / "swap")
-    assert os.environ["DS_ACCELERATOR"] == "cpu" and "TORCH_EXTENSIONS_DIR" not in os.environ
-
-
 def test_a_disk_that_is_too_small_or_no_folder_is_told_before_the_model_is_loaded(
     resolved: Resolved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,11 +86,3 @@ def test_without_a_gpu_nothing_is_compiled(
     assert config["zero_optimization"]["offload_param"]["device"] == device
     assert config.get("zero_force_ds_cpu_optimizer") is (False if notes else None)
     assert deepspeed.fit_to_cpu(SimpleNamespace(deepspeed_plugin=None)) == []
-
-
-def test_accelerate_fills_the_place_from_these_variables() -> None:
-    """With another name there, "auto" would become a folder called none in each rank's working folder."""
-    import accelerate.utils.dataclasses as module
-
-    text = Path(module.__file__).read_text()
-    assert all(f'"{name}"' in text for name in deepspeed.NVME_VARIABLES.values())
