@@ -22,7 +22,7 @@ from clustertune.recipe import tasks
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
-from clustertune.submission import Submission
+from clustertune.submission import SubmissionPlan, plan_submission
 from tests.command import REPO
 
 
@@ -35,9 +35,9 @@ def recipe(tmp_path: Path) -> Path:
     return tmp_path / "recipes" / "tiny-oasst2"
 
 
-def submitted(recipe: Path, *words: str) -> Submission:
+def submitted(recipe: Path, *words: str) -> SubmissionPlan:
     cluster = str(recipe.parents[1] / "mine.yaml")
-    return Submission.make(str(recipe), list(words), True, cluster, recipe.parents[1] / "run", None, "report")
+    return plan_submission(str(recipe), list(words), True, cluster, recipe.parents[1] / "run", None, "report")
 
 
 def start_job(monkeypatch: pytest.MonkeyPatch, given: allocation.Allocation, *words: Any, **named: Any) -> None:
