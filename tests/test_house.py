@@ -210,6 +210,7 @@ def key_faults(path: str, source: str) -> list[str]:
 SPEAKS_OF_A_TASK = {
     "clustertune/recipe/schema.py": "the default of eval.tasks",
     "clustertune/arguments.py": "a target of make",
+    "clustertune/data/rewards.py": "a reward that is lm-eval's scorer of the task",
 }
 """Besides a task's own folder and ``evaluate/own/NAME.py``."""
 

@@ -16,6 +16,7 @@ from clustertune.plan.memory import COPY_SHARE, host_parts, save_copy
 from clustertune.plan.schedule import Schedule, schedule
 from clustertune.plan.step import LAUNCHING, Step, flops, step
 from clustertune.plan.strategy import ModelShape, Strategy, strategy
+from clustertune.recipe.native_rules import row_tokens
 from clustertune.recipe.parameters import KNOWN, adapted_experts, count, lora_parameter_count
 from clustertune.resolve.distribution import Distribution
 from clustertune.resolve.resolved import Resolved
@@ -85,7 +86,7 @@ class Plan(Footprint):
         """Share of the computed tokens that are tokens of a conversation."""
         if self.lengths is None or self.strategy.packing:
             return 1.0
-        longest = int(self.resolved.train_args["max_length"])
+        longest = int(row_tokens(self.resolved.train_args))
         return min(1.0, self.lengths.mean(longest) / self.strategy.sequence)
 
     def utilisation(self, *, hardware: bool) -> float:

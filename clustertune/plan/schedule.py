@@ -17,6 +17,7 @@ from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.step import micro_batch, traffic
 from clustertune.plan.strategy import ModelShape
+from clustertune.recipe.native_rules import row_tokens
 from clustertune.recipe.schema import parse_minutes, seconds_of
 from clustertune.resolve.resolved import Resolved
 
@@ -70,7 +71,7 @@ class PackedRows:
 
 def rows(resolved: Resolved, lengths: Lengths | None) -> PackedRows:
     """How many sequences training and one evaluation have."""
-    data, longest = resolved.recipe.data, resolved.train_args["max_length"]
+    data, longest = resolved.recipe.data, row_tokens(resolved.train_args)
     counts = data.expect
     if counts is None or counts.train is None:
         return PackedRows(
@@ -104,7 +105,7 @@ def tokens_to_prepare(resolved: Resolved) -> float | None:
     found, lengths = resolved.recipe.data.expect, known_lengths(resolved)
     if found is None or found.train is None or resolved.recipe.megatron is not None:
         return None
-    longest = resolved.train_args["max_length"]
+    longest = row_tokens(resolved.train_args)
     each = 2 if resolved.is_dpo else 1
     return (found.train + (found.eval or 0)) * each * (lengths.mean(10**9) if lengths else float(longest))
 

@@ -15,6 +15,7 @@ from clustertune.errors import Problem, raise_if
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
 from clustertune.recipe.counted import LayerKind, ParameterCount
+from clustertune.recipe.native_rules import row_tokens
 from clustertune.recipe.quantization import Quantized
 from clustertune.resolve import kernels
 from clustertune.resolve.distribution import Distribution
@@ -337,7 +338,7 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
 
 def _sequence(args: Mapping[str, Any]) -> int:
     """Tokens of a row: packed rows have this length, padded ones at most."""
-    return int(args["max_length"])
+    return int(row_tokens(args))
 
 
 def _recomputation_notes(resolved: Resolved) -> list[str]:
