@@ -45,8 +45,8 @@ def watch(
 ) -> None:
     """Follow a run: step, speed, time and money, GPUs, alerts.
 
-    Shows speed against the plan, remaining time and money, and stragglers. Ends with the training. --json prints one
-    document; what this machine cannot find out is null.
+    Shows speed against the plan, remaining time and money, stragglers, and how far an evaluation has come. Ends with the
+    training or the evaluation. --json prints one document; what this machine cannot find out is null.
     """
 
     watcher = statuses.Watcher(_find(run))
@@ -61,7 +61,7 @@ def watch(
         if console.stderr.is_terminal and not once:
             console.stderr.clear()
         console.stderr.print(page.text(status), markup=False, highlight=False, soft_wrap=True)
-        if once or status.state not in ("waiting", "training"):
+        if once or status.state not in page.UNDER_WAY:
             return
         time.sleep(EVERY_SECONDS)
 

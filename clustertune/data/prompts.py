@@ -1,126 +1,253 @@
-"""Prompts that a model answers itself: what ``prepare`` asks of them, and the rows that ``GRPOTrainer`` draws."""
+"""A file of one's own prompts to evaluate with: plain ones, or conversations whose last answer is held out, and rules.
+
+Rows are those that the training reads (:mod:`clustertune.data.chats`), with or without an answer, and text files with a prompt
+a line. Beside it a row may say how an answer is judged: ``contains``, ``regex`` or ``json_schema``.
+"""
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from clustertune.bounded import StandingChild, allow
+from clustertune.data import chats
+from clustertune.data.rows import KINDS, KNOWN, BadRow, RowLocation, kind_of, read_file
+from clustertune.errors import Problem, UserError, raise_if
+from clustertune.manifest import hash_file
+from clustertune.recipe.tasks import with_rows
 
-from clustertune.data import tokens
-from clustertune.data.chats import kind_of_prompt
-from clustertune.data.prepare import SPLITS
-from clustertune.data.rewards import Rewards, lacking
-from clustertune.errors import Problem, UserError
-from clustertune.recipe.native_rules import MAX_PROMPT
-from clustertune.recipe.schema import Reward
-from clustertune.resolve.resolved import Resolved
-
-SHOWN = 20
-"""Problems that one message lists."""
-TRIED = 64
-"""Rows with a good answer by which a reward is tried."""
-REFERENCE = "reference"
-"""The column with a good answer; ``exact_match`` has its own."""
-
-
-def read(dataset: Path, split: str) -> list[dict[str, Any]]:
-    """The rows of a split in the order of the file: ``prompt``, ``columns``, ``source``."""
-    with (dataset / f"{split}.jsonl").open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+RULES = ("contains", "regex", "json_schema")
+"""Columns that say what an answer must be: text or texts that stand in it, a pattern that ``re.search`` finds in it, a schema
+that it is JSON of."""
+ANSWER = "answer"
+"""Beside ``prompt``, another name of TRL's ``completion``."""
+_READ = KNOWN | {ANSWER, *RULES}
+JUDGE_SECONDS, JUDGE_MEMORY = 5.0, 1 << 30
+"""For one answer, of CPU time; and bytes. A foreign pattern can go back again and again for years."""
+FORM = "a row has prompt, or messages; where there is one, completion (the answer); and contains, regex or json_schema"
+_ROWS = (("messages", "messages"), ("conversations", "sharegpt"), ("instruction", "alpaca"))
+"""The column by which another format is known."""
+_HELD = "\N{BULLET}"
+"""Stands for the answer where a row has none: the formats demand one."""
 
 
-def check(dataset: Path, resolved: Resolved) -> None:
-    """Refuse rows that a reward could not judge, prompts that are too long or too few, and rewards that cannot tell a good
-    answer from a bad one.
+@dataclass(frozen=True)
+class OwnPrompt:
+    """One row."""
 
-    Of a data set whose tokens are made. Raises UserError.
-    """
-    args, steps = resolved.train_args, resolved.train_args.get("steps_per_generation")
-    micro = int(args["per_device_train_batch_size"]) * resolved.data_parallel_size
-    generated = int(resolved.recipe.train["global_batch_size"]) if steps is None else micro * int(steps)
-    with Rewards(resolved.recipe.reward or (), resolved.reward_code) as rewards:
-        _check(dataset, rewards, args, generated)
+    line: int
+    """Of the file, from 1."""
+    messages: list[dict[str, Any]]
+    """What the model is given; the last message is the user's, or a tool's."""
+    answer: str | None
+    """What is held out; None: nothing."""
+    rules: dict[str, Any] = field(default_factory=dict)
+    """Of :data:`RULES`, those that the row has."""
 
-
-def _check(dataset: Path, rewards: Rewards, train_args: Mapping[str, Any], generated: int) -> None:
-    """``generated``: completions that are generated at a time, over all ranks."""
-    problems: list[Problem] = []
-    rows = {split: read(dataset, split) for split in SPLITS}
-    for split in SPLITS:
-        lengths = np.load(dataset / tokens.FOLDER / f"{split}.index.npy", mmap_mode="r")["length"]
-        for row, length in zip(rows[split], lengths, strict=True):
-            problems += _problems(row, int(length), rewards.rewards, train_args)
-    if len(problems) > SHOWN:
-        more = f"{len(problems) - SHOWN:,} more problems of this kind"
-        problems = [*problems[:SHOWN], Problem(more, file=str(dataset))]
-    prompts = generated // int(train_args["num_generations"])
-    if len(rows["train"]) < prompts:
-        text = f"{len(rows['train'])} prompts to train on, and {prompts} are answered at a time"
-        fix = "a smaller train.global_batch_size or steps_per_generation, a larger train.num_generations, or more prompts"
-        problems.append(Problem(text, file=str(dataset), key="train.num_generations", fix=fix))
-    if problems:
-        raise UserError(problems)
-    for reward, text in find_blind(rows["train"] + rows["eval"], rewards):
-        fix = "look at the reward and at the rows' references: training would follow noise"
-        problems.append(Problem(text, file=str(dataset), key=f"reward.{reward.name}", fix=fix))
-    if problems:
-        raise UserError(problems)
+    @property
+    def judged_by(self) -> dict[str, Any]:
+        """The rules, else the answer itself: ``exact_match``. Empty: the row only asks for an answer."""
+        return self.rules or ({} if self.answer is None else {"exact_match": self.answer})
 
 
-def _problems(
-    row: Mapping[str, Any], length: int, rewards: Sequence[Reward], train_args: Mapping[str, Any]
-) -> Iterator[Problem]:
-    where = f"{row['source']['file']}:{row['source']['row']}"
-    if length > train_args[MAX_PROMPT]:
-        fix = f"shorten it, leave it out, or train.{MAX_PROMPT}={length}"
-        yield Problem(f"{length} tokens, and {MAX_PROMPT} is {train_args[MAX_PROMPT]}", file=where, key="prompt", fix=fix)
-    for reward in rewards:
-        yield from (Problem(text, file=where, key=key, fix=what) for key, text, what in lacking(reward, row["columns"]))
+@dataclass(frozen=True)
+class OwnPrompts:
+    """All rows of a file, each of a good form."""
+
+    file: Path
+    sha256: str
+    rows: list[OwnPrompt]
+    unused: list[str]
+    """Columns that are not read."""
 
 
-def find_blind(rows: Sequence[Mapping[str, Any]], rewards: Rewards) -> Iterator[tuple[Reward, str]]:
-    """Rewards that give the rows' own good answers no more, on average, than an empty one, and no more than another row's."""
-    for at, reward in enumerate(rewards.rewards):
-        exact = reward.function == "exact_match" and "extract" not in reward.options
-        column = str(reward.options.get("column", "answer")) if exact else REFERENCE
-        some = [row for row in rows if isinstance(row["columns"].get(column), str)][:TRIED]
-        if len(some) < 2:
+def read_prompts(path: Path, key: str) -> OwnPrompts:
+    """Raises UserError with every bad row (``file:line``) and what to write instead. ``key``: what named the file."""
+    if not path.is_file():
+        text = "is a folder, not a file" if path.is_dir() else "no such file"
+        raise UserError(text, file=str(path), key=key, fix="name a file of prompts: .jsonl, .csv, .txt, ...")
+    if kind_of(path.name) == ("", ""):
+        raise UserError("no file of a known kind", file=str(path), key=key, fix=f"known are {', '.join(KINDS)}")
+    found, problems, unused = list[OwnPrompt](), list[Problem](), set[str]()
+    with Judge() as judge:
+        for at, row in _rows(path, unused):
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                prompt = _read(row, at.line)
+            except BadRow as bad:
+                problems.append(Problem(f"{bad.reason}: {bad.detail}", f"{path}:{at.line}", fix=FORM))
+                continue
+            problems += [Problem(text, f"{path}:{at.line}", column, fix) for column, text, fix in _check_rules(prompt, judge)]
+            found.append(prompt)
+    if not found and not problems:
+        problems.append(Problem("holds no prompts", file=str(path), key=key, fix=FORM))
+    for name in sorted(unused):
+        if close := difflib.get_close_matches(name.lower(), (ANSWER, *RULES), n=1, cutoff=0.8):
+            problems.append(Problem(f"column {name!r} is not read", file=str(path), key=name, fix=f"did you mean {close[0]}?"))
+    raise_if(problems)
+    return OwnPrompts(path, hash_file(path).sha256, found, sorted(unused))
+
+
+def are_own(path: Path, tasks: Iterable[str]) -> bool:
+    """Whether a file holds one's own prompts, and no rows of a task among ``tasks``, by the columns of its first row."""
+    columns = {column for task in with_rows(tasks).values() for column in task.columns} - _READ
+    unused = set[str]()
+    try:
+        for _ in itertools.islice(_rows(path, unused), 20):
+            pass
+    except (UserError, OSError):
+        return True
+    return not columns & unused
+
+
+def _rows(path: Path, unused: set[str]) -> Iterator[tuple[RowLocation, dict[str, Any] | BadRow]]:
+    """The records of a file; of a text file one prompt a line."""
+    place = RowLocation(path.name, 0)
+    for at, row in read_file(lambda: path.open("rb"), place, str(path), _READ, unused=unused):
+        if kind_of(path.name)[0] == ".txt" and not isinstance(row, BadRow):
+            lines = enumerate(str(row["text"]).splitlines(), start=1)
+            yield from ((RowLocation(path.name, number), {"prompt": line}) for number, line in lines if line.strip())
             continue
-        good = [row["columns"][column] for row in some]
-        answers = {"good": good, "others'": [*good[1:], good[0]], "empty": [""] * len(some)}
-        scores = {name: _mean(rewards, at, some, texts) for name, texts in answers.items()}
-        if scores["good"] <= min(scores["others'"], scores["empty"]):
-            told = ", ".join(f"{value:.3f} for {name} answers" for name, value in scores.items())
-            yield reward, f"{reward.name} cannot tell good answers from bad ones: {told}, on average over {len(some)} rows"
+        unused |= row.keys() - _READ if isinstance(row, dict) else set()
+        yield at, row
 
 
-def _mean(rewards: Rewards, at: int, rows: Sequence[Mapping[str, Any]], answers: Sequence[str]) -> float:
-    found = rewards.judge([row["prompt"] for row in rows], answers, [row["columns"] for row in rows])[at]
-    return sum(value or 0.0 for value in found) / len(found)
+def _read(row: Mapping[str, Any], line: int) -> OwnPrompt:
+    """A row's messages, answer and rules. Raises BadRow."""
+    given = {name: value for name, value in row.items() if value not in (None, "", [], {})}  # tables have empty cells
+    if given.get("tools"):
+        raise BadRow("unused-column", "tools: an evaluation shows the model no tools")
+    if "prompt" in given:
+        if ANSWER in given and "completion" in given:
+            raise BadRow("two-answers", "completion and answer are two names of one thing: leave one out")
+        answer = given.get("completion", given.get(ANSWER))
+        example = chats.read("prompt-completion", {"prompt": given["prompt"], "completion": answer or _HELD})
+        messages, last = example["prompt"], example["completion"]
+    else:
+        name = next((form for column, form in _ROWS if column in given), None)
+        if name is None:
+            raise BadRow("wrong-column", f"has {', '.join(map(str, given)) or 'no columns'}, and neither prompt nor messages")
+        messages, last, answer = _split(name, given)
+    if len(last) != 1 or (answer and not last[0]["content"]):
+        raise BadRow("wrong-turn", "the answer that is held out must be one message with a text")
+    rules = {rule: given[rule] for rule in RULES if rule in given}
+    return OwnPrompt(line, messages, str(last[0]["content"]) if answer else None, rules)
 
 
-def as_dataset(dataset: Path, split: str) -> Any | None:
-    """The rows of a split as a ``datasets.Dataset`` for ``GRPOTrainer``; None where there is none.
+def _split(name: str, row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Any]:
+    """Of a row that holds a conversation: the messages before the answer, the answer, and whether it is the row's own."""
+    if name == "alpaca":
+        answer: Any = row.get("output", row.get(ANSWER))
+        turns = chats.read(name, {**row, "output": answer or _HELD})["messages"]
+        return turns[:-1], turns[-1:], answer
+    try:
+        turns = chats.read(name, row)["messages"]
+        return turns[:-1], turns[-1:], True
+    except BadRow as bad:
+        if bad.reason != "unanswered":
+            raise
+    column, more = {
+        "messages": ("messages", {"role": "assistant", "content": row.get(ANSWER) or _HELD}),
+        "sharegpt": ("conversations", {"from": "gpt", "value": row.get(ANSWER) or _HELD}),
+    }[name]
+    given = json.loads(row[column]) if isinstance(row[column], str) else row[column]
+    turns = chats.read(name, {**row, column: [*given, more]})["messages"]
+    return turns[:-1], turns[-1:], row.get(ANSWER)
 
-    ``prompt``, and for the rewards ``columns``, ``row`` (its number) and ``kind``. Rows stay JSON until they are drawn: an
-    Arrow struct would fill keys that other rows have with null.
-    """
-    import datasets
 
-    lines = [json.dumps(row) for row in read(dataset, split)]
-    if not lines:
-        return None
+def _check_rules(prompt: OwnPrompt, judge: Judge) -> Iterator[tuple[str, str, str]]:
+    """Column, what is wrong with its rule, and what to do; also where the row's own answer does not keep it."""
+    rules, wrong = prompt.rules, False
+    texts = rules.get("contains", "")
+    if not isinstance(texts, str) and not (isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)):
+        wrong = True
+        yield "contains", "is neither a text nor a list of texts", "write the text that must stand in the answer"
+    if "regex" in rules:
+        try:
+            re.compile(rules["regex"])
+        except (re.error, TypeError, RecursionError, OverflowError) as error:
+            wrong = True
+            yield (
+                "regex",
+                f"is no pattern of Python's re: {error}",
+                "a sign such as ( or + is written \\( or \\+ if it is meant",
+            )
+    if "json_schema" in rules and (schema_fault := _wrong_schema(rules["json_schema"])):
+        wrong = True
+        yield "json_schema", *schema_fault
+    if wrong or prompt.answer is None:
+        return
+    for rule, expected in rules.items():
+        if (keeps := judge(rule, expected, prompt.answer)) is not True:
+            text = "the row's own answer does not keep this rule" if keeps is False else "does not come to an end on the answer"
+            yield rule, text, "change one of the two" if keeps is False else "write a pattern without nested repetition"
 
-    def decode(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        rows = [json.loads(line) for line in batch["line"]]
-        return {
-            "prompt": [row["prompt"] for row in rows],
-            "columns": [row["columns"] for row in rows],
-            "row": list(batch["row"]),
-            "kind": [kind_of_prompt(row) for row in rows],
-        }
 
-    return datasets.Dataset.from_dict({"line": lines, "row": list(range(len(lines)))}).with_transform(decode)
+def _wrong_schema(schema: Any) -> tuple[str, str] | None:
+    """What is wrong with a JSON schema, and what to do; None: nothing."""
+    if find_spec("jsonschema") is None:
+        return "the package jsonschema is not installed", "pip install jsonschema, or use contains or regex"
+    import jsonschema
+
+    try:
+        found = json.loads(schema) if isinstance(schema, str) else schema
+        jsonschema.validators.validator_for(found).check_schema(found)
+    except (ValueError, RecursionError) as error:
+        return f"is not JSON: {error}", "write a JSON object, or a text that holds one"
+    except (jsonschema.SchemaError, AttributeError, TypeError) as error:
+        return f"is no JSON schema: {str(error).partition(chr(10))[0]}", 'for example {"type": "object", "required": ["name"]}'
+    return None
+
+
+class Judge:
+    """Whether answers keep rules; each is judged in a child that ends at a limit of CPU time. Use as a context."""
+
+    def __init__(self) -> None:
+        self._child: StandingChild | None = None
+
+    def __enter__(self) -> Judge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._child is not None:
+            self._child.close()
+
+    def __call__(self, rule: str, expected: Any, answer: str) -> bool | None:
+        """Whether an answer keeps a rule; None where that cannot be said within :data:`JUDGE_SECONDS`."""
+        if rule == "exact_match":
+            return answer.strip() == str(expected).strip()
+        if rule == "contains":
+            return all(text in answer for text in ([expected] if isinstance(expected, str) else expected))
+        if self._child is None or self._child.ended:
+            self._child = StandingChild(_judge, JUDGE_MEMORY)
+        found = self._child.ask({"rule": rule, "expected": expected, "answer": answer}).found
+        return None if found is None else bool(found["keeps"])
+
+
+def _judge(work: Any) -> dict[str, Any]:
+    """Of a regular expression or a JSON schema; in a child."""
+    if work["rule"] == "regex":
+        allow(JUDGE_SECONDS)
+        return {"keeps": re.search(work["expected"], work["answer"]) is not None}
+    import jsonschema
+    from referencing import Registry
+
+    allow(JUDGE_SECONDS)
+    schema = json.loads(work["expected"]) if isinstance(work["expected"], str) else work["expected"]
+    try:
+        value = json.loads(work["answer"])
+        # An empty registry: a schema that refers to an address is not fetched.
+        jsonschema.validators.validator_for(schema)(schema, registry=Registry()).validate(value)
+    except (ValueError, RecursionError, jsonschema.ValidationError):
+        return {"keeps": False}
+    except Exception:  # a reference to nothing
+        return {"keeps": False}
+    return {"keeps": True}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from clustertune.data import prompts, tokens
+from clustertune.data import rollout_rows, tokens
 from clustertune.data.tokens import LABEL
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import MANIFEST, find_problems, read_manifest
@@ -116,7 +116,7 @@ def load(folder: Path, dataset: Path, tokenizer: Any, train_args: Mapping[str, A
         text = f"the tokens were made with another {', '.join(differ) or 'form'} than the recipe and this machine have"
         raise UserError(text, file=str(folder / MANIFEST), key="made_from", fix=again)
     if found["rows"].get("prompts"):
-        return prompts.as_dataset(dataset, "train"), prompts.as_dataset(dataset, "eval")
+        return rollout_rows.as_dataset(dataset, "train"), rollout_rows.as_dataset(dataset, "eval")
     train, held_out = (Sequences(folder, split) for split in ("train", "eval"))
     if not len(train):
         text = "no row to train on: no conversation keeps a label within train.max_length"

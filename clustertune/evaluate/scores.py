@@ -13,15 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.recipe.schema import Eval
+from clustertune.recipe.schema import OWN_PROMPTS, Eval
 from clustertune.recipe.tasks import find_task
 
 RESULT = "results.json"
 """What an evaluation was called while there was one task."""
 
 
-def clustered_stderr(followed: Sequence[Sequence[bool]]) -> float | None:
-    """Standard error of the share of followed instructions; one inner sequence per prompt. None for fewer than two prompts.
+def clustered_stderr(followed: Sequence[Any]) -> float | None:
+    """Standard error of a ratio over prompts, such as the share of followed instructions: one value per prompt, of a form that
+    :func:`pair` reads. None for fewer than two prompts.
 
     The instructions of one prompt are judged on one answer and are not independent, so that the binomial formula is too
     small. Cluster-robust: sqrt(n/(n-1) * sum_i (x_i - p*m_i)^2) / sum_i m_i over n prompts with x_i of m_i followed
@@ -30,9 +31,10 @@ def clustered_stderr(followed: Sequence[Sequence[bool]]) -> float | None:
     prompts = len(followed)
     if prompts < 2:
         return None
-    total = sum(len(items) for items in followed)
-    share = sum(sum(items) for items in followed) / total
-    spread = sum((sum(items) - share * len(items)) ** 2 for items in followed)
+    pairs = [found for items in followed if (found := pair(items))]
+    total = math.fsum(count for _, count in pairs)
+    share = math.fsum(value for value, _ in pairs) / total
+    spread = math.fsum((value - share * count) ** 2 for value, count in pairs)
     return math.sqrt(prompts / (prompts - 1) * spread) / total
 
 
@@ -217,11 +219,14 @@ def interval(base: Any, tuned: Any, *, higher_is_better: bool = True) -> dict[st
 
 
 def pair(value: Any) -> tuple[float, float] | None:
-    """A document's value of a metric as (sum, judgements); None where it is not a number nor a list of them."""
+    """A document's value of a metric as (sum, judgements); None where it is not a number, a list of them, nor
+    ``{"sum", "of"}``."""
     if isinstance(value, bool | int | float):
         return float(value), 1.0
     if isinstance(value, list) and value and all(isinstance(item, bool | int | float) for item in value):
         return float(sum(value)), float(len(value))
+    if isinstance(value, Mapping) and value.keys() == {"sum", "of"}:
+        return float(value["sum"]), float(value["of"])
     return None
 
 
@@ -254,7 +259,7 @@ def compare(base: Mapping[str, Any], tuned: Mapping[str, Any], members: Mapping[
             if abs(row["tuned"] - scores[key]) > 1e-6:  # another aggregation than the mean: perplexity, F1 over all
                 continue
             found.setdefault(name, {})[key] = row
-            if name not in members and not any(changed.get(name, {}).values()):
+            if name not in (*members, OWN_PROMPTS) and not any(changed.get(name, {}).values()):
                 changed[name] = _changed(places, before, after, metric, higher)
     return {"paired": found, "changed": changed}
 

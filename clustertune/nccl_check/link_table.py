@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clustertune.console import escape
-from clustertune.nccl_check.link_context import COLLECTIVES
+from clustertune.nccl_check.link_rules import COLLECTIVES
 
 MARKS = {"fail": "FAIL", "warn": "WARN", "unknown": "?", "pass": "pass"}
 STYLES = {"fail": "bold red", "warn": "yellow", "unknown": "dim", "pass": "green"}

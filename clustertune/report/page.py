@@ -17,8 +17,8 @@ from clustertune.evaluate.scores import BETTER, SAME, WORSE, read_result, shown
 from clustertune.events import read_object
 from clustertune.manifest import MANIFEST, require_whole, write_durably
 from clustertune.nccl_check.link_check import FOLDER, RESULT
-from clustertune.nccl_check.link_context import COLLECTIVES
-from clustertune.nccl_check.link_records import SCHEMA
+from clustertune.nccl_check.link_measure import SCHEMA
+from clustertune.nccl_check.link_rules import COLLECTIVES
 from clustertune.nccl_check.link_table import nominal_of, pair_rows, result_rows, show_size
 from clustertune.report import content, cost, plots, telemetry
 from clustertune.report.content import UNKNOWN, duration, get, moment, number, percent, plain, size

@@ -11,8 +11,8 @@ import pytest
 
 from clustertune.data import prepare as conversations
 from clustertune.data import rewards as rewards_module
-from clustertune.data.prompts import find_blind, read
 from clustertune.data.rewards import Rewards, lacking
+from clustertune.data.rollout_rows import find_blind, read
 from clustertune.manifest import read_manifest
 from clustertune.recipe.schema import Data, Reward
 from tests.command import REPO, run

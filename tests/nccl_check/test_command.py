@@ -13,7 +13,7 @@ from clustertune.cli.app import app
 from clustertune.cluster.load import load_cluster
 from clustertune.errors import UserError
 from clustertune.nccl_check.link_check import not_judged
-from clustertune.nccl_check.link_schedule import MARGIN_SECONDS
+from clustertune.nccl_check.link_measure import MARGIN_SECONDS
 from clustertune.nccl_check.link_table import parse_size, show_size
 from tests.command import REPO, Done, run
 from tests.nccl_check.command_line import command_line, program
@@ -119,11 +119,11 @@ def test_a_dry_run_shows_environment_and_command(tmp_path: Path) -> None:
     done = run("nccl-check", "--backend", "gloo", "--out", tmp_path / "new", "--dry-run")
     assert done.code == 0
     assert "PYTHONNOUSERSITE=1" in done.out
-    assert "-m clustertune.nccl_check.link_node" in done.out
+    assert "-m clustertune.nccl_check.link_measure" in done.out
     assert not (tmp_path / "new").exists()
     as_json = json.loads(CliRunner().invoke(app, ["nccl-check", "--backend", "gloo", "--dry-run", "--json"]).stdout)
     assert as_json["setup"]["backend"] == "gloo"
-    assert as_json["command"][1:3] == ["-m", "clustertune.nccl_check.link_node"]
+    assert as_json["command"][1:3] == ["-m", "clustertune.nccl_check.link_measure"]
 
 
 def test_the_margin_is_told() -> None:

@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding
 from clustertune.cli.app import app
 from clustertune.nccl_check import nccl_log
+from clustertune.nccl_check.link_rules import headline_of, judge, judge_log, page
 from clustertune.nccl_check.nccl_log import Log, LoggedDevice, Record, read, records
-from clustertune.nccl_check.verdict import headline_of, judge, judge_log, page
 from tests.command import run
 from tests.nccl_check.log_maker import PREFIXES, Job, lines, text
 
@@ -199,7 +199,6 @@ PIECES_LIST = [p.replace("_", " ").replace("@", "\n").replace("~", "_") for p in
 ODD = ["\r", "\x1b[1m", "\0", "\u2028", "\ud800"]
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.one_of(st.text(max_size=300), st.lists(st.sampled_from([*PIECES_LIST, *ODD]), max_size=40).map("".join)))
 def test_any_text_is_read(anything: str) -> None:
     """Files come from anybody: a reader that fails says nothing about the other ranks' logs either."""

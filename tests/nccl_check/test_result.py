@@ -15,7 +15,7 @@ from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
 from clustertune.nccl_check import link_check as check
 from clustertune.nccl_check import link_table as table
-from clustertune.nccl_check.link_records import SCHEMA
+from clustertune.nccl_check.link_measure import SCHEMA
 from clustertune.plan.machine import machine as planned_machine
 from clustertune.plan.measured import find_measured, read_measured
 from clustertune.report import page

@@ -16,8 +16,8 @@ import pytest
 
 from clustertune.check.rule import EXIT
 from clustertune.cluster.load import load_cluster
-from clustertune.nccl_check import link_check, link_records
-from clustertune.nccl_check.link_schedule import SCOPES, CheckOptions
+from clustertune.nccl_check import link_check
+from clustertune.nccl_check.link_measure import SCOPES, CheckOptions
 from clustertune.testbed.cluster import enter
 from clustertune.testbed.files import SUBNET
 from tests.command import REPO
@@ -54,7 +54,7 @@ def check(
     began = time.monotonic()
     part = link_check.measure(target, options, folder / f"out-{len(list(folder.iterdir()))}")
     document = link_check.document(target, options, part, time.monotonic() - began)
-    link_check.judge(document, cluster, link_records.logs(part))
+    link_check.judge(document, cluster, part.logs())
     if not link_check.not_kept(document, cluster):
         link_check.keep(document, cluster)
     return document, EXIT[document["verdict"]["status"]]

@@ -20,8 +20,7 @@ from clustertune.cli import nccl_check
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.allocation import Allocation
 from clustertune.nccl_check import link_check as check
-from clustertune.nccl_check import link_records
-from clustertune.nccl_check.link_schedule import CheckOptions
+from clustertune.nccl_check.link_measure import CheckOptions, CheckRecords
 from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO, events, run
 from tests.folders import program
@@ -233,12 +232,12 @@ def test_only_ranks_that_all_waited_show_that_a_link_is_dead(
         files.say(rank, "start", rank=rank, pid=1)
     for rank in early:
         files.say(rank, "hung", step=0, seconds=start_seconds)
-    found = link_records.read_records(tmp_path, wanted).inconclusive
+    found = CheckRecords(tmp_path, wanted).inconclusive
     assert found.count(word) == 1 if word else found == "", found
     if not word:
         return
     files.node(1, [], problems=["there is no interface eth0"])
-    assert link_records.read_records(tmp_path, wanted).inconclusive == "", "the node says what is wrong with it"
+    assert CheckRecords(tmp_path, wanted).inconclusive == "", "the node says what is wrong with it"
 
 
 @pytest.mark.parametrize("seconds", [10, 30, 120, 3600])

@@ -12,7 +12,7 @@ from peft import LoraConfig
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from clustertune.data import prompts
+from clustertune.data import rollout_rows
 from clustertune.data.rewards import Rewards
 from clustertune.errors import ExitCode
 from clustertune.export.whole import export_either
@@ -65,7 +65,7 @@ def trl(path: Path, folder: Path) -> list[list[float]]:
             model=str(base),
             reward_funcs=rewards.judges,
             args=GRPOConfig(output_dir=str(folder), reward_weights=[1.0, 0.5], **values),
-            train_dataset=prompts.as_dataset(path / "data", "train"),
+            train_dataset=rollout_rows.as_dataset(path / "data", "train"),
             processing_class=AutoTokenizer.from_pretrained(base),
             peft_config=LoraConfig(**stated.lora) if stated.lora else None,
         )
