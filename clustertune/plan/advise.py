@@ -305,6 +305,7 @@ def _spent(one: Step) -> str:
         "exposed communication": one.exposed.value,
         "an idle pipeline": one.bubble.value,
         "the optimizer": one.optimizer.value,
+        "generating answers": one.generation.value if one.generation else 0.0,
     }
     name, value = max(parts.items(), key=lambda item: item[1])
     text = f"{value / one.seconds:.0%} {name}"

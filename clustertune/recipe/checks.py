@@ -712,7 +712,7 @@ def _context(size: int, train: Mapping[str, Any], architecture: Mapping[str, Any
             fix = f"train.{key}=false, or cp size 1" if "packing" in key else "leave it out, or use cp size 1"
             yield ("train", key), f"{show_value(train[key])}: {what}", fix
     if architecture is not None:
-        length = train["max_length"]
+        length = native_rules.row_tokens(train)
         yield from ((_mesh("cp"), text, fix) for text, fix in _split_attention(size, length, architecture))
 
 

@@ -181,7 +181,7 @@ class _Resolution:
             if reward.name not in functions:
                 text = f"has no function {reward.name}"
                 fix = f"it has {', '.join(functions)}" if functions else "def it there, as TRL's reward functions are"
-                raise UserError(Problem(text, file=named, key=f"reward[{at}]", fix=fix))
+                raise UserError(Problem(text, file=named, key=f"reward.{at}", fix=fix))
             self.reward_code[reward.module] = text
 
     def _read_distribution(self, folder: Path, shown: str) -> None:
