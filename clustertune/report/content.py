@@ -13,12 +13,10 @@ from typing import Any
 
 from clustertune.errors import ExitCode
 from clustertune.evaluate import scores as evaluation
-from clustertune.report.metrics import Metrics
+from clustertune.report.metrics import WARM_UP, Metrics
 
 Row = list[str]
 
-WARM_UP = 2
-"""First steps that hold compilation and first connections."""
 FORECAST = {
     "step_s": "seconds of a step",
     "tokens_per_s": "tokens per second",
@@ -34,13 +32,6 @@ _ENDS = {
     int(ExitCode.STORAGE): "stopped: storage",
     int(ExitCode.AGAIN): "interrupted, saved, continues with the same command",
     int(ExitCode.STOP): "stopped: loss or gradient norm not finite",
-}
-
-
-_BADGES = {
-    int(ExitCode.OK): {"text": "trained", "tone": "good"},
-    int(ExitCode.AGAIN): {"text": "interrupted", "tone": "plain"},
-    int(ExitCode.STOP): {"text": "stopped: not finite", "tone": "warn"},
 }
 
 
@@ -105,19 +96,6 @@ def on_cpu(document: Mapping[str, Any]) -> bool:
         return bool(device == "cpu")
     gpus = ("distributed", "gpu0"), ("host", "gpus"), ("cluster", "compute", "gpu")
     return not any(get(document, *keys) for keys in gpus)
-
-
-def status_of(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """One word for the whole run, and its tone (``good``, ``warn``, ``plain``)."""
-    failed = [name for name, record in stages.items() if record.get("status") == "failed"]
-    if failed and failed[-1] != "train":
-        return {"text": f"{failed[-1]} failed", "tone": "warn"}
-    if not failed and get(stages, "eval", "status") in ("done", "reused"):
-        return {"text": "finished", "tone": "good"}
-    code = metrics.attempts[-1].exit_code if metrics.attempts else None
-    if code is not None:
-        return _BADGES.get(code, {"text": f"training failed, exit {code}", "tone": "warn"})
-    return {"text": "train failed", "tone": "warn"} if failed else {"text": "unfinished", "tone": "plain"}
 
 
 def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any, trained: Any) -> list[dict[str, str]]:
@@ -236,7 +214,8 @@ def forecast(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, A
     Of steps the median behind the first two, which hold warm-up; None where nothing happened yet.
     """
     steps, peaks = metrics.steps, metrics.steps.known("memory_bytes")
-    times, rates = (steps.known(name, WARM_UP) or steps.known(name) for name in ("seconds", "tokens_per_second"))
+    times, rates = (steps.steady() or steps.known("seconds")), steps.known("tokens_per_second")
+    rates = steps.known("tokens_per_second", WARM_UP) or rates
     train_seconds = get(stages, "train", "seconds")
     reached = {
         "step_s": median(times) if times else None,

@@ -24,6 +24,7 @@ from clustertune.report import content, cost, plots, telemetry
 from clustertune.report.content import UNKNOWN, duration, get, moment, number, percent, plain, size
 from clustertune.report.cost import AttemptCost, Cost, Expense
 from clustertune.report.metrics import Metrics, read_metrics
+from clustertune.report.state import read_stages, state_of
 from clustertune.rundir import RunDir
 
 MARK = '<meta name="generator" content="clustertune report">'
@@ -31,8 +32,7 @@ MARK = '<meta name="generator" content="clustertune report">'
 SCHEMA_OF_JSON = "clustertune.report/1"
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 _OWN_STAGE = "report"
-FINISHED = ("finished", "trained")
-"""Words of :func:`clustertune.report.content.status_of` for a training that took its last step."""
+BAD = ("failed", "stopped", "lost")
 
 
 def build(run_dir: Path, out: Path | None = None) -> Path:
@@ -80,9 +80,11 @@ class _ReportedRun:
             self.metrics = read_metrics(run.metrics)
         self.history = telemetry.History()
         nodes = telemetry.TelemetryReader(run.path / telemetry.FOLDER, self.history).read()
-        self.cost = cost.of_run(run.path, document, self.metrics, nodes, time.time())
+        now = time.time()
+        self.cost = cost.of_run(run.path, document, self.metrics, nodes, now)
         self.stages = read_stages(run, self.metrics)
-        self.status = content.status_of(self.metrics, self.stages)
+        self.stages.pop(_OWN_STAGE, None)  # it cannot be finished while its page is written
+        self.state = state_of(self.stages, self.metrics, self.cost.attempts, now)
         require_whole(run.eval)
         self.scores = _read(read_result, run.eval)
         self.saves = cost.saves_as_dict(document, self.metrics, self.cost.attempts)
@@ -102,7 +104,7 @@ class _ReportedRun:
             "recipe": get(self.resolved, "name"),
             "model": content.model_of(self.resolved),
             "dataset": content.dataset_of(self.resolved),
-            "state": self.status["text"],
+            "state": str(self.state),
             "answer": self.answer,
             "step": steps[-1].step if steps else None,
             "loss": _finite(steps[-1].loss) if steps else None,
@@ -126,7 +128,7 @@ class _ReportedRun:
         return {
             "title": str(get(resolved, "name") or run.path.resolve().name),
             "subtitle": content.subtitle(document),
-            "status": self.status,
+            "status": {"text": str(self.state), "tone": tone_of(self.state.word)},
             "answer": self.answer,
             "notes": content.warnings_of(document, metrics, self.adapter),
             "tiles": content.tiles(metrics, stages, self.scores, self.trained),
@@ -170,10 +172,10 @@ class _ReportedRun:
         many = get(self.data, "train", "conversations")
         rows = f"{number(many)} conversations of " if many is not None else ""
         steps = self.metrics.steps[-1].step if self.metrics.steps else 0
-        planned_steps, status = get(run, "distributed", "steps"), self.status["text"]
-        whole = status in FINISHED or steps == planned_steps
+        planned_steps = get(run, "distributed", "steps")
+        whole = self.state.is_trained or steps == planned_steps
         of_all = f" of {number(planned_steps)}" if planned_steps else ""
-        took = f"{number(steps)} steps" if whole else f"{number(steps)}{of_all} steps so far ({status})"
+        took = f"{number(steps)} steps" if whole else f"{number(steps)}{of_all} steps so far ({self.state})"
         name, source = content.model_of(self.resolved) or "A model", content.dataset_of(self.resolved) or "its data"
         return f"{name} was fine-tuned {how} on {rows}{source} for {took}"
 
@@ -198,7 +200,7 @@ class _ReportedRun:
         lost = f"; {attempts - 1} restart{'s' if attempts > 2 else ''}" if attempts > 1 else ""
         if cost.lost.gpu_hours and hours:
             lost += f" and {percent(cost.lost.gpu_hours / hours)} of the hours went to work that was lost"
-        it = "It" if self.status["text"] in FINISHED else "So far it"
+        it = "It" if self.state.is_trained else "So far it"
         return f"{it} took {duration(total.seconds)}{where}: {', '.join(parts)}{lost}."
 
     def _scored(self) -> dict[str, Any] | None:
@@ -276,23 +278,9 @@ def _data(run: RunDir, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def read_stages(run: RunDir, metrics: Metrics) -> dict[str, dict[str, Any]]:
-    """Each stage's status and seconds, by first start; the record of a finished one in ``stages/`` wins over the events.
-
-    The report's own stage is left out: it cannot be finished while its page is written.
-    """
-    found: dict[str, dict[str, Any]] = {
-        record.stage: {"status": record.status, "seconds": record.seconds, "tries": record.tries} for record in metrics.stages
-    }
-    if (run.path / "stages").is_dir():
-        for path in sorted((run.path / "stages").glob("*.json")):
-            record = _read_json(path)
-            if isinstance(record, Mapping) and found.get(path.stem, {}).get("status") != "failed":
-                stage = found.setdefault(path.stem, {"seconds": None, "tries": 1})
-                stage["status"] = record.get("status", "done")
-                stage["seconds"] = stage["seconds"] or record.get("seconds")
-    found.pop(_OWN_STAGE, None)
-    return found
+def tone_of(word: str) -> str:
+    """How a page shows the word of a :class:`RunState`: ``good``, ``warn`` or ``plain``."""
+    return "warn" if word in BAD else "good" if word in ("training", "trained", "evaluating", "finished") else "plain"
 
 
 def training_plots(

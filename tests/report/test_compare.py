@@ -85,10 +85,10 @@ def test_runs_and_sources_stand_together(tmp_path: Path) -> None:
     kinds = [entry["kind"] for entry in body["runs"]]
     assert kinds == ["metrics", "run", "run"]
     killed = body["runs"][1]
-    assert killed["status"] == "killed, or still running" and killed["steady_tokens_per_s_per_rank"] == 3072.0
+    assert killed["status"] == "lost" and killed["steady_tokens_per_s_per_rank"] == 3072.0
     notes = "\n".join(found.notes)
     differ = ("Model differs", "Recipe differs", "torch differs", "padding as tokens")
-    for part in ("is not finished (killed, or still running)", *differ):
+    for part in ("is not finished (lost)", *differ):
         assert part in notes, part
 
 

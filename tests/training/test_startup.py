@@ -34,7 +34,7 @@ def watch(startup: Startup, rank: int = 0, *, compiled: bool = False) -> tuple[W
     session.group = SimpleNamespace(rank=rank, gather=lambda value: [value, (8, 9)])
     session.log = None if rank else SimpleNamespace(write=lambda name, **values: written.append({"event": name, **values}))
     session.resolved = SimpleNamespace(distribution=SimpleNamespace(compiled=compiled))
-    session.trainer = SimpleNamespace(agree=lambda *_: False, clock=SimpleNamespace(take=list), save_due=False)
+    session.trainer = SimpleNamespace(end_step=lambda: False, save_due=False)
     return Watch(session), written, messages
 
 
