@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -178,31 +177,3 @@ def test_the_padding_of_the_training_is_served(tmp_path: Path, how: str) -> None
     assert tokenizer.pad_token == OTHER
     for name in ("config.json", "generation_config.json"):
         assert read(merged, name)["pad_token_id"] == tokenizer.pad_token_id
-
-
-@pytest.mark.parametrize("how", ["lora", "full"])
-def test_what_the_training_did_not_change_stays_the_base_s(tmp_path: Path, how: str) -> None:
-    """Also keys of ``config.json`` that no class knows, and an EOS that stops an answer already."""
-    base = make_base(tmp_path / "base")
-    for name, more in {"config.json": {"eos_token_id": [6, 1], "own_key": 7}, "generation_config.json": {"top_k": 3}}.items():
-        (base / name).write_text(json.dumps(read(base, name) | more | {"pad_token_id": 2}))
-    merged = serve(tmp_path, base, how)
-    for path in base.glob("*.json*"):
-        if path.name == "config.json" and how == "full":
-            assert read(merged, path.name) == read(base, path.name)
-        elif path.name != "model.safetensors":
-            assert (merged / path.name).read_bytes() == path.read_bytes(), path.name
-    assert (merged / "chat_template.jinja").read_bytes() == (base / "chat_template.jinja").read_bytes()
-
-
-def test_an_adapter_with_an_older_template_keeps_it(tmp_path: Path) -> None:
-    """transformers 4 writes the template into ``tokenizer_config.json``; the base's own file would go before it."""
-    base = make_base(tmp_path / "base")
-    export(make_checkpoint(tmp_path / "checkpoint", base, LORA, None), tmp_path / "adapter", base)
-    adapter = Path(shutil.copytree(tmp_path / "adapter", tmp_path / "own"))
-    (adapter / "MANIFEST.json").unlink()
-    (adapter / "chat_template.jinja").unlink()
-    config = adapter / "tokenizer_config.json"
-    config.write_text(json.dumps(read(adapter, config.name) | {"chat_template": TEMPLATE}))
-    merge(base, adapter, tmp_path / "merged")
-    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == TEMPLATE

@@ -19,7 +19,7 @@ from clustertune.cluster.schema import Staging
 from clustertune.errors import ExitCode, UserError
 from clustertune.staging import cache, hashed_copy
 from clustertune.staging.cache import SourceFolder
-from clustertune.staging.source_files import choose, survey
+from clustertune.staging.source_files import survey
 from tests.command import REPO
 from tests.slurm import wait_for
 from tests.staging.conftest import MIB, MODEL, REVISION, Bench, fill, flip, into_hub_cache, same
@@ -133,24 +133,6 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path, bench: Bench
         bench.stage(root)
     assert caught.value.code is ExitCode.AGAIN
     assert same(root, bench.stage(root))
-
-
-CHANGES = {
-    "append": lambda path: path.write_bytes(path.read_bytes() + b"x"),
-    "truncate": lambda path: os.truncate(path, MIB),
-    "replace": lambda path: (path.unlink(), fill(path.parent, {path.name: 30 * MIB}, seed=1)),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, change: str) -> None:
-    """Half of an old file and half of a new one have the right size."""
-    root = fill(tmp_path / "source", {"a.bin": 30 * MIB})
-    with pytest.raises(UserError, match="changed while it was copied"):
-        hashed_copy.copy_files(
-            lambda _: CHANGES[change](root / "a.bin"), root, tmp_path / "out", survey(root, "data"), manifest.XXH3_128
-        )
-    assert not (tmp_path / "out/a.bin").exists()
 
 
 @pytest.mark.parametrize("flipped", [True, False])
@@ -281,28 +263,6 @@ def test_a_staging_folder_that_cannot_be_trusted_is_refused(tmp_path: Path, wron
 
 
 # --- which files are copied --------------------------------------------------------------------------------------------
-
-
-INDEX = "model.safetensors.index.json"
-SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (["config.json", "model.safetensors", "pytorch_model.bin", "model.gguf"], ["config.json", "model.safetensors"]),
-        (["config.json", "pytorch_model.bin", "tf_model.h5"], ["config.json", "pytorch_model.bin"]),
-        (
-            ["a.json", INDEX, *SHARDS, "consolidated.safetensors", "original/consolidated.00.pth"],
-            ["a.json", *SHARDS, INDEX],
-        ),
-        (["tokenizer.model", "special.safetensors"], ["special.safetensors", "tokenizer.model"]),
-        (["tokenizer.json", "chat_template.jinja", "README.md"], ["README.md", "chat_template.jinja", "tokenizer.json"]),
-    ],
-)
-def test_only_what_is_loaded_is_copied(names: list[str], expected: list[str]) -> None:
-    """Beside Llama's safetensors lie the publisher's own weights, 800 GB more at 405B."""
-    assert choose(names) == expected
 
 
 def test_a_folder_that_contradicts_its_manifest_is_not_whole(tmp_path: Path) -> None:
