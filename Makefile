@@ -120,7 +120,7 @@ test-jobs: setup ## whole jobs under Slurm, torchrun and Ray, each with a fault:
 test-long: setup ## fault-injection campaigns: kills at random moments, large merges
 	@$(BIN)/python -m pytest -m long --timeout 3600
 
-campaign: setup ## hundreds of injected faults, for hours, resumable: make campaign [ONLY=FAULT] [HOURS=n]
+campaign: setup ## faults at random moments, for hours: make campaign [ONLY=FAULT] [HOURS=n]
 	@$(BIN)/python -m tools.campaign $(if $(value ONLY),--only '$(value ONLY)') $(if $(value HOURS),--hours '$(value HOURS)')
 
 bench: setup ## measure a recipe's training speed: make bench RECIPE=NAME
@@ -155,9 +155,6 @@ image_options = $(if $(value VARIANT),--variant '$(value VARIANT)') $(if $(value
 
 docs: setup ## build the documentation site in site/, without network
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
-
-pictures: setup ## the pictures of the README, made by the commands that they show (and chromium)
-	@$(BIN)/python -m tools.pictures
 
 build-sif: ## train.sif: [VARIANT=cpu] [EXTRAS=ray] [DEFINITION=reference] [BASE=standin] [OUT=file]
 	@$(IMAGE) build-sif $(image_options) $(if $(value DEFINITION),--definition '$(value DEFINITION)')

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import typer
@@ -16,7 +15,6 @@ from clustertune.cli.app import app
 from clustertune.cluster.schema import ClusterFile
 from clustertune.recipe.schema import Recipe
 from tests.command import REPO
-from tools.pictures import svg
 
 
 def build(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -81,12 +79,8 @@ def test_a_link_to_nothing_fails_the_build(tmp_path: Path) -> None:
     assert done.returncode != 0 and "gone.md" in done.stderr
 
 
-def test_a_recorded_line_stays_text() -> None:
-    """Program output is escaped, broken at the width, and later lines come later; committed pictures fetch and run nothing."""
-    picture = svg([(0.0, "$ a <b>"), (1.5, "!" + "x y " * 60)], "t & u", moving=True)
-    texts = [node.text or "" for node in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]  # noqa: S314  # made above
-    assert texts[:2] == ["t & u", "$ a <b>"] and len(texts) == 5 and max(map(len, texts)) <= 104
-    assert re.findall(r"animation-delay:([\d.]+)s", picture) == ["0.00", "1.50", "1.50", "1.50"]
+def test_pictures_fetch_and_run_nothing() -> None:
+    """They are shown by any browser."""
     for path in (REPO / "docs" / "pictures").glob("*.svg"):
         text = path.read_text()
         assert "<script" not in text and text.count("http") == 1, path

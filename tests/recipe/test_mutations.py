@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,10 +18,67 @@ from clustertune.errors import UserError
 from clustertune.recipe.load import nearest
 from clustertune.resolve.resolve import resolve
 from tests.recipe.conftest import Refuse, check_form
-from tools import spoil
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPES = ("tiny-oasst2", "llama405b-oasst2")
+
+
+VALUES: tuple[Any, ...] = (
+    None, True, False, -1, 0, 1, 2, 3, 7, 64,
+    0.5, 1.5, 1e-9, 1e30, float("nan"), float("inf"), "", " ", "x y", "../../etc", "yes", "1e-4",
+    "0x10", "auto", "none", [], [1], ["a", "a"], {}, {"a": 1}, 10**30, -(10**30), "\u202ex", "a" * 5000, "1_000", "$HOME", "~",
+)  # fmt: skip
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every path of a document with what stands there, inner mappings too."""
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in pairs:
+        yield (*path, key), inner
+        yield from places(inner, (*path, key))
+
+
+def mutate(path: Path, chance: Random) -> str:
+    """Spoil a YAML or JSON file; returns what was done."""
+    text = path.read_text()
+    if chance.random() < 0.25:
+        data = bytearray(text.encode())
+        for _ in range(chance.choice([1, 1, 3])):
+            at = chance.randrange(len(data))
+            what = chance.randrange(4)
+            if what == 0:
+                data[at] = chance.randrange(256)
+            elif what == 1:
+                del data[at : at + chance.randint(1, 9)]
+            elif what == 2:
+                data[at:at] = data[at : at + chance.randint(1, 30)]
+            else:
+                del data[max(1, at) :]
+        path.write_bytes(data)
+        return f"{path.name}: bytes"
+    body = yaml.safe_load(text)
+    where, value = chance.choice(list(places(body)))
+    inner = body
+    for key in where[:-1]:
+        inner = inner[key]
+    last, how = where[-1], chance.choice(["typo", "value", "value", "value", "near", "near", "drop", "more"])
+    if how == "typo" and isinstance(last, str):
+        at = len(last) // 2
+        inner[last[:at] + chance.choice("qxz_-. ") + last[at:]] = inner.pop(last)
+    elif how == "drop":
+        del inner[last]
+    elif how == "more" and isinstance(inner, dict):
+        inner["a_key_of_nobody"] = chance.choice(VALUES)
+    elif how == "near" and isinstance(value, bool | int | float):
+        number = float(value)
+        inner[last] = chance.choice(
+            [number, int(number), -value, value * 2, value / 2, value + 1, str(value), [value], not value]
+        )
+    else:
+        inner[last] = chance.choice(VALUES)
+    shown = repr(inner.get(last) if isinstance(inner, dict) else inner)[:80]
+    path.write_text(json.dumps(body) if path.suffix == ".json" else yaml.safe_dump(body, sort_keys=False, allow_unicode=True))
+    return f"{path.name}: {how} at {'.'.join(map(str, where))}: {shown}"
 
 
 def read(relative: str) -> dict[str, Any]:
@@ -31,7 +89,7 @@ def read(relative: str) -> dict[str, Any]:
 
 def leaves(body: dict[str, Any]) -> list[tuple[str, ...]]:
     """The path of every key, also of a section."""
-    return [path for path, _ in spoil.leaves(body) if all(isinstance(key, str) for key in path)]
+    return [path for path, _ in places(body) if all(isinstance(key, str) for key in path)]
 
 
 def replace(body: dict[str, Any], path: tuple[str, ...], name: str | None, value: Any) -> dict[str, Any]:
@@ -88,7 +146,7 @@ def test_every_value_of_every_key(file: str, recipes: Path) -> None:
     folder, overrides = options(file)
     count = 0
     for index, path in enumerate(leaves(original)):
-        for value in [spoil.VALUES[(5 * index + step) % len(spoil.VALUES)] for step in range(3)]:
+        for value in [VALUES[(5 * index + step) % len(VALUES)] for step in range(3)]:
             (recipes / file).write_text(yaml.safe_dump(replace(original, path, path[-1], value), sort_keys=False))
             try:
                 resolve(recipes / folder, overrides)
@@ -195,7 +253,7 @@ def test_random_damage(file: str, recipes: Path) -> None:
     original, chance, refusals = path.read_bytes(), Random(7), 0
     for _ in range(40):
         path.write_bytes(original)
-        spoil.mutate(path, chance)
+        mutate(path, chance)
         try:
             resolve(recipes / "tiny-oasst2")
         except UserError as error:
