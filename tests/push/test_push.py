@@ -94,10 +94,10 @@ def test_what_is_refused_before_anything_is_asked(
 @pytest.mark.parametrize(
     ("wrong", "code", "says"),
     [
-        ({"token": "hf_" + "Zz9" * 9}, 2, "does not accept the token (401)"),  # as the Hub says of what is not there, too
-        ({"read_only": True}, 2, "may not write to me/oasst2-adapter (403)"),
-        ({"fail": {"/commit/": 412}}, 75, "changed by somebody else"),  # the commit names what it was made on
-        ({"url": "http://127.0.0.1:1"}, 75, "no answer of http://127.0.0.1:1"),
+        ({"token": "hf_" + "Zz9" * 9}, 2, "the Hub refuses it (401)"),  # as the Hub says of what is not there, too
+        ({"read_only": True}, 2, "the Hub refuses it (403)"),
+        ({"fail": {"/commit/": 412}}, 75, "answers 412"),  # the commit names what it was made on
+        ({"url": "http://127.0.0.1:1"}, 75, "http://127.0.0.1:1 answers nothing"),
     ],
 )
 def test_what_the_hub_answers_is_reported(wrong: dict[str, Any], code: int, says: str, push: Push, hub: FakeHub) -> None:
