@@ -295,14 +295,12 @@ def _set_environment(resolved: Resolved, run: RunDir, model: str, *, has_key: bo
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # PEFT asks the Hub for the base's config at every save otherwise
     from clustertune.training import accelerate_env
 
-    notes = []
-    if accelerate_env.apply(run.accelerate_file, resolved.world_size):
-        notes.append(f"{resolved.accelerate_file} was applied here: the ranks were not started by accelerate launch")
+    accelerate_env.apply(run.accelerate_file, resolved.world_size, alone=resolved.distribution.kind == "NO")
     import torch
 
     from clustertune.training import build, cpu_fsdp, deepspeed
 
-    notes += deepspeed.set_environment(resolved, _tracker_id(run, resolved), cuda=torch.cuda.is_available())
+    notes = deepspeed.set_environment(resolved, _tracker_id(run, resolved), cuda=torch.cuda.is_available())
     if not torch.cuda.is_available() and not resolved.distribution.is_deepspeed:
         cpu_fsdp.set_environment()
         cpu_fsdp.install()

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import typer
@@ -15,6 +16,7 @@ from clustertune.cli.app import app
 from clustertune.cluster.schema import ClusterFile
 from clustertune.recipe.schema import Recipe
 from tests.command import REPO
+from tools.pictures import plan, svg
 
 
 def build(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -70,17 +72,17 @@ def test_links_lead_to_pages_and_nothing_is_fetched(site: Path) -> None:
         assert not [address for address in wanted if re.match(r"(https?:)?//", address)], page
 
 
-def test_a_link_to_nothing_fails_the_build(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "index.md").write_text("[gone](gone.md)\n")
-    settings = re.sub(r"^nav:.*", "nav: [index.md]\n", (REPO / "mkdocs.yml").read_text(), flags=re.DOTALL | re.MULTILINE)
-    (tmp_path / "mkdocs.yml").write_text(settings.replace("hooks: [tools/docs_site.py]\n", ""))
-    done = build("--config-file", tmp_path / "mkdocs.yml", "--site-dir", tmp_path / "site")
-    assert done.returncode != 0 and "gone.md" in done.stderr
-
-
-def test_pictures_fetch_and_run_nothing() -> None:
-    """They are shown by any browser."""
+def test_a_recorded_line_stays_text() -> None:
+    """Program output is escaped, broken at the width, and later lines come later; committed pictures fetch and run nothing."""
+    picture = svg([(0.0, "$ a <b>"), (1.5, "!" + "x y " * 60)], "t & u", moving=True)
+    texts = [node.text or "" for node in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]  # noqa: S314  # made above
+    assert texts[:2] == ["t & u", "$ a <b>"] and len(texts) == 5 and max(map(len, texts)) <= 104
+    assert re.findall(r"animation-delay:([\d.]+)s", picture) == ["0.00", "1.50", "1.50", "1.50"]
     for path in (REPO / "docs" / "pictures").glob("*.svg"):
         text = path.read_text()
-        assert "<script" not in text and text.count("http") == 1, path
+        assert "<script" not in text and not re.search(r"\b(href|src)=|url\(|@import", text), path
+
+
+def test_the_picture_of_the_plan_is_what_plan_prints_today() -> None:
+    """Else the README shows another program: ``make pictures`` writes it anew."""
+    assert (REPO / "docs" / "pictures" / "plan.svg").read_text(encoding="utf-8") == plan()

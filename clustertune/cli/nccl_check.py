@@ -278,7 +278,7 @@ def _await(args: NcclCheckArguments, job: str, folder: Path) -> int:
 
 def _tell(args: NcclCheckArguments, found: dict[str, Any]) -> None:
     """The document on stdout, or its table for people."""
-    reply(args.as_json, found, *link_table.lines(found))
+    reply(args.as_json, found, lambda: link_table.show(found))
 
 
 def arguments(args: NcclCheckArguments, cluster: schema.Cluster) -> list[str]:

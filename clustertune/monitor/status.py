@@ -24,6 +24,8 @@ from clustertune.rundir import RunDir
 
 SILENT_SECONDS = 120.0
 """Without a sign of any rank for so long, an attempt that left no outcome counts as lost."""
+EVALUATION_SILENT_SECONDS = 1800.0
+"""Without news for so long, an evaluation counts as gone: a server that gives no answer for this long is given up."""
 RECENT = 20
 """Steps whose median is the present step time."""
 LEAST_FREE_GIB = 5.0
@@ -63,6 +65,19 @@ class NodeStatus:
         return {"name": self.name, "gpus": gpus, "stragglers": list(self.stragglers)}
 
 
+@dataclass(frozen=True)
+class EvaluationProgress:
+    """How far an evaluation has come."""
+
+    model: str
+    """Which one answers: ``base`` or ``tuned``."""
+    done: int
+    total: int
+    """Requests of all tasks: prompts to answer, and texts whose likelihood is asked."""
+    eta_s: float | None
+    """Seconds until this model has answered all, at the pace so far."""
+
+
 class RunStatus:
     """A run at one moment, from what one look has found. None: this machine, or this moment, cannot say."""
 
@@ -78,8 +93,11 @@ class RunStatus:
         self.outcome = read_object(plans[-1][0] / OUTCOME) if plans else {}
         self.cost = cost.of_run(run.path, document, metrics, measured, now)
         self.title, self.recipe = run.path.resolve().name, get(document, "recipe", "name")
+        self.evaluation = self._evaluation()
+        """How far the evaluation under way has come; None: there is none."""
         self.state = self._state()
-        """``waiting``, ``training``, ``trained``, ``finished``, ``interrupted``, ``stopped``, ``failed`` or ``lost``."""
+        """``waiting``, ``training``, ``trained``, ``evaluating``, ``finished``, ``interrupted``, ``stopped``, ``failed`` or
+        ``lost``."""
         self.step: int | None = metrics.steps[-1].step if metrics.steps else None
         self.steps = self._steps()
         recent = [value for value in metrics.steps[-RECENT:].column("seconds") if value]
@@ -108,6 +126,7 @@ class RunStatus:
         return {
             "state": self.state, "step": self.step, "steps": self.steps, "tokens_per_s": self.tokens_per_s, "mfu": self.mfu,
             "planned_step_s": self.planned_step_s, "step_s": self.step_s, "eta_s": self.eta_s,
+            "evaluation": self.evaluation and vars(self.evaluation),
             "usd": self.cost.training.usd, "kwh": self.cost.training.kwh,
             "nodes": [node.as_dict() for node in self.nodes],
             "alerts": [vars(alert) for alert in self.alerts],
@@ -138,12 +157,26 @@ class RunStatus:
             return "finished"
         if any(status == "failed" for stage, status in stages.items() if stage != "train"):
             return "failed"
+        if self.evaluation is not None:
+            return "evaluating"
         if self.plan is None:
             return "failed" if stages.get("train") == "failed" else "waiting"
         if not self.outcome:
             seen = max((node.last.time for node in self._measured.values() if node.last), default=0.0)
             return "lost" if min(self._silence, self._now - seen) > SILENT_SECONDS else "training"
         return _STATES.get(int(self.outcome.get("code", ExitCode.FAILED)), "failed")
+
+    def _evaluation(self) -> EvaluationProgress | None:
+        """By the file that the evaluation rewrites while it is under way; a killed one leaves it."""
+        found = read_object(self.run.evaluating)
+        try:
+            if self._now - float(found["time"]) > EVALUATION_SILENT_SECONDS:
+                return None
+            which = "tuned" if Path(found["model"]).resolve() == self.run.merged.resolve() else "base"
+            left = found["eta_s"]
+            return EvaluationProgress(which, int(found["done"]), int(found["total"]), None if left is None else float(left))
+        except (KeyError, TypeError, ValueError):
+            return None
 
     @property
     def _silence(self) -> float:

@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from clustertune import console
 from clustertune.check.report import describe
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding
-from clustertune.console import aligned
+from clustertune.console import escape, make_table, say
 from clustertune.nccl_check.link_rules import COLLECTIVES
 
 COLUMNS = ["scope", "collective", "size", "algbw", "busbw", "of nominal", "median", "spread", "result"]
@@ -19,8 +20,25 @@ SHOWN_PAIRS = 5
 """Of the slowest pairs; ``--json`` and result.json have all."""
 
 
-def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """What was measured, on what, how fast, and the verdict."""
+def show(found: Mapping[str, Any]) -> None:
+    """Print what was measured, on what, how fast, and the verdict."""
+    for line in head(found):
+        say(line)
+    for title, columns, rows in (
+        (None, COLUMNS, [*result_rows(found)]),
+        ("slowest pairs of nodes, one way", PAIR_COLUMNS, [*pair_rows(found)]),
+    ):
+        table = make_table(*columns, title=title, text_columns=2)
+        for row in rows:
+            table.add_row(*map(escape, row))
+        if rows:
+            console.stderr.print(table)
+    for line in (*notes(found), *verdict(found.get("verdict") or {})):
+        say(line)
+
+
+def head(found: Mapping[str, Any]) -> Iterator[str]:
+    """What was measured, on what."""
     each, nodes = found["gpus_per_node"], found["nodes"]
     unit = "GPUs" if found["backend"] == "nccl" else "CPU ranks"
     on = f"{nodes} nodes with {each} {unit} each" if nodes > 1 else f"{each} {unit} of one node"
@@ -28,13 +46,6 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     if made := found.get("connect_s"):
         yield "communicators: " + ", ".join(f"{scope} in {seconds:.3g} s" for scope, seconds in made.items())
     yield "busbw as nccl-tests defines it, GB/s of 10^9 bytes; the slowest rank's median"
-    if rows := list(result_rows(found)):
-        yield from aligned([COLUMNS, *rows], range(2, 8))
-    if rows := list(pair_rows(found)):
-        yield "slowest pairs of nodes, one way"
-        yield from aligned([PAIR_COLUMNS, *rows], range(2, 6))
-    yield from notes(found)
-    yield from verdict(found.get("verdict") or {})
 
 
 def nominal_of(found: Mapping[str, Any], scope: str) -> float | None:

@@ -27,7 +27,7 @@ from clustertune.recipe.parameters import (
     matches,
     narrowest,
 )
-from clustertune.recipe.schema import FORMATS, Eval, Recipe
+from clustertune.recipe.schema import FORMATS, OWN_PROMPTS, Eval, Recipe
 from clustertune.recipe.tasks import find_task, unknown_tasks
 from clustertune.recipe.values import Values, model_facts
 from clustertune.recipe.yamlfile import KeyPath
@@ -101,10 +101,11 @@ def _check_scores(values: Mapping[str, Any]) -> Iterator[Found]:
         yield ("eval", "tasks"), f"lm-eval has no task {task!r}", fix
     for path in (("eval", "pass_mark"), ("eval", "pass_difference"), ("expect", "tasks")):
         scores = sections[path[0]].get(path[1])
+        known_here = [*tasks, *([OWN_PROMPTS] if sections["eval"].get("data") else [])]
         for task, metrics in scores.items() if isinstance(scores, dict) else ():
             part_of_a_group = any(str(task).startswith(f"{group}_") for group in tasks)
-            if task not in tasks and not part_of_a_group and nearest(str(task), tasks):
-                yield (*path, str(task)), "no task of this name in eval.tasks", did_you_mean(str(task), tasks)
+            if task not in known_here and not part_of_a_group and nearest(str(task), known_here):
+                yield (*path, str(task)), "no task of this name in eval.tasks", did_you_mean(str(task), known_here)
             known = found.metrics if (found := find_task(str(task))) else ()
             filtered = {name.partition(",")[0] for name in known if "," in name}
             for metric in metrics if known and isinstance(metrics, dict) else ():

@@ -92,6 +92,8 @@ MetricName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.+-]{1,80}(,[A-Za-z0-9_.
 """lm-eval's ``METRIC``, or ``METRIC,FILTER``."""
 FIRST_TASK = "ifeval"
 """What ``eval.tasks`` is by default."""
+OWN_PROMPTS = "own_prompts"
+"""What the rows of ``eval.data`` are called among the tasks."""
 
 Scores = dict[TaskName, dict[MetricName, Score]]
 Differences = dict[TaskName, dict[MetricName, Annotated[Number, Field(ge=-1, le=1)]]]
@@ -273,7 +275,11 @@ class Slurm(Section):
 class Eval(Section):
     """How the model is scored, in lm-eval's names."""
 
-    tasks: Annotated[list[TaskName], Field(min_length=1)] = [FIRST_TASK]
+    tasks: list[TaskName] = [FIRST_TASK]
+    """lm-eval's names; empty only beside ``data``."""
+    data: LocalPath | None = None
+    """A file of one's own prompts, which are answered beside ``tasks``: absolute, or relative to the recipe folder if it exists
+    there. Rows are those that a training reads, with or without an answer, and with rules."""
     num_fewshot: Count | None = None
     """Examples before each question; None: the task's own number."""
     limit: Positive | None = None
@@ -300,6 +306,8 @@ class Eval(Section):
 
     @model_validator(mode="after")
     def _has_base(self) -> Eval:
+        if not self.tasks and self.data is None:
+            raise ValueError("nothing is asked: name tasks of lm-eval, or data: a file of prompts")
         if self.pass_difference and not self.base:
             raise ValueError("pass_difference compares with the base: set base: true")
         return self

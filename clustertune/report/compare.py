@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clustertune.console import make_table
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storing
 from clustertune.report import cost, forms, plots, telemetry
 from clustertune.report.content import dataset_of, get, is_number, model_of
@@ -306,12 +307,9 @@ def cells(found: Comparison) -> list[list[str]]:
 
 def table(found: Comparison) -> Table:
     """For a terminal."""
-    from rich.table import Table
     from rich.text import Text
 
-    made = Table(show_edge=False, header_style="bold")
-    for title in ("", *(entry.name for entry in found.entries)):
-        made.add_column(Text(title), overflow="fold")
+    made = make_table("", *(entry.name for entry in found.entries), text_columns=1 + len(found.entries))
     for row in cells(found):
         made.add_row(*(Text(cell) for cell in row))
     return made

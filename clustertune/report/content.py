@@ -355,9 +355,11 @@ def eval_content(scored: Any) -> dict[str, Any] | None:
         named = {evaluation.find_metric(task, metric): mark for metric, mark in (get(marks, name) or {}).items()}
         for key, value, error in evaluation.metrics(task):
             mark = named.get(key)
-            cells = [name, evaluation.shown(key), score(value), score(error)]
+            lower = key.partition(",")[0] in (get(scored, "details", name, "lower_is_better") or ())
+            form = number if lower else score
+            cells = [name, evaluation.shown(key), form(value), form(error)]
             rows.append([*cells, *([percent(mark)] if marks else [])])
-            if isinstance(value, int | float) and 0 <= value <= 1 and not _is_part(scored, name):
+            if isinstance(value, int | float) and 0 <= value <= 1 and not lower and not _is_part(scored, name):
                 label = evaluation.shown(key) if len(tasks) == 1 else f"{name} {evaluation.shown(key)}"
                 base = get(scored, "paired", name, key, "base")
                 bars.append((label, base, float(value), error if isinstance(error, int | float) else None, mark))
@@ -383,7 +385,22 @@ def eval_content(scored: Any) -> dict[str, Any] | None:
             for side, found in sides.items()
             for row in found
         ],
+        "answers": [_own_answer(row) for row in get(scored, "answers", "first") or []],
+        "more_answers": (get(scored, "answers", "count") or 0) - len(get(scored, "answers", "first") or []),
     }
+
+
+def _own_answer(row: Mapping[str, Any]) -> dict[str, Any]:
+    """One of one's own prompts with its answers, and behind each what it reached."""
+    sides = []
+    for side in ("base", "tuned"):
+        reached = [
+            f"{metric} {number(value, 3)}" if metric == "loss" else f"{metric} {'kept' if value else 'not kept'}"
+            for metric, value in (row.get(f"{side}_scores") or {}).items()
+        ]
+        if side in row:
+            sides.append({"title": " · ".join([side.capitalize(), *reached]), "text": row[side]})
+    return {"title": f"row {row['line']}", "prompt": row["prompt"], "answer": row.get("answer"), "sides": sides}
 
 
 def subtitle(run: Mapping[str, Any]) -> str:

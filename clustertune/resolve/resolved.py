@@ -16,6 +16,9 @@ from clustertune.recipe.schema import CHOOSING, Recipe, is_address
 from clustertune.resolve import distribution as distributions
 from clustertune.resolve.distribution import Distribution
 
+EVAL_DATA = "eval.data"
+"""The key of the file of one's own prompts."""
+
 _WITHOUT_EFFECT = {
     "report_to", "run_name", "project", "disable_tqdm", "include_num_input_tokens_seen", "include_for_metrics",
     "per_device_eval_batch_size", "prediction_loss_only", "batch_eval_metrics", "metric_for_best_model", "greater_is_better",
@@ -133,15 +136,16 @@ class Resolved:
 
     @property
     def inputs(self) -> dict[str, Path]:
-        """Files and folders of the data by their keys: as they stand where absolute, below the recipe folder where they exist
-        there, else from here. What comes from the Hub or an object store is not among them.
+        """Files and folders of the data, and of one's own prompts, by their keys: as they stand where absolute, below the
+        recipe folder where they exist there, else from here. What comes from the Hub or an object store is not among them.
         """
         found = {}
-        for key, part in self.recipe.data.keyed_parts():
-            if part.input is not None and not is_address(part.input):
-                given = expand_home(part.input)
+        named = [(f"{key}.input", part.input) for key, part in self.recipe.data.keyed_parts()]
+        for key, path in [*named, (EVAL_DATA, self.recipe.eval.data)]:
+            if path is not None and not is_address(path):
+                given = expand_home(path)
                 beside = Path(self.folder, given)
-                found[f"{key}.input"] = beside.resolve() if is_there(beside) else given.absolute()
+                found[key] = beside.resolve() if is_there(beside) else given.absolute()
         return found
 
     def with_staged(self, folder: Path) -> Resolved:

@@ -17,6 +17,7 @@ from typing import Any
 from clustertune import console, manifest
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say
+from clustertune.data.prompts import read_prompts
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storing
 from clustertune.evaluate import punkt
 from clustertune.evaluate.inputs import TaskRows, fetch_benchmark
@@ -27,7 +28,7 @@ from clustertune.launch.container import enroot_name
 from clustertune.manifest import SHA256, FileRecord
 from clustertune.recipe.load import find_elsewhere
 from clustertune.recipe.tasks import PUNKT, needed, reader_of, with_rows
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import EVAL_DATA, Resolved
 from clustertune.staging import bundle, hashed_copy, needs
 from clustertune.staging.cache import SPARE
 from clustertune.staging.hashed_copy import amount
@@ -44,7 +45,7 @@ class BundlePart:
     """One thing that goes into the folder."""
 
     what: str
-    """``model``, ``data``, ``benchmark``, ``task``, ``nltk``, ``container`` or ``recipe``."""
+    """``model``, ``data``, ``own prompts``, ``benchmark``, ``task``, ``nltk``, ``container`` or ``recipe``."""
     name: str
     target: str
     """Its folder below the bundle."""
@@ -82,7 +83,16 @@ class Collector:
         """What goes in, and from where. Raises UserError with everything that is not available."""
         parts: list[BundlePart] = []
         problems: list[Problem] = []
-        for find in (self._model, self._data, self._benchmark, self._task_data, self._nltk, self._container, self._recipe):
+        for find in (
+            self._model,
+            self._data,
+            self._prompts,
+            self._benchmark,
+            self._task_data,
+            self._nltk,
+            self._container,
+            self._recipe,
+        ):
             with collect_problems(problems):
                 parts += find()
         raise_if(problems)
@@ -135,6 +145,19 @@ class Collector:
         if source.is_file():
             return [BundlePart("data", data.name, bundle.DATA, source.parent, [_one(source)], path=target)]
         return [BundlePart("data", data.name, target, source, hashed_copy.survey(source, "data", self._stall), path=target)]
+
+    def _prompts(self) -> list[BundlePart]:
+        """The file of ``eval.data``; one in the recipe folder goes with that."""
+        source = self._resolved.inputs.get(EVAL_DATA)
+        if source is None:
+            return []
+        read_prompts(source, EVAL_DATA)
+        folder = Path(self._resolved.folder)
+        if source.is_relative_to(folder):
+            path = f"{bundle.RECIPES}/{folder.name}/{source.relative_to(folder).as_posix()}"
+            return [BundlePart(bundle.OWN, source.name, f"{bundle.RECIPES}/{folder.name}", folder, path=path)]
+        path = f"{bundle.EVAL}/{source.name}"
+        return [BundlePart(bundle.OWN, source.name, bundle.EVAL, source.parent, [_one(source)], path=path)]
 
     def _benchmark(self) -> list[BundlePart]:
         if (path := self._rows) is not None:

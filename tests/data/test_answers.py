@@ -148,20 +148,6 @@ def test_a_template_without_marks_trains_the_answers(
     assert parts[:2] == said[:2] and parts[2].startswith(said[2].partition("0")[0])
 
 
-def test_thoughts_that_are_taken_out_later_do_not_stop_it(tokenizer: Any, tmp_path: Path) -> None:
-    """Qwen3's way: of answers that are over the thought is not rendered; the last one's is learnt."""
-    turns, _ = CHATS["thoughts"]
-    qwen = (TRL / "qwen3.jinja").read_text()
-    for name, template in {"plain": FORGETS_THOUGHTS, "qwen3": qwen, "changed": qwen + "{# of our own #}"}.items():
-        tokenizer.chat_template = template
-        dataset = prepared(tmp_path / name, turns)
-        tokens.make(dataset, tokenizer, {"assistant_only_loss": True, "max_length": 256})
-        shown = sequences.shown(dataset / tokens.FOLDER, tokenizer, 1, ("[[", "]]"))[0]
-        first, last = (part.partition("]]")[0] for part in shown.split("[[")[1:])
-        assert first.endswith("two<|im_end|>\n") and last.startswith("<think>\nso\n</think>\n\nfour")
-        assert ("hm" in first) == (name == "qwen3"), "TRL's own template for Qwen3 keeps it, as TRL trains it"
-
-
 @pytest.mark.parametrize("template", [COUNTS_MESSAGES, "{{ messages[0].content }}"], ids=["counts", "one message"])
 def test_a_template_that_is_not_prefix_preserving_is_refused_with_both_ways_out(
     template: str, tokenizer: Any, tmp_path: Path

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.errors import Problem, UserError
-from clustertune.launch import allocation, rendezvous
+from clustertune.launch import allocation
 from clustertune.resolve.resolve import resolve
 from tests.launch.machines import machine
 
@@ -76,20 +76,6 @@ def test_each_way_of_asking(changes: dict[str, str | None], field: str, value: o
     assert getattr(read(**changes), field) == value
 
 
-def test_a_task_of_an_array_is_named_as_one() -> None:
-    """By the id alone Slurm's commands may mean all tasks."""
-    asked: list[str] = []
-    env = {**ENVIRONMENT, "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "5"}
-    found = allocation.from_environment(env, lambda words: asked.extend(words) or slurm_says(words))  # type: ignore[func-returns-value]
-    assert found.handle == "40_5" and "40_5" in asked and read().handle == read().job_id
-
-
-def test_outside_of_a_job() -> None:
-    """Started by hand on the login node, with words on what to do."""
-    with pytest.raises(UserError, match="clustertune submit"):
-        allocation.from_environment({}, absent)
-
-
 def test_the_fix_is_the_line_to_use() -> None:
     """Whole, quoted, with the user's own words in their order, and the margin of this recipe: the script's own is another's."""
     words = ["recipes/llama405b-oasst2", "data.input=/a b/$x", "--run-dir", "/r x"]
@@ -113,13 +99,6 @@ def test_the_line_gives_the_allocation_that_it_promises(name: str) -> None:
     memory = str(int(options["mem"].rstrip("G")) * 1024)
     given = read(SLURM_JOB_NODELIST=nodes, SLURM_GPUS_ON_NODE=gpus, SLURM_MEM_PER_NODE=memory)
     assert allocation.check(given, recipe, cluster, [name]) == []
-
-
-def test_memory_for_loading() -> None:
-    """Too little host memory kills a rank while it reads, without a word."""
-    problems = allocation.check(read(SLURM_MEM_PER_NODE="20480"), resolve("llama405b-oasst2"), machine(), WORDS)
-    assert [problem.key for problem in problems] == ["--mem"]
-    assert "--mem=0" in options(problems[0])
 
 
 def test_what_cannot_fit_gets_the_line_that_does() -> None:
@@ -179,38 +158,3 @@ def test_what_is_missing_is_told_at_once(tmp_path: Path) -> None:
     found = allocation.first_node_problems(cluster, nodes=2, trains=True)
     assert {problem.key for problem in found} >= {"container.image", "network.interface"}
     assert all(problem.fix and problem.file == "a test" for problem in found)
-
-
-def test_what_is_not_needed_is_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One node meets nobody, and a job without the training neither."""
-    cluster = machine(network={"kind": "ethernet", "interface": "bond-none"})
-    assert allocation.first_node_problems(cluster, nodes=1, trains=True) == []
-    assert allocation.first_node_problems(cluster, nodes=2, trains=False) == []
-    (tmp_path / "bond-none").mkdir()
-    monkeypatch.setattr(rendezvous, "INTERFACES", tmp_path)
-    assert allocation.first_node_problems(cluster, nodes=2, trains=True) == []
-
-
-def test_the_runtime_must_be_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "No such file" said nothing of the container."""
-    image = tmp_path / "train.sif"
-    image.touch()
-    cluster = machine(container={"runtime": "apptainer", "image": str(image)})
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert [problem.key for problem in allocation.first_node_problems(cluster, nodes=1, trains=False)] == ["container.runtime"]
-    program = tmp_path / "apptainer"
-    program.touch(mode=0o755)
-    assert allocation.first_node_problems(cluster, nodes=1, trains=False) == []
-    cluster = machine(container={"runtime": "apptainer", "image": str(image), "program": str(tmp_path / "elsewhere/apptainer")})
-    assert "elsewhere/apptainer" in allocation.first_node_problems(cluster, nodes=1, trains=False)[0].message
-
-
-def test_pyxis_is_looked_for_in_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the plugin srun ends with "unrecognized option", after the preparation; a registry's image is not a file."""
-    cluster = machine(container={"runtime": "pyxis", "image": "docker://a/b@sha256:" + "a" * 64})
-    srun = tmp_path / "srun"
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for text, keys in (("--container-image=x", []), ("--nodes=N", ["container.runtime"])):
-        srun.write_text(f"#!/bin/sh\necho '{text}'\n")
-        srun.chmod(0o755)
-        assert [problem.key for problem in allocation.first_node_problems(cluster, nodes=1, trains=False)] == keys

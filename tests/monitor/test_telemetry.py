@@ -16,7 +16,6 @@ import pytest
 from clustertune.errors import UserError
 from clustertune.host.probe import Probe
 from clustertune.monitor import machine, sampler
-from clustertune.monitor.machine import NodeSampler
 from clustertune.monitor.sampler import TelemetryWriter
 from clustertune.report import telemetry
 from clustertune.report.telemetry import TelemetryRow
@@ -104,25 +103,6 @@ def test_a_driver_is_read_whole(tmp_path: Path, library: Path) -> None:
     assert node.joules == {3: 6000.0}
 
 
-def test_without_a_counter_energy_is_the_power_samples(tmp_path: Path, library: Path) -> None:
-    sampler = Sampler(tmp_path, library, energy=-1)
-    sampler.wait(4)
-    sampler.end()
-    first, *_, last = sampler.rows()[1:]
-    grown = (last.gpus[0]["energy_j"] or 0) - (first.gpus[0]["energy_j"] or 0)
-    assert grown == pytest.approx(500 * (last.time - first.time), rel=0.5)
-    (node,) = telemetry.TelemetryReader(tmp_path / "telemetry").read().values()
-    assert node.about["energy"] == "power samples"
-
-
-def test_a_driver_that_fails_leaves_the_rest(tmp_path: Path, library: Path) -> None:
-    """Error 9: the driver is not loaded. The node's own figures are there all the same."""
-    sampler = Sampler(tmp_path, library, init=9)
-    row = sampler.wait(1)
-    sampler.end()
-    assert row.gpus == () and row.problems == {"nvml": "Driver Not Loaded"} and row.node["memory_gib"]
-
-
 def recorded(root: Path, ticks: str, rx: int, sectors: int, words: int) -> Probe:
     files = {
         "proc/stat": f"cpu  {ticks} 0 0 0\ncpu0 1",
@@ -135,19 +115,6 @@ def recorded(root: Path, ticks: str, rx: int, sectors: int, words: int) -> Probe
         "sys/class/infiniband/mlx5_0/ports/1/counters/port_xmit_data": str(words),
     }
     return Probe(fill(root, files))
-
-
-def test_the_kernel_s_counters_by_hand(tmp_path: Path) -> None:
-    """In 2 s: 30 of 40 jiffies busy, 4 MB in, 1,000 sectors, 500,000 words of RDMA; loopback and partitions are left out."""
-    look = NodeSampler(tmp_path, recorded(tmp_path, "10 0 10 60 20 0 0 0", 1_000_000, 1000, 10))
-    assert look.sample(0.0)["cpu"] is None
-    recorded(tmp_path, "30 0 20 65 25 0 0 0", 5_000_000, 2000, 500_010)
-    found = look.sample(2.0)
-    assert found["cpu"] == pytest.approx(0.75) and found["load"] == 1.5 and found["memory_gib"] == 1.0
-    assert found["net_rx_mb_s"] == 2.0 and found["disk_read_mb_s"] == 0.256 and found["disk_write_mb_s"] == 0.512
-    assert found["rdma_rx_mb_s"] == 1.0
-    recorded(tmp_path, "30 0 20 65 25 0 0 0", 1, 1, 1)
-    assert look.sample(2.0)["net_rx_mb_s"] is None, "a counter that began again is not a rate"
 
 
 def wide_row(at: float) -> TelemetryRow:

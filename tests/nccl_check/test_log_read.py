@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -199,7 +199,6 @@ PIECES_LIST = [p.replace("_", " ").replace("@", "\n").replace("~", "_") for p in
 ODD = ["\r", "\x1b[1m", "\0", "\u2028", "\ud800"]
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.one_of(st.text(max_size=300), st.lists(st.sampled_from([*PIECES_LIST, *ODD]), max_size=40).map("".join)))
 def test_any_text_is_read(anything: str) -> None:
     """Files come from anybody: a reader that fails says nothing about the other ranks' logs either."""

@@ -14,7 +14,6 @@ from clustertune.plan.step import (
     LAUNCH_S,
     LAUNCHING,
     LOOP_ADAM_BYTES,
-    NVME_BYTES_PER_S,
     OTHER_LAUNCHES,
     PLAIN_LAUNCHES,
     Collective,
@@ -39,9 +38,7 @@ from tests.plan.world import (
     LAYERS,
     LORA,
     MATMUL,
-    NARROW,
     NORMS,
-    PEAK,
     RANK,
     TOTAL,
     VOCABULARY,
@@ -57,7 +54,6 @@ TOKENS = 2 * 512
 HEAD = VOCABULARY * HIDDEN
 SCORES = 2 * 4 * (16 + 16) * 512 / 2
 """Forward FLOPs of attention of one token in one layer: 4 heads of 16 and 16, half of 512 tokens seen."""
-SPEED = 0.5 * PEAK
 
 
 def seconds(of: ModelShape, prefix: str = "") -> dict[str, float]:
@@ -114,17 +110,6 @@ def test_packed_attention_counts_what_is_computed() -> None:
     )
 
 
-def test_a_rank_multiplies_its_tokens() -> None:
-    """Forward 2, backward 4 FLOPs per weight and token, at the share of the peak that products reach."""
-    found = seconds(shape(), "matrix")
-    assert found["matrix products, forward"] == pytest.approx(2 * LAYERS * MATMUL * TOKENS / SPEED)
-    assert found["matrix products, backward"] == pytest.approx(4 * LAYERS * MATMUL * TOKENS / SPEED)
-    head = seconds(shape(), "output head")
-    assert sum(head.values()) == pytest.approx(6 * HEAD * TOKENS / SPEED)
-    attention = seconds(shape(), "attention")
-    assert sum(attention.values()) == pytest.approx(3.5 * LAYERS * SCORES * TOKENS / (0.5 * SPEED))
-
-
 def test_lora_multiplies_backward_as_often_as_forward() -> None:
     """The gradient of the input alone; the thin products are bound by what they read and write."""
     found = seconds(shape(**LORA))
@@ -158,22 +143,6 @@ def test_model_parallel_ranks_share_the_products(sizes: dict[str, Any], products
         assert sum(some.values()) == pytest.approx(sum(one.values()) / part)
 
 
-def test_element_wise_kernels_by_hand() -> None:
-    """A forward pass is a third of the constant: elements of the hidden size per token and layer, 2 bytes each."""
-    for compiled, elements in ((True, 250.0), (False, 560.0)):
-        given = constants(compiled_hidden=250.0, eager_hidden=560.0)
-        work = micro_batch(shape(compiled=compiled), machine(), given)
-        found = sum(t.value for t in [*work.forward, *work.backward] if t.name.startswith("element"))
-        assert found == pytest.approx(LAYERS * elements * HIDDEN * 2 * TOKENS / HBM)
-
-
-def test_the_loss_in_tiles_moves_a_third() -> None:
-    """Whole logits are read and written by each operation on them."""
-    for fused, size in ((False, 30.0), (True, 10.0)):
-        found = seconds(shape(fused_loss=fused), "cross")
-        assert found["cross-entropy"] == pytest.approx(size * VOCABULARY * TOKENS / HBM)
-
-
 def test_a_quantised_base_is_written_out_at_each_use() -> None:
     """Forward, backward and where a layer is recomputed; the rest of the model is not quantised."""
     nf4 = {**LORA, "weight_bytes": 0.5}
@@ -183,16 +152,6 @@ def test_a_quantised_base_is_written_out_at_each_use() -> None:
         assert found["dequantising"] == pytest.approx((2 + share) * body * 2.5 / HBM)
     assert not seconds(shape(**LORA), "dequant")
     assert not seconds(shape(**nf4, compute="fp8"), "dequant"), "products in float8 read float8"
-
-
-@pytest.mark.parametrize(("compute", "factor"), [("fp8", 0.5), ("fp32", 2.0), ("bf16", 1.0), ("fp16", 1.0)])
-def test_the_type_that_computes(compute: str, factor: float) -> None:
-    """Float8 has its own peak, TF32 half of bfloat16's; without a float8 unit the request changes nothing."""
-    one, other = seconds(shape(), "matrix"), seconds(shape(compute=compute), "matrix")
-    assert sum(other.values()) == pytest.approx(factor * sum(one.values()))
-    if compute == "fp8":
-        work = micro_batch(shape(compute="fp8"), machine(peak_flops_fp8=None), constants())
-        assert sum(t.value for t in [*work.forward, *work.backward] if "matrix" in t.name) == pytest.approx(sum(one.values()))
 
 
 def test_float32_shards_are_cast_before_they_travel() -> None:
@@ -239,13 +198,6 @@ def test_a_ring_is_as_fast_as_its_slowest_border(at: PlanMachine, size: int, str
     assert gather(size, stride).seconds(at) == pytest.approx(1e9 * (size - 1) / size / bandwidth)
 
 
-def test_kinds_of_collectives() -> None:
-    """nccl-tests' definition of the bus bandwidth: an all-reduce moves everything twice, a send once, one rank nothing."""
-    assert gather(8, kind="reduce").seconds(machine()) == pytest.approx(2 * 7 / 8 * 1e9 / INTRA)
-    assert gather(8, kind="send").seconds(machine()) == pytest.approx(1e9 / INTRA)
-    assert gather(1).seconds(machine()) == 0 and gather(8, nbytes=0).seconds(machine()) == 0
-
-
 def test_latency_counts_per_call_and_step_of_the_ring() -> None:
     """Small tensors wait for the number of hops, not for the bandwidth."""
     slow = machine(
@@ -256,14 +208,6 @@ def test_latency_counts_per_call_and_step_of_the_ring() -> None:
         assert found.seconds(slow) == pytest.approx(5 * (size - 1) * hop, rel=1e-3)
     sent = Collective("c", "send", RankGroup(2, 8), 16.0, 5)
     assert sent.seconds(slow) == pytest.approx(5 * 10e-6, rel=1e-3)
-
-
-def test_all_to_all_sends_to_each_member_its_part() -> None:
-    """Inside a node 7 of 8 parts over the links; over two nodes half of it over one GPU's share of the ports."""
-    assert gather(8, kind="exchange").seconds(machine()) == pytest.approx(1e9 * 7 / 8 / INTRA)
-    assert gather(16, kind="exchange").seconds(machine()) == pytest.approx(1e9 * 8 / 16 / (INTER / 8))
-    fast = machine(inter=Link(1e15, 1e15, "nominal", "", 0.0))
-    assert gather(16, kind="exchange").seconds(fast) == pytest.approx(1e9 * 7 / 16 / INTRA), "the slower of the two"
 
 
 def sent(**changes: Any) -> dict[str, tuple[str, int, int, float]]:
@@ -338,33 +282,6 @@ def test_tensor_parallelism_reduces_four_times_a_layer() -> None:
     assert hidden["backward: tensor-parallel all-reduce"] == ("reduce", 4, 1, 4 * LAYERS * ACTIVATION)
 
 
-@pytest.mark.parametrize(("virtual", "sequence_parallel", "rounds"), [(1, False, 2), (2, False, 4), (2, True, 2)])
-def test_a_pipeline_sends_activations_and_gradients(virtual: int, sequence_parallel: bool, rounds: int) -> None:
-    """Of each micro batch, once per virtual stage and direction; under sequence parallelism each rank sends its part."""
-    held = {**WHOLE, "kind": "Megatron", "data_parallel_size": 4, "tp": 2, "pp": 2}
-    found = sent(**held, virtual=virtual, sequence_parallel=sequence_parallel)
-    assert found["exposed: pipeline send"] == ("send", 2, 8, rounds * ACTIVATION)
-
-
-def test_ring_attention_passes_keys_and_values() -> None:
-    """All other ranks' keys and values come by; backward their gradients too."""
-    found = sent(cp=2, data_parallel_size=8)
-    whole = LAYERS * 2 * NARROW * 2 * 512 * 2
-    assert found["forward: keys and values around the ring"] == ("gather", 2, 1, whole)
-    assert found["backward: keys, values and their gradients around the ring"] == ("gather", 2, 1, 2 * whole)
-    assert found[f"forward: {GATHER}"] == ("gather", 16, 1, TOTAL * 2), "FSDP shards over dp and cp together"
-
-
-def test_experts_exchange_each_tokens_copies() -> None:
-    """To two experts and back, forward and backward; 6 times where layers are recomputed."""
-    held = {**WHOLE, "kind": "Megatron", "ep": 8}
-    for share, rounds in ((0.0, 4), (1.0, 6)):
-        found = traffic(shape(mixture(active=2), **held, checkpointed=share)).exposed[0]
-        assert (found.kind, found.group) == ("exchange", RankGroup(8))
-        assert found.size == pytest.approx(rounds * LAYERS * 2 * ACTIVATION)
-    assert not traffic(shape(mixture(), **WHOLE, kind="Megatron")).exposed
-
-
 RING = TOTAL * 2 * 15 / 16 / INTER
 """Seconds of a gather of all weights, or of a scatter of all gradients, over both nodes."""
 QUICK = {"intra": machine().intra, "peak_flops": 1e30, "hbm_bytes_per_s": 1e30}
@@ -411,31 +328,6 @@ def test_the_bubble_of_a_pipeline(pp: int, virtual: int, accumulation: int) -> N
     assert timed(shape(**{**held, "data_parallel_size": 16})).bubble.value == 0
 
 
-def test_what_the_next_product_waits_for_counts_whole() -> None:
-    """Tensor parallelism without overlap is beside nothing."""
-    split = {**WHOLE, "kind": "Megatron", "tp": 8, "data_parallel_size": 2, "gradient_bytes": 0.0, "reduce_bytes": 0.0}
-    found = timed(shape(**split, accumulation=5))
-    wire = next(w for w in found.wires if w.collective.name == "tensor-parallel all-reduce")
-    assert found.exposed.value >= wire.term.value > 0
-    beside = timed(shape(**split, accumulation=5, overlap_tp=True))
-    assert beside.exposed.value < found.exposed.value
-
-
-def test_the_optimizer_moves_bytes() -> None:
-    """The rank's share of what is trained; less for smaller states, half without any, less as one kernel."""
-
-    def seconds(**changes: Any) -> float:
-        return timed(shape(**changes), optimizer_bytes=92.0, fused_optimizer_bytes=40.0).optimizer.value
-
-    assert seconds() == pytest.approx(TOTAL / 16 * 92 / HBM)
-    assert seconds(fused_optimizer=True) == pytest.approx(TOTAL / 16 * 40 / HBM)
-    assert seconds(state_bytes=4.0) == pytest.approx(seconds() / 2)
-    assert seconds(state_bytes=12.0) == pytest.approx(seconds()), "a master copy is no further moment"
-    assert seconds(state_bytes=0.0) == pytest.approx(seconds() / 2)
-    assert seconds(**LORA) == pytest.approx(ADAPTERS / 16 * 92 / HBM)
-    assert seconds(**WHOLE) == pytest.approx(TOTAL * 92 / HBM)
-
-
 def test_weights_on_the_host_come_over_the_host_link() -> None:
     """The rank's shard as it is stored, forward and backward; the gradient goes back; an own optimizer on the CPU."""
     away = {"offload_params": "cpu", "offload_optimizer": "cpu", "fused_optimizer": True}
@@ -455,26 +347,6 @@ def test_weights_on_the_host_come_over_the_host_link() -> None:
     assert loop.optimizer.value == pytest.approx(expected + more), "torch's own loop on CPUs is eight passes"
     nothing = offload(shape(), machine())
     assert (nothing.forward_s, nothing.backward_s, nothing.optimizer, nothing.note) == (0, 0, None, None)
-
-
-def test_nvme_is_slower_than_ram() -> None:
-    """One drive is shared by all GPUs of a node."""
-    away = {"kind": "ZeRO-3", "offload_params": "nvme", "offload_optimizer": "nvme"}
-    found = offload(shape(**away), machine())
-    assert found.forward_s == pytest.approx(TOTAL * 4 / 16 / (NVME_BYTES_PER_S / 8))
-    assert found.optimizer is not None
-    assert found.optimizer.value > TOTAL / 16 * ADAM_BYTES / (NVME_BYTES_PER_S / 8)
-
-
-def test_terms_of_one_name_are_one_and_multiply_with_micro_batches() -> None:
-    """The cross-entropy of forward and backward is one line; its passes add up."""
-    found = timed(shape(accumulation=3))
-    names = [term.name for term in found.compute]
-    assert len(names) == len(set(names))
-    loss = next(term for term in found.compute if term.name == "cross-entropy")
-    assert loss.values["passes"] == pytest.approx(1.0) and loss.values["n"] == 3
-    work = micro_batch(shape(accumulation=3), machine(), constants())
-    assert total(found.compute) == pytest.approx(3 * work.seconds)
 
 
 def test_small_micro_batches_wait_for_the_host() -> None:

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from clustertune.errors import UserError
-from clustertune.plan.lengths import Lengths
-from clustertune.plan.predict import real_length
-from clustertune.plan.strategy import Strategy, moments, strategy
+from clustertune.plan.strategy import Strategy, strategy
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from tests.command import REPO
@@ -173,16 +171,6 @@ def test_a_base_of_another_program_is_counted(config: dict[str, Any], weight: fl
     check(found, {"gather_bytes": gather, "other_bytes": 2})
 
 
-def test_optimizer_states() -> None:
-    """8-bit states carry a scale for 256 of them; 32-bit ones of bitsandbytes are float32 whatever they update."""
-    known = {
-        ("adamw_torch_fused", 4): 8, ("adamw_torch", 2): 4, ("adamw_bnb_8bit", 4): 2.03125, ("adamw_torch_4bit", 4): 1.0625,
-        ("paged_adamw_32bit", 2): 8, ("paged_adamw_8bit", 2): 2.03125, ("lion_32bit", 2): 4, ("sgd", 4): 0,
-        ("adafactor", 4): 0, ("galore_adamw", 4): 8,
-    }  # fmt: skip
-    assert {given: moments(*given) for given in known} == known
-
-
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -203,30 +191,8 @@ def test_what_the_ranks_would_refuse(overrides: list[str], says: str) -> None:
     assert any(says in str(problem) for problem in caught.value.problems)
 
 
-def test_126_layers_over_8_stages() -> None:
-    """With both ends counted as layers."""
-    ends = [f"megatron.account_for_{end}_in_pipeline_split=true" for end in ("embedding", "loss")]
-    check(read(*TP2, *ends), {"pp": 8})
-
-
 def test_a_plan_of_a_run_reads_what_the_run_resolved() -> None:
     """A run folder that was copied from elsewhere is planned without its recipe's files."""
     resolved = resolve(RECIPE, [f"{PARALLEL}_dp_replicate_size=2"])
     again = Resolved.from_dict(json.loads(json.dumps(resolved.as_dict())))
     assert dataclasses.asdict(strategy(again)) == dataclasses.asdict(strategy(resolved))
-
-
-def test_conversations_of_like_length_pad_less() -> None:
-    """group_by_length: a micro batch is as long as its conversations, not as the longest of random ones."""
-    lengths = Lengths((100, 900), "test")
-    given = ["train.packing=false", "train.per_device_train_batch_size=2"]
-    random, _ = real_length(read(*given), lengths)
-    grouped, (note,) = real_length(read(*given, "train.train_sampling_strategy=group_by_length"), lengths)
-    assert (random.sequence, grouped.sequence) == (700, 500) and "grouped by length" in note
-
-
-def test_float32_is_said_to_be_tf32() -> None:
-    """torch computes full float32 products unless train.tf32 allows less: many times slower than what is counted."""
-    float32 = ["train.bf16=false", "train.model_init_kwargs.dtype=float32", *FULL]
-    for words, said in (([*float32, "train.tf32=false"], True), ([*float32, "train.tf32=true"], False), ([], False)):
-        assert any("counted as TF32" in note for note in read(*words).notes) == said

@@ -91,37 +91,6 @@ def test_what_is_refused_before_anything_is_asked(
     assert done.code == 2 and says in done.err and hub.asked == []
 
 
-@pytest.mark.parametrize(
-    ("wrong", "code", "says"),
-    [
-        ({"token": "hf_" + "Zz9" * 9}, 2, "the Hub refuses it (401)"),  # as the Hub says of what is not there, too
-        ({"read_only": True}, 2, "the Hub refuses it (403)"),
-        ({"fail": {"/commit/": 412}}, 75, "answers 412"),  # the commit names what it was made on
-        ({"url": "http://127.0.0.1:1"}, 75, "http://127.0.0.1:1 answers nothing"),
-    ],
-)
-def test_what_the_hub_answers_is_reported(wrong: dict[str, Any], code: int, says: str, push: Push, hub: FakeHub) -> None:
-    token = wrong.pop("token", TOKEN)
-    vars(hub).update(wrong)
-    done = push("--publish", token=token)
-    assert (done.code, says in done.err) == (code, True), done.err
-
-
-def test_the_repository_may_stand_in_the_file(push: Push, hub: FakeHub) -> None:
-    assert push("--publish", "--public", repo=None, env="HF_REPO_ID=me/by-file").code == 0
-    assert set(hub.repos) == {"me/by-file"} and hub.repos["me/by-file"].private is False
-
-
-def test_a_public_repository_wants_the_word(push: Push, hub: FakeHub) -> None:
-    """And a private one is not opened by it."""
-    hub.repos[REPO] = Repo(private=False)
-    done = push("--publish")
-    assert done.code == 2 and "is public" in done.err and len(hub.repos[REPO].commits) == 1
-    assert push("--publish", "--public").code == 0
-    hub.repos[REPO] = Repo(private=True)
-    assert "is private, and --public was asked for" in push("--publish", "--public").err
-
-
 def test_files_of_the_same_names_are_replaced_and_others_stay(push: Push, hub: FakeHub) -> None:
     hub.repos[REPO] = repo = Repo(private=True)
     repo.files |= dict.fromkeys(["adapter_config.json", "notes.md"], b"{}")
@@ -227,14 +196,6 @@ def test_the_card_says_what_the_run_was(push: Push, trained: RunDir) -> None:
     for text in ("/srv", " /data", "/scratch", "node01"):
         assert text not in card
     assert "random weights" not in card
-
-
-def test_a_card_of_a_small_evaluation_is_no_result(push: Push) -> None:
-    """The project's own prompts are not a benchmark: the Hub's leaderboards must not take them for one."""
-    card = push("--dry-run", token=None).out
-    head = yaml.safe_load(card.split("---\n")[1])
-    assert "model-index" not in head and "base_model" not in head and "license" not in head
-    assert "nobody else can load this adapter" in card and "0.1667" in card
 
 
 def test_a_recipe_pushes_when_its_chain_has_ended(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +54,6 @@ def test_overrides_are_typed_as_in_a_recipe(override: str, path: tuple[str, ...]
     for key in path:
         body = body[key]
     assert body == value
-
-
-def test_what_is_no_override(refused: Refuse) -> None:
-    for text in ("train", "=3", "train.=3", "train..seed=3", "a b=3", "../x=3", "train.seed", "-x=1"):
-        problem = refused("tiny-oasst2", [text])[0]
-        assert problem.file == "command line" and "section.key=value" in problem.fix
-    for text in ("train.seed=[1", "train.seed='x", "train.seed=3\nmodel: x", "train.seed={a: &b 1, c: *b}"):
-        problem = refused("tiny-oasst2", [text])[0]
-        assert (problem.file, problem.key) == ("command line", "train.seed")
-    for ranks in (0, -1, 10**9):
-        assert refused("tiny-oasst2", ranks=ranks)[0].key == "ranks"
 
 
 def test_what_does_not_divide_names_the_nearest(refused: Refuse) -> None:
@@ -203,11 +191,6 @@ def test_what_the_command_line_set_to_null_stays_away(words: str, section: str, 
     assert below == {f"{section}.{key}" for key in expected}
 
 
-def test_a_null_of_the_files_beside_stays_too() -> None:
-    words = ["accelerate.fsdp_config=null", "accelerate.fsdp_config.fsdp_version=2"]
-    assert resolve("tiny-oasst2", words).accelerate["fsdp_config"] == {"fsdp_version": 2}
-
-
 def test_a_null_of_a_recipe_holds_against_its_base_and_under_an_override(recipes: Path) -> None:
     folder = recipes / "tiny-oasst2"
     recipe = folder / "recipe.yaml"
@@ -240,30 +223,6 @@ def test_the_input_path(recipes: Path, tmp_path: Path) -> None:
     assert resolve("llama405b-oasst2").inputs == {}
 
 
-def test_a_base_has_no_base(recipes: Path, refused: Refuse) -> None:
-    base = recipes / "_base" / "sft-lora.yaml"
-    base.write_text("base: other\n" + base.read_text())
-    problem = refused(recipes / "tiny-oasst2")[0]
-    assert problem.key == "base" and problem.file.endswith("_base/sft-lora.yaml:1")
-
-
-def test_of_two_bases_the_last_is_the_stronger(recipes: Path) -> None:
-    for name, rate in (("low", "1.0e-5"), ("high", "3.0e-5")):
-        more = ", weight_decay: 0.3" if name == "low" else ""
-        (recipes / "_base" / f"{name}.yaml").write_text(f"train: {{adam_epsilon: {rate}{more}}}\n")
-    resolved = resolve(recipes / "tiny-oasst2", ["base=[sft-lora,low,high]"])
-    assert resolved.train_args["adam_epsilon"] == 3e-5 and resolved.origins["train.adam_epsilon"] == "base high"
-    assert resolved.train_args["weight_decay"] == 0.3 and resolved.origins["train.weight_decay"] == "base low"
-
-
-def test_what_is_no_name_of_a_base_is_said_once(refused: Refuse) -> None:
-    for base in ("5", "{a: 1}", "[sft-lora, 5]", "../_base/sft-lora", "[[sft-lora]]"):
-        (problem,) = refused("tiny-oasst2", [f"base={base}"])
-        assert problem.key == "base" and "or a list of such names" in problem.message
-    (problem,) = refused("tiny-oasst2", ["base=[sft-lora,oast2]"])
-    assert problem.message == "there is no base 'oast2'" and problem.fix == "did you mean oasst2?"
-
-
 def test_all_problems_of_all_files_at_once(recipes: Path, refused: Refuse) -> None:
     folder = recipes / "tiny-oasst2"
     edit(folder / "recipe.yaml", "global_batch_size", "global_batchsize")
@@ -274,20 +233,6 @@ def test_all_problems_of_all_files_at_once(recipes: Path, refused: Refuse) -> No
     files = {problem.file.rsplit("/", 1)[-1].split(":")[0] for problem in found}
     assert files == {"recipe.yaml", "accelerate.yaml", "model.json", "sft-lora.yaml", "command line"}
     assert all(":" in problem.file for problem in found if problem.file.rpartition("/")[2].startswith("sft-lora"))
-
-
-def test_without_a_recipe_the_other_files_are_still_checked(recipes: Path, refused: Refuse) -> None:
-    folder = recipes / "tiny-oasst2"
-    (folder / "recipe.yaml").write_text("a: [")
-    (folder / "model.json").unlink()
-    assert {problem.file.rsplit("/", 1)[-1].split(":")[0] for problem in refused(folder)} == {"recipe.yaml", "model.json"}
-
-
-def test_a_folder_name_becomes_a_path(recipes: Path, refused: Refuse) -> None:
-    for name in ("a b", "-rf", "x;y", "$(touch z)", "ü", "a" * 65):
-        target = recipes / name
-        shutil.copytree(recipes / "tiny-oasst2", target)
-        assert "rename" in refused(target)[0].fix
 
 
 DDP = ["accelerate.distributed_type=MULTI_GPU", "accelerate.fsdp_config=null"]

@@ -17,7 +17,7 @@ import pytest
 from clustertune import manifest
 from clustertune.cluster.schema import Staging
 from clustertune.errors import ExitCode, UserError
-from clustertune.staging import cache, hashed_copy, source_files
+from clustertune.staging import cache, hashed_copy
 from clustertune.staging.cache import SourceFolder
 from clustertune.staging.source_files import choose, survey
 from tests.command import REPO
@@ -154,28 +154,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, change:
     assert not (tmp_path / "out/a.bin").exists()
 
 
-@pytest.mark.parametrize("grows", [True, False])
-def test_a_blob_that_changes_while_it_is_looked_at_is_not_called_damaged(
-    tmp_path: Path, grows: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The Hub's cache records no sizes: what changes between two looks is seen by the copy (exit 75), not by the survey."""
-    root = into_hub_cache(tmp_path / "hub", "models", MODEL, REVISION, fill(tmp_path / "source", {"config.json": 300}))
-    real = source_files.hub_digest
-
-    def late(path: Path) -> object:
-        with path.open("ab") as file:
-            file.write(b"x" * grows)
-        return real(path)
-
-    monkeypatch.setattr(source_files, "hub_digest", late)
-    seen = survey(root, "model")
-    assert [(file.size, file.algorithm) for file in seen] == [(300, manifest.GIT_SHA1)]
-    if grows:
-        with pytest.raises(UserError, match="changed while it was copied") as caught:
-            hashed_copy.copy_files(root, tmp_path / "out", seen, manifest.SHA256)
-        assert caught.value.code is ExitCode.AGAIN
-
-
 @pytest.mark.parametrize("flipped", [True, False])
 def test_killed_in_the_middle_it_goes_on(tmp_path: Path, flipped: bool) -> None:
     """kill -9: files that were done are kept, unless the source's manifest says that one was damaged since."""
@@ -229,17 +207,6 @@ def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
     assert bench.words.index("removes") < bench.words.rindex("copies source3")
     for item in (first, fourth):
         item.release()
-
-
-def test_two_that_begin_together_do_not_fill_the_disk_together(tmp_path: Path) -> None:
-    """Room is counted by one at a time: the second waits, and then removes the first or is refused."""
-    roots = [fill(tmp_path / f"source{n}", {f"{k}.bin": 4 * MIB for k in range(5)}, seed=n) for n in range(2)]
-    children = [start(tmp_path / "local", root, 0.03) for root in roots]
-    for child in children:
-        out, err = child.communicate(timeout=300)
-        assert child.returncode == 0, (out, err)
-    size = sum(path.stat().st_size for path in (tmp_path / "local").rglob("*.bin"))
-    assert size == 20 * MIB
 
 
 MOUNT = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
@@ -300,19 +267,6 @@ def test_a_damaged_tree_in_use_is_not_touched(tmp_path: Path, bench: Bench) -> N
     assert same(root, bench.stage(root))
 
 
-def test_the_copies_leave_the_memory_as_it_was(tmp_path: Path, bench: Bench) -> None:
-    """810 GB through the page cache push out everything else: neither source nor copy stay in it."""
-    root = fill(tmp_path / "source", {"a.bin": 64 * MIB})
-    subprocess.run(["sync", str(root / "a.bin")], check=True)
-    path = bench.stage(root)
-    if shutil.which("fincore") is None:
-        pytest.skip("fincore is not installed (util-linux)")
-    for file in (root / "a.bin", path / "a.bin"):
-        words = ["fincore", "--bytes", "--noheadings", "--output", "RES", str(file)]
-        found = subprocess.run(words, capture_output=True, text=True, check=True)
-        assert int(found.stdout) < 8 * MIB, file
-
-
 @pytest.mark.parametrize("wrong", ["absent parent", "others may write", "a link"])
 def test_a_staging_folder_that_cannot_be_trusted_is_refused(tmp_path: Path, wrong: str) -> None:
     """An unmounted disk would fill the system's; a folder that others write to would feed them to the ranks."""
@@ -362,19 +316,3 @@ def test_a_folder_that_contradicts_its_manifest_is_not_whole(tmp_path: Path) -> 
         survey(tmp_path / "m", "data")
     expected = ["5 bytes, the folder's manifest says 10", "missing", "is incomplete or damaged"]
     assert [p.message for p in caught.value.problems] == expected
-
-
-WRONG = {
-    "no such folder": lambda path: None,
-    "is a file": lambda path: path.write_text("x"),
-    "contains no file": lambda path: path.mkdir(),  # an empty mount point is the usual reason
-    "a link to a file that is not there": lambda path: (fill(path, {"a": 10}) / "b").symlink_to("gone"),
-}
-
-
-@pytest.mark.parametrize("words", WRONG)
-def test_what_is_no_whole_folder_of_files(tmp_path: Path, words: str) -> None:
-    """A download that broke off, and a cache whose blob was removed by hand, must not be taken for a model."""
-    WRONG[words](tmp_path / "m")
-    with pytest.raises(UserError, match=words):
-        survey(tmp_path / "m", "model")

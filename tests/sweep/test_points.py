@@ -10,7 +10,7 @@ import pytest
 from clustertune.errors import UserError
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
-from clustertune.sweep.points import SWEEP, Sweep, make_sweep, missing_inputs, point, read_sweep, same_weights
+from clustertune.sweep.points import SWEEP, Sweep, make_sweep, point, read_sweep
 
 WORDS = ["train.learning_rate=1e-3,5e-3", "lora.target_modules=[q_proj,k_proj],all-linear", "train.max_steps=8"]
 
@@ -92,21 +92,3 @@ def test_a_damaged_folder_is_refused_in_words(text: str, tmp_path: Path) -> None
     (tmp_path / SWEEP).write_text(text)
     with pytest.raises(UserError, match="unreadable"):
         read_sweep(tmp_path)
-
-
-def test_points_that_train_the_same_are_told(tmp_path: Path) -> None:
-    """Varying how a model is scored trains it again for nothing."""
-    options = {"tiny": False, "last": "eval", "path": tmp_path / "s"}
-    assert len(same_weights(*make_sweep("tiny-oasst2", ["eval.max_gen_toks=8,16"], **options))) == 1  # type: ignore[arg-type]
-    assert same_weights(*make_sweep("tiny-oasst2", WORDS, **options)) == []  # type: ignore[arg-type]
-
-
-def test_a_missing_input_is_told_before_anything_is_submitted(tmp_path: Path) -> None:
-    """Unless the point has read it already: its conversations are in its run folder."""
-    absent = [f"data.input={tmp_path}/a.jsonl,{tmp_path}/b.jsonl"]
-    sweep, resolved = make_sweep("tiny-oasst2", absent, tiny=False, last="train", path=tmp_path / "s")
-    assert [problem.file for problem in missing_inputs(sweep, resolved)] == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]
-    run = RunDir(sweep.points[0].run_dir)
-    run.path.mkdir(parents=True)
-    run.finish_stage("prepare", 1.0)
-    assert [problem.file for problem in missing_inputs(sweep, resolved)] == [f"{tmp_path}/b.jsonl"]

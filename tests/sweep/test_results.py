@@ -11,7 +11,6 @@ import pytest
 
 from clustertune.errors import UserError
 from clustertune.rundir import RunDir
-from clustertune.sweep import results
 from clustertune.sweep.points import Sweep, make_sweep
 from clustertune.sweep.results import as_json, check_metric, collect
 
@@ -96,12 +95,3 @@ def test_damaged_files_are_said_not_raised(sweep: Sweep) -> None:
     # Preempted or stopped: the same command continues.
     outcome(sweep, 2, 4, 75, "stopped as asked")
     assert {r.index: r.status for r in collect(sweep, "eval_loss")}[2] == "unfinished"
-
-
-def test_the_table_shows_every_point(sweep: Sweep) -> None:
-    """One line each, the best first, with the reason of what failed."""
-    found = collect(sweep, "eval_loss")
-    table = results.lines(sweep, "eval_loss", found)
-    assert len(table) == 7 and table[0].split() == ["point", "learning_rate", "r", "eval_loss", "step", "time", "state"]
-    assert table[1].split()[:5] == ["1", "1", "1e-3", "16", "1.2500"] and table[2].split()[:2] == ["2", "0"]
-    assert table[-2].endswith("failed: the loss is not finite at step 2") and table[-1].endswith("not JSON: <b>")

@@ -155,7 +155,7 @@ def pickled(path: Path) -> None:
     file.unlink()
 
 
-@pytest.mark.parametrize(("ranks", "sizes"), [(2, {}), job(4, TP)])
+@pytest.mark.parametrize(("ranks", "sizes"), [job(2, {}), job(4, TP)])
 def test_what_cannot_be_read_by_rows_is_told(bench: Bench, ranks: int, sizes: dict[str, int]) -> None:
     """The old way, and a line that says why and what each rank reads.
 

@@ -139,39 +139,6 @@ def test_damage_is_told_with_file_and_tensor(
     assert len(found) == 1 and found[0][:2] == (file, key) and message in found[0][2]
 
 
-def test_all_damage_is_told_at_once(tmp_path: Path) -> None:
-    """A file of another version under the same name: the index is what says which tensor should be where."""
-    save(tmp_path, LLAMA)
-    drop(tmp_path / SECOND)
-    found = problems(tmp_path, LLAMA, {NORM: SECOND})
-    assert found[0] == (SECOND, NORM, "is in the index, but not in the file it names")
-    cut(tmp_path / FIRST)
-    cut(tmp_path / SECOND)
-    assert [file for file, _, _ in problems(tmp_path, LLAMA)] == [FIRST, SECOND]
-
-
-def test_a_model_of_another_size_is_told_with_every_tensor(tmp_path: Path) -> None:
-    """config.json of one model beside the weights of another, experts included, before anything is read."""
-    save(tmp_path, MIXTRAL)
-    found = problems(tmp_path, {**MIXTRAL, "intermediate_size": 10})
-    assert len(found) == 4 and all("the model's config asks for" in message for _, _, message in found)
-
-
-def test_what_the_model_has_no_place_for_is_not_read(tmp_path: Path) -> None:
-    save(tmp_path, {**LLAMA, "num_hidden_layers": 3})
-    _, sources = look(tmp_path, LLAMA)
-    assert len(sources.extra) == 9 and {t.name.split(".")[2] for t in sources.extra} == {"2"}
-
-
-def test_a_file_cut_after_its_header_was_read_is_told(tmp_path: Path) -> None:
-    """Someone else's download into the same folder: not a rank that reads zeros."""
-    save(tmp_path, LLAMA)
-    tensor = survey([tmp_path / SECOND])["model.norm.weight"]
-    cut(tmp_path / SECOND)
-    with pytest.raises(UserError, match="cut since its header was read"):
-        RowReader().rows(tensor)
-
-
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize(("shape", "ranks"), [((24, 20), 3), ((7, 36), 4), ((16, 64), 2), ((1, 4), 3)])
 def test_4_bits_by_rows_are_those_of_the_whole(
