@@ -194,8 +194,9 @@ class Setup(CheckOptions):
         """Raises UserError where there is none, or it is another program's."""
         path = folder / SETUP
         try:
-            known: dict[str, Any] = json.loads(path.read_bytes())
-            return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
+            data = json.loads(path.read_bytes())
+            values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+            return cls(**values)
         except (OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
             fix = "is the folder on storage that all nodes see?"
             raise UserError(Problem(f"contains no setup of a check: {error}", file=str(path), fix=fix)) from None

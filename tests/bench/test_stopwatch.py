@@ -12,7 +12,7 @@ import torch
 
 from clustertune.training import bench_schedule
 from clustertune.training.bench_schedule import BenchSchedule
-from clustertune.training.measure import Stopwatch
+from clustertune.training.stopwatch import Stopwatch
 
 
 class Clock:
@@ -27,7 +27,7 @@ class Clock:
 
 def drive(watch: Stopwatch, seconds: list[float], inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     clock = Clock()
-    monkeypatch.setattr("clustertune.training.measure.time.perf_counter", clock)
+    monkeypatch.setattr("clustertune.training.stopwatch.time.perf_counter", clock)
     control = SimpleNamespace(should_save=True)
     for length in seconds:
         watch.on_step_begin(None, None, control)
