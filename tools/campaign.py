@@ -426,7 +426,7 @@ class Fault:
 
 
 FAULTS: dict[str, Fault] = {
-    "damage": Fault("bit flips, cuts, swaps, deletions: files of checkpoint, adapter, merged model, staged tree", 1000, damage, 900),
+    "damage": Fault("bit flips, cuts, swaps, deletions: files of checkpoint, adapter, merged model, bundle", 1000, damage, 900),
     "kills": Fault("SIGKILL of a rank, all ranks, launcher or command at random moments", 200, kill_training, 1800),
     "saving": Fault("the same during a background save", 50, kill_training, 1800, {"saving": True}),
     **{name: Fault(f"SIGKILL in {name}", 50, kill_stage, 900, {"stage": name}) for name in STAGES},
