@@ -302,8 +302,8 @@ class Collector:
     def _load(self, part: BundlePart) -> dict[str, FileRecord]:
         """From the network, each file compared with the Hub's own digest of it: ``snapshot_download`` compares sizes."""
         assert part.fetch is not None
-        part.fetch(self._out)
         root = self._out / part.target
+        part.fetch(root)
         if not part.target.startswith(bundle.HUB):  # NLTK's: hashed where the folder is sealed
             return {}
         files = hashed_copy.survey(root, part.what, self._stall)
@@ -374,15 +374,21 @@ def list_hub_files(kind: str, name: str, revision: str | None) -> list[str]:
 
 
 def download(kind: str, name: str, revision: str | None, files: list[str], out: Path) -> None:
-    """Load files of a commit into the Hub's cache of a bundle; what an earlier call has loaded is kept. Raises UserError."""
+    """Load files of a commit into the Hub's cache of a bundle; what an earlier call has loaded is kept. Raises UserError.
+
+    ``out``: the snapshot's folder there, which has the name of the revision that the recipe gives.
+    """
     import huggingface_hub
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not console.stderr.is_terminal:
         disable_progress_bars()
-    hub = out / bundle.HUB
     with _asking(kind, name):
-        huggingface_hub.snapshot_download(name, revision=revision, repo_type=kind, cache_dir=hub, allow_patterns=files)
+        cache = out.parents[2]
+        made = huggingface_hub.snapshot_download(name, revision=revision, repo_type=kind, cache_dir=cache, allow_patterns=files)
+    if Path(made) != out:  # by its commit, where the recipe has none
+        shutil.rmtree(out, ignore_errors=True)
+        Path(made).replace(out)
 
 
 @contextlib.contextmanager
