@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clustertune.check import report
-from clustertune.check.machine import Machine
+from clustertune.check.machine_context import Machine
 from clustertune.check.nodes import JobNodes
 from clustertune.check.rule import FAIL, MACHINE, NODES, PASS, WARN, Finding, checks
 from clustertune.cluster.load import load_cluster

@@ -14,11 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from clustertune.data.local_model import train_tokenizer
+from clustertune.errors import UserError
+from clustertune.export.companions import stop_ids
 from clustertune.export.export import export
 from clustertune.export.whole import export_model
 from clustertune.manifest import find_problems
 from clustertune.merge import merge
 from tests.command import run
+from tests.damage import refused
 from tests.export.conftest import ARCHITECTURE, LORA, save_shards, seal_checkpoint
 
 STOP, BASE_STOP, OTHER = "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"

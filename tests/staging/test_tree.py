@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +62,7 @@ def test_a_copy_is_the_source_and_is_used_again(tmp_path: Path, bench: Bench) ->
 
 
 SPOILT = {
-    "flipped": (lambda path: flip(path / "sub/one.bin", 17), SIZES["sub/one.bin"]),
+    "written to": (lambda path: (path / "sub/one.bin").write_bytes(bytes(SIZES["sub/one.bin"])), SIZES["sub/one.bin"]),
     "missing": (lambda path: (path / "config.json").unlink(), SIZES["config.json"]),
     # transformers reads an adapter_config.json that it finds beside a model.
     "foreign": (lambda path: (path / "adapter_config.json").write_text("{}"), 0),
@@ -85,15 +85,11 @@ def test_only_what_is_damaged_in_the_copy_is_copied_again(tmp_path: Path, what: 
     assert ("damaged, missing or foreign: source/" in bench.words) == (what != "a library's own")
 
 
-def test_what_the_file_system_itself_lost_is_found_by_hashing(
-    tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A bad block changes no time: the command reads every byte, and fixes even where all signs are as they were."""
+def test_what_the_file_system_itself_lost_is_found_by_hashing(tmp_path: Path, bench: Bench) -> None:
+    """A bad block changes neither size nor time: the command reads every byte."""
     root = fill(tmp_path / "source", SIZES)
     path = bench.stage(root)
-    meta = json.loads((path.parent / manifest.MANIFEST).read_bytes())["meta"]["signs"]
     flip(path / "two.safetensors", 5)
-    monkeypatch.setattr("clustertune.staging.cache.signs", lambda p: tuple(meta[p.relative_to(path.parent).as_posix()]))
     bench.stage(root)
     assert same(root, path)
 
@@ -133,6 +129,29 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path, bench: Bench
         bench.stage(root)
     assert caught.value.code is ExitCode.AGAIN
     assert same(root, bench.stage(root))
+
+
+CHANGES = {
+    "append": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "truncate": lambda path: os.truncate(path, MIB),
+    "replace": lambda path: (path.unlink(), fill(path.parent, {path.name: 30 * MIB}, seed=1)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of an old file and half of a new one have the right size."""
+    root = fill(tmp_path / "source", {"a.bin": 30 * MIB})
+    seen, copy = survey(root, "data"), shutil.copyfileobj
+
+    def changed(*given: Any) -> None:
+        CHANGES[change](root / "a.bin")
+        copy(*given)
+
+    monkeypatch.setattr(shutil, "copyfileobj", changed)
+    with pytest.raises(UserError, match="changed while it was copied"):
+        hashed_copy.copy_files(root, tmp_path / "out", seen, manifest.XXH3_128)
+    assert not (tmp_path / "out/a.bin").exists()
 
 
 @pytest.mark.parametrize("flipped", [True, False])
