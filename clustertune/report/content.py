@@ -13,6 +13,7 @@ from typing import Any
 
 from clustertune.errors import ExitCode
 from clustertune.evaluate import scores as evaluation
+from clustertune.recipe.schema import OWN_PROMPTS
 from clustertune.report.metrics import WARM_UP, Metrics
 
 Row = list[str]
@@ -99,7 +100,7 @@ def on_cpu(document: Mapping[str, Any]) -> bool:
 
 
 def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any, trained: Any) -> list[dict[str, str]]:
-    """The figures that come first; ``trained`` is the number of trainable parameters."""
+    """The figures that come first; ``trained`` is the number of trainable parameters, ``stages`` what each stage took."""
     found = []
 
     def add(name: str, value: str, note: str = "") -> None:
@@ -137,8 +138,8 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any
     for name, row in (get(scored, "tasks") or {}).items():
         key, value = evaluation.headline(name, row)
         if not _is_part(scored, name):
-            note = evaluation.shown(key) + ("" if get(scored, "details", name, "comparable") else ", not the benchmark")
-            add(name, score(value), note)
+            is_known = name == OWN_PROMPTS or get(scored, "details", name, "comparable")
+            add(name, score(value), evaluation.shown(key) + ("" if is_known else ", not the benchmark"))
     return found
 
 
@@ -341,7 +342,10 @@ def eval_content(scored: Any) -> dict[str, Any] | None:
             if isinstance(value, int | float) and 0 <= value <= 1 and not lower and not _is_part(scored, name):
                 label = evaluation.shown(key) if len(tasks) == 1 else f"{name} {evaluation.shown(key)}"
                 base = get(scored, "paired", name, key, "base")
-                bars.append((label, base, float(value), error if isinstance(error, int | float) else None, mark))
+                metric, _, kept = key.partition(",")
+                beside = get(scored, "base", "tasks", name, f"{metric}_stderr,{kept}")
+                both = [one if isinstance(one, int | float) else None for one in (beside, error)]
+                bars.append((label, base, float(value), *both, mark))
     notes = ["Below the recipe's pass mark."] if get(scored, "pass", "passed") is False else []
     notes += [str(note) for note in get(scored, "notes") or []]
     by_hand = get(scored, "by_hand")

@@ -115,12 +115,19 @@ class _ReportedRun:
             "saves": self.saves,
         }
 
+    def _seconds_of(self, name: str, record: Mapping[str, Any]) -> float | None:
+        """What the table of costs says that a stage took; of a stage that it leaves out, its record's."""
+        spent = self.cost.stages.get(name)
+        return record.get("seconds") if spent is None or spent.seconds is None else spent.seconds
+
     def _forecast(self) -> list[tuple[str, float, float | None]]:
         return content.forecast(self.document.get("forecast"), self.metrics, self.stages)
 
     def page(self) -> dict[str, Any]:
         """Everything that the template shows."""
-        run, document, metrics, resolved, stages = self.run, self.document, self.metrics, self.resolved, self.stages
+        run, document, metrics, resolved = self.run, self.document, self.metrics, self.resolved
+        # One figure for one duration: of the training that of its ranks, without what starts them.
+        stages = {name: {**record, "seconds": self._seconds_of(name, record)} for name, record in self.stages.items()}
         restarts = [a.start_step for a in metrics.attempts[1:] if a.start_step is not None]
         torn, folder = metrics.unreadable_lines, run.checkpoints
         present = {f"{folder.name}/{path.name}" for path in folder.iterdir()} if folder.is_dir() else set()
@@ -207,13 +214,18 @@ class _ReportedRun:
         found = content.eval_content(self.scores)
         if found is None or not found["bars"]:
             return found and {**found, "plot": None}
-        labels, base, tuned, errors, marks = ([bar[i] for bar in found["bars"]] for i in range(5))
+        labels, base, tuned, base_errors, errors, marks = ([bar[i] for bar in found["bars"]] for i in range(6))
         groups = {"base": base, "tuned": tuned} if any(value is not None for value in base) else {"score": tuned}
+        whiskers = {"base": base_errors, "tuned": errors} if "base" in groups else {"score": errors}
+        ends = [
+            (value or 0.0) + (error or 0.0)
+            for values, these in ((tuned, errors), (base, base_errors))
+            for value, error in zip(values, these, strict=True)
+        ]
         has_marks = any(mark is not None for mark in marks)
         return {**found, "plot": plots.bars(
-            "Base and tuned" if len(groups) > 1 else "Scores", labels, groups, form=percent, errors=errors,
-            marks=marks if has_marks else (), limit=max(0.05, *(value + (error or 0) for value, error in zip(tuned, errors,
-            strict=True)), *(value or 0.0 for value in (*base, *marks))), head="score",
+            "Base and tuned" if len(groups) > 1 else "Scores", labels, groups, form=percent, errors=whiskers,
+            marks=marks if has_marks else (), limit=max(0.05, *ends, *(mark or 0.0 for mark in marks)), head="score",
         )}  # fmt: skip
 
     def _planned(self) -> dict[str, Any] | None:
