@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Rules, Seen, listed
+from clustertune.data import punkt
 from clustertune.doctor.recipe_context import RecipeContext
 from clustertune.doctor.recipe_plan import hours
 from clustertune.errors import UserError
-from clustertune.evaluate import punkt
 from clustertune.host.mounts import lies_elsewhere
 from clustertune.recipe.architecture import contradictions
 from clustertune.recipe.native_rules import show_value

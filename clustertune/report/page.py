@@ -143,6 +143,10 @@ class _ReportedRun:
             "expected": content.expected_rows(expect, metrics, stages, self.scores, self.trained),
             "plots": [plot for plot in (*training_plots(metrics, restarts), *_machine_plots(self.history)) if plot],
             "restarts": restarts,
+            "answers": [
+                {**vars(one), "title": ", ".join(f"{name} {number(value, 3)}" for name, value in one.rewards.items())}
+                for one in metrics.answers
+            ],
             "scored": self._scored(),
             "data": _data(run, self.data),
             "cost": {
@@ -316,6 +320,9 @@ def training_plots(
         ("Loss", [train("train", "loss"), evaluated("eval_loss")], f"nats per {'pair' if pairs else 'token'}", False),
         ("Reward accuracy", rewards, "% of the pairs", False),
         ("Reward margin", margins, "chosen less rejected", False),
+        ("Reward", [train("train", "reward"), evaluated("eval_reward")], "mean of the answers", False),
+        ("Divergence", [train("train", "kl")], "nats per token from the reference", True),
+        ("Length of answers", [train("train", "completion_length"), evaluated("eval_completion_length")], "tokens", True),
         ("Token accuracy", [train("train", "token_accuracy", 100), evaluated("eval_token_accuracy", 100)], "%", False),
         ("Throughput", [train("tokens/s", "tokens_per_second")], "tokens/s over all ranks", True),
         ("MFU", [train("MFU", "mfu", 100)], "% of the GPUs' peak", True),
@@ -526,6 +533,11 @@ def time_axis(metrics: Metrics, attempts: Sequence[AttemptCost], now: float | No
 
 def _better(metrics: Metrics, scored: Any) -> str:
     rows = [(task, key, row) for task, found in (get(scored, "paired") or {}).items() for key, row in found.items()]
+    last = metrics.evals[-1] if metrics.evals else None
+    if not rows and last is not None and last.eval_reward_difference is not None:
+        change = f"changed by {last.eval_reward_difference:+.3f} ± {number(last.eval_reward_difference_error, 2)}"
+        text = f"; the reward of its answers to held-out prompts {change}, prompt by prompt, to {number(last.eval_reward, 3)}"
+        return f"{text}. Whether its answers got better than the base's by another measure was not measured."
     if not rows:
         loss = content.eval_losses(metrics)
         if loss is None or len(loss[1]) < 2:

@@ -181,7 +181,8 @@ def load_model(resolved: Resolved) -> str:
 
 def load_tasks(resolved: Resolved, scratch: Path) -> str:
     """lm-eval's tasks on the prompts that the chain will score, with the sentence splitter."""
-    from clustertune.evaluate import inputs, punkt, run, tasks
+    from clustertune.data import punkt
+    from clustertune.evaluate import inputs, run, tasks
 
     evaluation, published = resolved.recipe.eval, resolved.recipe.model.weights == "hub"
     folder, prompts = Path(str(resolved.recipe.staged)), bundle.prompts(resolved)

@@ -17,9 +17,9 @@ from typing import Any
 from clustertune import console, manifest
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say
+from clustertune.data import punkt
 from clustertune.data.prompts import read_prompts
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storing
-from clustertune.evaluate import punkt
 from clustertune.evaluate.inputs import TaskRows, fetch_benchmark
 from clustertune.evaluate.tasks import data_sets
 from clustertune.evaluate.tasks import snapshot as cached_data

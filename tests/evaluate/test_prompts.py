@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from clustertune.data import punkt
 from clustertune.errors import UserError
-from clustertune.evaluate import punkt
 from clustertune.evaluate.own import ifeval as room
 from clustertune.evaluate.own.ifeval import OwnRows, recognise_benchmark
 from tests.evaluate.conftest import IFEVAL, OWN
