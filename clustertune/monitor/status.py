@@ -12,18 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.evaluate import scores
-from clustertune.events import read_object
 from clustertune.launch.plan import AttemptPlan, read_attempts
 from clustertune.monitor.machine import SLOWED
 from clustertune.recipe.schema import Budget
 from clustertune.report import cost, telemetry
 from clustertune.report.content import get
 from clustertune.report.metrics import Metrics, MetricsReader
-from clustertune.report.state import read_stages, state_of
+from clustertune.report.state import evaluation_of, read_stages, state_of
 from clustertune.rundir import RunDir
 
-EVALUATION_SILENT_SECONDS = 1800.0
-"""Without news for so long, an evaluation counts as gone: a server that gives no answer for this long is given up."""
 RECENT = 20
 """Steps whose median is the present step time."""
 LEAST_FREE_GIB = 5.0
@@ -62,19 +59,6 @@ class NodeStatus:
         return {"name": self.name, "gpus": gpus, "stragglers": list(self.stragglers)}
 
 
-@dataclass(frozen=True)
-class EvaluationProgress:
-    """How far an evaluation has come."""
-
-    model: str
-    """Which one answers: ``base`` or ``tuned``."""
-    done: int
-    total: int
-    """Requests of all tasks: prompts to answer, and texts whose likelihood is asked."""
-    eta_s: float | None
-    """Seconds until this model has answered all, at the pace so far."""
-
-
 class RunStatus:
     """A run at one moment, from what one look has found. None: this machine, or this moment, cannot say."""
 
@@ -90,11 +74,10 @@ class RunStatus:
         self.plan = self.newest.plan if self.newest else None
         self.cost = cost.of_run(run.path, document, metrics, measured, now)
         self.title, self.recipe = run.path.resolve().name, get(document, "recipe", "name")
-        self.evaluation = self._evaluation()
-        """How far the evaluation under way has come; None: there is none."""
         seen = max((node.last.time for node in measured.values() if node.last), default=0.0)
-        stages = read_stages(run, metrics)
-        self.state = state_of(stages, metrics, self.cost.attempts, now, seen, evaluating=self.evaluation is not None).word
+        self.evaluation = evaluation_of(run, now)
+        """How far the evaluation under way has come; None: there is none."""
+        self.state = state_of(run, read_stages(run, metrics), metrics, self.cost.attempts, now, seen).word
         self.step: int | None = metrics.steps[-1].step if metrics.steps else None
         self.steps = self._steps()
         recent = [record.seconds for record in metrics.steps[-RECENT:] if record.seconds]
@@ -147,18 +130,6 @@ class RunStatus:
         return get(self.document, "distributed", "steps") or (
             max_steps if isinstance(max_steps, int) and max_steps > 0 else None
         )
-
-    def _evaluation(self) -> EvaluationProgress | None:
-        """By the file that the evaluation rewrites while it is under way; a killed one leaves it."""
-        found = read_object(self.run.evaluating)
-        try:
-            if self._now - float(found["time"]) > EVALUATION_SILENT_SECONDS:
-                return None
-            which = "tuned" if Path(found["model"]).resolve() == self.run.merged.resolve() else "base"
-            left = found["eta_s"]
-            return EvaluationProgress(which, int(found["done"]), int(found["total"]), None if left is None else float(left))
-        except (KeyError, TypeError, ValueError):
-            return None
 
     @property
     def _silence(self) -> float:

@@ -257,7 +257,8 @@ def _run(path: Path) -> ComparedRun:
     nodes_measured = telemetry.TelemetryReader(path / telemetry.FOLDER).read()
     now = time.time()
     counted = cost.of_run(path, run, metrics, nodes_measured, now)
-    state = state_of(read_stages(RunDir(path), metrics), metrics, counted.attempts, now)
+    folder = RunDir(path)
+    state = state_of(folder, read_stages(folder, metrics), metrics, counted.attempts, now)
     entry.values["status"] = str(state)
     spent, gpu_hours = counted.training, None if counted.on_cpu else counted.training.gpu_hours
     if spent.seconds:

@@ -18,8 +18,7 @@ from clustertune.events import read_object
 from clustertune.manifest import MANIFEST, require_whole, write_durably
 from clustertune.nccl_check.link_check import FOLDER, RESULT
 from clustertune.nccl_check.link_measure import SCHEMA
-from clustertune.nccl_check.link_rules import COLLECTIVES
-from clustertune.nccl_check.link_table import nominal_of, pair_rows, result_rows, show_size
+from clustertune.nccl_check.link_table import pair_rows, result_rows
 from clustertune.report import content, cost, plots, telemetry
 from clustertune.report.content import UNKNOWN, duration, get, moment, number, percent, plain, size
 from clustertune.report.cost import AttemptCost, Cost, Expense
@@ -84,7 +83,7 @@ class _ReportedRun:
         self.cost = cost.of_run(run.path, document, self.metrics, nodes, now)
         self.stages = read_stages(run, self.metrics)
         self.stages.pop(_OWN_STAGE, None)  # it cannot be finished while its page is written
-        self.state = state_of(self.stages, self.metrics, self.cost.attempts, now)
+        self.state = state_of(run, self.stages, self.metrics, self.cost.attempts, now)
         require_whole(run.eval)
         self.scores = _read(read_result, run.eval)
         self.saves = cost.saves_as_dict(document, self.metrics, self.cost.attempts)
@@ -432,33 +431,11 @@ def _content(document: dict[str, Any]) -> dict[str, Any]:
             f"{document['backend']} over {document['transport']}, {document['nodes']} nodes with "
             f"{document['gpus_per_node']} ranks each, {document['date']}; GB/s of 10^9 bytes, as nccl-tests defines them"
         ),
-        "svg": draw(document),
         "columns": COLUMNS,
         "rows": list(result_rows(document)),
         "pairs": list(pair_rows(document)),
         "findings": findings[:SHOWN_FINDINGS],
-        "environment": [[name, plain(value)] for name, value in (document.get("environment") or {}).items()],
     }
-
-
-def draw(document: Mapping[str, Any]) -> str:
-    """busbw over size for every collective over all ranks (inside a node where there is one), with the nominal line."""
-    scope = next((s for s in ("world", "intra", "inter") if any(e["scope"] == s for e in document["results"])), "")
-    series = []
-    for name in COLLECTIVES:
-        points = sorted(
-            (int(e["bytes"]), float(e["busbw_gb_s"]))
-            for e in document["results"]
-            if (e["scope"], e["collective"]) == (scope, name) and e["bytes"] > 0 and math.isfinite(e["busbw_gb_s"])
-        )
-        if points:
-            series.append((name, points))
-    if not series:
-        return ""
-    where = "all ranks" if scope != "intra" else "the ranks of a node"
-    return plots.draw_sizes(
-        f"busbw over size, {where}", series, unit=f"busbw, GB/s, {where}", nominal=nominal_of(document, scope), show=show_size
-    )
 
 
 # --- axis: a run's stages, attempts, saves and faults over time -----------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from clustertune.checkpoint.store import list_checkpoints
@@ -20,6 +21,8 @@ from clustertune.rundir import STAGES, RunDir
 
 SILENT_SECONDS = 120.0
 """Without a sign of any rank for so long, an attempt that left no outcome counts as lost."""
+EVALUATION_SILENT_SECONDS = 1800.0
+"""Without news for so long, an evaluation counts as gone: a server that gives no answer for this long is given up."""
 _ENDED = {int(ExitCode.OK): "trained", int(ExitCode.AGAIN): "interrupted", int(ExitCode.STOP): "stopped"}
 
 
@@ -38,13 +41,39 @@ class RunState:
     @property
     def is_trained(self) -> bool:
         """Whether the training took its last step."""
-        return self.code == ExitCode.OK or self.word in ("trained", "finished")
+        return self.code == ExitCode.OK or self.word in ("trained", "evaluating", "finished")
 
     def __str__(self) -> str:
         """In words; a failure with its stage."""
         if self.word != "failed":
             return self.word
         return f"{self.stage} failed" if self.stage != "train" or self.code is None else f"training failed, exit {self.code}"
+
+
+@dataclass(frozen=True)
+class EvaluationProgress:
+    """How far an evaluation has come."""
+
+    model: str
+    """Which one answers: ``base`` or ``tuned``."""
+    done: int
+    total: int
+    """Requests of all tasks: prompts to answer, and texts whose likelihood is asked."""
+    eta_s: float | None
+    """Seconds until this model has answered all, at the pace so far."""
+
+
+def evaluation_of(run: RunDir, now: float) -> EvaluationProgress | None:
+    """The evaluation under way at ``now``, by the file that it rewrites; a killed one leaves it. None: there is none."""
+    found = read_object(run.evaluating)
+    try:
+        if now - float(found["time"]) > EVALUATION_SILENT_SECONDS:
+            return None
+        which = "tuned" if Path(found["model"]).resolve() == run.merged.resolve() else "base"
+        left = found["eta_s"]
+        return EvaluationProgress(which, int(found["done"]), int(found["total"]), None if left is None else float(left))
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def read_stages(run: RunDir, metrics: Metrics) -> dict[str, dict[str, Any]]:
@@ -61,16 +90,10 @@ def read_stages(run: RunDir, metrics: Metrics) -> dict[str, dict[str, Any]]:
 
 
 def state_of(
-    stages: Mapping[str, Mapping[str, Any]],
-    metrics: Metrics,
-    attempts: Sequence[AttemptCost],
-    now: float,
+    run: RunDir, stages: Mapping[str, Mapping[str, Any]], metrics: Metrics, attempts: Sequence[AttemptCost], now: float,
     seen: float = 0.0,
-    *,
-    evaluating: bool = False,
-) -> RunState:
-    """The state of a run at ``now``, Unix seconds; ``seen``: when a sampler wrote last; ``evaluating``: an evaluation is under
-    way.
+) -> RunState:  # fmt: skip
+    """The state of a run at ``now``, Unix seconds; ``seen``: when a sampler wrote last.
 
     The outcome of the newest attempt, which judges all of its ranks, wins over what its first rank logged last.
     """
@@ -81,20 +104,19 @@ def state_of(
     status = {name: record.get("status") for name, record in stages.items()}
     if failed := [name for name, what in status.items() if what == "failed" and name != "train"]:
         return RunState("failed", failed[-1], code)
-    if evaluating and status.get("report") != "done":
+    if evaluation_of(run, now) is not None:
         return RunState("evaluating", code=code)
-    trains_again = status.get("train") == "started"
-    if any(status.get(name) in ("done", "reused") for name in ("eval", "report")) and not trains_again:
+    if any(status.get(name) in ("done", "reused") for name in ("eval", "report")) and status.get("train") != "started":
         return RunState("finished", code=code)
     if code is not None:
         return RunState(_ENDED.get(code, "failed"), code=code)
-    return RunState(_without_outcome(status.get("train"), newest, logged is not None, now, seen))
+    return RunState(_without_code(status.get("train"), newest, logged is not None, now, seen))
 
 
-def _without_outcome(trained: str | None, newest: AttemptCost | None, logged: bool, now: float, seen: float) -> str:
-    """The word for a training whose newest attempt left no outcome; ``trained``: its stage's status."""
-    if trained in ("done", "reused", "failed"):
-        return "failed" if trained == "failed" else "trained"
+def _without_code(recorded: str | None, newest: AttemptCost | None, logged: bool, now: float, seen: float) -> str:
+    """The word for a training of which no attempt has left an exit code; ``recorded``: its stage's status."""
+    if recorded in ("done", "reused", "failed"):
+        return "failed" if recorded == "failed" else "trained"
     if newest is None:
         return "lost" if logged else "waiting"
     return "lost" if now - max(newest.seen, seen) > SILENT_SECONDS else "training"

@@ -137,7 +137,7 @@ def _status(sweep: Sweep, point: Point, metrics: Metrics) -> tuple[str, str]:
     if not run.metrics.exists():  # submit writes run.json before the point begins
         return (FAILED, logged) if logged else (WAITING, "")
     attempts, stages = read_attempts(run.path), read_stages(run, metrics)
-    state = state_of(stages, metrics, of_attempts(run.path), time.time())
+    state = state_of(run, stages, metrics, of_attempts(run.path), time.time())
     if state.word not in ("failed", "stopped"):
         return OPEN, ""
     messages = attempts[-1].messages if attempts and state.stage == "train" else ()

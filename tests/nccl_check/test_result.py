@@ -100,8 +100,8 @@ def test_the_file_is_read_strictly(tmp_path: Path) -> None:
 # --- for people --------------------------------------------------------------------------------------------------------
 
 
-def test_the_report_draws_it(tmp_path: Path) -> None:
-    """The newest of the run, a line for each collective, and the nominal one."""
+def test_the_report_shows_it(tmp_path: Path) -> None:
+    """The newest of the run."""
     for name, headline in (("7-0", "old"), ("7-1", "<b>new</b>")):
         folder = tmp_path / "nccl-check" / name
         folder.mkdir(parents=True)
@@ -112,7 +112,6 @@ def test_the_report_draws_it(tmp_path: Path) -> None:
     found = page.section(tmp_path, None)
     assert found is not None
     assert found["headline"] == "<b>new</b>", "the page escapes it"
-    assert "nominal 50" in found["svg"] and "all_gather" in found["svg"] and "broadcast" not in found["svg"]
     assert found["rows"][0][:2] == ["world", "all_gather"]
 
 
