@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from clustertune import close_working_folder, console, secrets
 from clustertune.arguments import (
@@ -64,7 +65,38 @@ with deferred():
     from clustertune.resolve import tiny as scaled_down
     from clustertune.staging import bundle
 
+GROUPS = {
+    "Use it": ("new", "run", "submit", "sweep", "eval", "chat", "serve", "push"),
+    "Look at it": ("show", "plan", "doctor", "watch", "runs", "report", "compare", "bench"),
+    "A stage by itself": ("prepare", "export", "merge", "checkpoint"),
+    "Cluster": ("show-cluster", "setup", "nccl-check", "stage", "demo-slurm", "sky"),
+}
+"""The commands as ``--help`` lists them."""
+IMAGES = "Images of containers are made by make build-sif and make build-image: docs/containers.md"
+
+
+class _Grouped(TyperGroup):
+    """Lists the commands in groups."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """As click's, a section for each of :data:`GROUPS`."""
+        found = {
+            name: command for name in self.list_commands(ctx) if (command := self.get_command(ctx, name)) and not command.hidden
+        }
+        grouped = {title: [name for name in names if name in found] for title, names in GROUPS.items()}
+        if others := [name for name in found if not any(name in names for names in grouped.values())]:
+            grouped["Others"] = others
+        width = max(map(len, found), default=0)
+        for title, names in grouped.items():
+            with formatter.section(title):
+                room = formatter.width - width - 4
+                formatter.write_dl([(name.ljust(width), found[name].get_short_help_str(room)) for name in names])
+        formatter.write_paragraph()
+        formatter.write_text(IMAGES)
+
+
 app = typer.Typer(
+    cls=_Grouped,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -274,7 +306,7 @@ def evaluate(
     ] = None,
     data: Annotated[
         Path | None,
-        path_option("Your own prompts (.jsonl, .csv, .txt), or rows of the task, such as IFEval's.", metavar="FILE"),
+        path_option("Your own prompts (.jsonl, .csv, .txt), or rows of the task.", metavar="FILE"),
     ] = None,
     base: Annotated[Path | None, path_option("Second model, scored on the same prompts and compared.", metavar="MODEL")] = None,
     adapter: Annotated[Path | None, path_option("A LoRA adapter, applied without merging.")] = None,

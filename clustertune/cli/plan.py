@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 import re
 import shlex
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ with deferred():
     from clustertune.plan import predict as prediction
     from clustertune.recipe import load as recipe_load
     from clustertune.report import compare as runs_page
-    from clustertune.report import content, metrics
+    from clustertune.report import metrics
     from clustertune.resolve import overrides as recipe_source
     from clustertune.resolve import resolve
     from clustertune.simulate import compare as simulation_compare
@@ -360,10 +359,10 @@ def _observe(calibrated: CalibratedCluster, folder: Path, lengths: Lengths | Non
 
     run = RunDir(folder)
     resolved = run.resolved()
-    steps = [s for s in metrics.read_metrics(run.metrics).steps if s.seconds and 0 < s.seconds < math.inf]
-    times = [float(s.seconds or 0) for s in steps[content.WARM_UP :]]
+    steps = metrics.read_metrics(run.metrics).steps
+    times = steps.steady()
     if len(times) < 3:
-        text = f"has {len(steps)} timed steps; 5 are needed, 20 suffice"
+        text = f"has {len(list(steps.timed()))} timed steps; 5 are needed, 20 suffice"
         raise UserError(text, file=str(run.metrics), key="step", fix="let the run continue, or give another")
     peaks = [s.memory_bytes for s in steps if s.memory_bytes]
     where = calibrated.machine(resolved.recipe.slurm.nodes)

@@ -98,14 +98,12 @@ def runs(
     if as_json:
         emit_json(found)
         return
-    from rich.table import Table
-
-    table = Table("run", "begun", "state", "step", "score", "GPU-hours", "USD", "kWh", box=None, pad_edge=False)
+    table = console.make_table("run", "begun", "state", "step", "score", "GPU-hours", "USD", "kWh", text_columns=3)
     for row in found:
         steps = f"{content.number(row['step'])}/{content.number(row['steps'])}"
         score = f"{row['score_name']} {content.number(row['score'], 2)}" if row["score_name"] else content.number(None)
         spent = (content.number(row[key], 2) for key in ("gpu_hours", "usd", "kwh"))
         table.add_row(str(row["run"]), row["begun"] or "", row["state"], steps, score, *spent)
-    console.stderr.print(table, soft_wrap=True)
+    console.stderr.print(table)
     if not found:
         say(f"no run below {where}")

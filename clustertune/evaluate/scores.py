@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from clustertune.console import make_table
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.recipe.schema import OWN_PROMPTS, Eval
 from clustertune.recipe.tasks import find_task
@@ -120,14 +120,9 @@ def require_pass(result: Mapping[str, Any]) -> None:
 def render(result: Mapping[str, Any], console: Console) -> None:
     """The scores as tables, with what was scored above and below them."""
     marks, missed = result["pass"]["marks"], result["pass"]["missed"]
-    table = Table(title=Text(", ".join(title(name, result) for name in result["tasks"])), title_justify="left")
-    table.add_column("task")
-    table.add_column("score")
-    table.add_column("value", justify="right")
-    table.add_column("± stderr", justify="right")
-    if marks:
-        table.add_column("pass mark", justify="right")
-        table.add_column("verdict")
+    columns = ["task", "score", *(["verdict"] if marks else []), "value", "± stderr", *(["pass mark"] if marks else [])]
+    head = ", ".join(title(name, result) for name in result["tasks"])
+    table = make_table(*columns, title=head, text_columns=3 if marks else 2)
     for name, row in result["tasks"].items():
         named = {find_metric(row, metric): (metric, mark) for metric, mark in marks.get(name, {}).items()}
         for key, value, stderr in metrics(row):
@@ -135,15 +130,14 @@ def render(result: Mapping[str, Any], console: Console) -> None:
             if marks:
                 metric, mark = named.get(key, ("", None))
                 text = "" if mark is None else "below" if f"{name} {metric}" in missed else "passed"
-                cells += ["" if mark is None else f"{mark:.4f}", text]
+                cells = [*cells[:2], text, *cells[2:], "" if mark is None else f"{mark:.4f}"]
             table.add_row(*(Text(cell) for cell in cells))
     console.print(table)
     if result.get("paired"):
-        table = Table(title=Text(f"beside {result['base']['model']}"), title_justify="left")
-        for head in ("task", "score", "base", "tuned", "difference", "95 % interval", "verdict"):
-            table.add_column(head, justify="left" if head in ("task", "score", "verdict") else "right")
-        for cells in paired_rows(result):
-            table.add_row(*(Text(cell) for cell in cells))
+        columns = ["task", "score", "verdict", "base", "tuned", "difference", "95 % interval"]
+        table = make_table(*columns, title=f"beside {result['base']['model']}", text_columns=3)
+        for *cells, verdict in paired_rows(result):
+            table.add_row(*(Text(cell) for cell in (*cells[:2], verdict, *cells[2:])))
         console.print(table)
     for line in result.get("notes") or []:
         console.print(line, markup=False)

@@ -231,7 +231,8 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     if settings.tensor_parallel_size or settings.pipeline_parallel_size:
         shape = _given(resolved, compute.gpus, shape)
     small = resolved.tiny or resolved.recipe.model.weights == "random"
-    lacking = "" if cluster.container.vllm else f"{KEY} of {cluster.source} is missing: make build-sif VARIANT=vllm"
+    named = cluster.container.vllm or cluster.assumes_vllm
+    lacking = "" if named else f"{KEY} of {cluster.source} is missing: make build-sif VARIANT=vllm"
     why_hf = ""
     if requested == "hf":
         why_hf = "eval.backend: hf"
@@ -253,7 +254,8 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     if shape is None:
         note = "how large the model or the GPUs are is not known, or it fits nowhere"
         return Evaluation("vllm", "eval.backend: vllm", models=models, note=note)
-    why = "eval.backend: vllm" if requested == "vllm" else "the model does not fit one node" if shape.nodes > 1 else KEY
+    by_what = KEY if cluster.container.vllm else "assumed, no cluster file names it"
+    why = "eval.backend: vllm" if requested == "vllm" else "the model does not fit one node" if shape.nodes > 1 else by_what
     time = start = None
     if gpu and size:
         time = models * seconds(shape, size, gpu.hbm_gb_s * 1e9, documents, tokens)

@@ -16,21 +16,12 @@ from clustertune.monitor.machine import COLUMNS, GPU_COLUMNS
 from clustertune.monitor.status import NodeStatus, RunStatus
 from clustertune.report.content import UNKNOWN, duration, moment, number, percent, size
 from clustertune.report.cost import WARN_SHARE
-from clustertune.report.page import render, time_axis, training_plots
+from clustertune.report.page import render, time_axis, tone_of, training_plots
 
 _TEMPLATE = Path(__file__).with_name("live.html.jinja")
 FILE = "live.html"
 RELOAD_SECONDS = 5
 UNDER_WAY = ("waiting", "training", "evaluating")
-TONES = {
-    "trained": "good",
-    "finished": "good",
-    "training": "good",
-    "evaluating": "good",
-    "failed": "warn",
-    "stopped": "warn",
-    "lost": "warn",
-}
 HOTTEST_C = 90.0
 """Where the scale of temperatures ends: data-centre GPUs slow themselves down at about that (nvidia-smi -q -d TEMPERATURE)."""
 
@@ -46,7 +37,7 @@ def draw(status: RunStatus, now: float | None = None) -> str:
         "title": f"{f'({alerts}!) ' if alerts else ''}{status.recipe or status.title}",
         "heading": status.recipe or status.title,
         "status": status,
-        "tone": TONES.get(status.state, "plain"),
+        "tone": tone_of(status.state),
         "share": min(1.0, evaluated.done / max(1, evaluated.total))
         if evaluated
         else None

@@ -312,6 +312,7 @@ def advice_json(
                 "accumulation": o.strategy.accumulation,
                 "checkpointed": o.strategy.recompute.share,
                 "why": why.get(o.candidate.family, o.why),
+                "quality": o.quality,
                 "overrides": overrides.get(o.candidate.family),
             }
             for o in [*advice.fitting, *advice.losing]

@@ -3,6 +3,7 @@ it, with what carries it: refused before the queue."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -238,14 +239,52 @@ _EVALUATED = ("loss", "runtime", "samples_per_second", "steps_per_second")
 """What ``Trainer.evaluate`` returns here, each behind ``eval_`` (transformers 5, ``evaluation_loop`` and ``speed_metrics``)."""
 
 
+_SCHEDULE_NEEDS = {
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
+    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
+    "warmup_stable_decay": ("num_decay_steps",),
+}
+"""Of which arguments a schedule needs exactly one (transformers 5.23, optimization.py)."""
+_SCHEDULE_RANGES: dict[str, tuple[Callable[[float, float], bool], str]] = {
+    **dict.fromkeys(("num_cycles", "power"), (lambda value, _: value > 0, "a rate that falls needs a number greater than 0")),
+    **dict.fromkeys(
+        ("lr_end", "min_lr"), (lambda value, rate: 0 <= value < rate, "it must be at least 0 and below train.learning_rate")
+    ),
+    **dict.fromkeys(
+        ("min_lr_rate", "min_lr_ratio", "warmup_lr_rate"),
+        (lambda value, _: 0 <= value < 1, "a share of the learning rate is at least 0 and below 1"),
+    ),
+    "factor": (lambda value, _: 0 < value < 1, "it must be above 0 and below 1"),
+    "timescale": (lambda value, _: value >= 1, "it must be at least 1 step"),
+    **dict.fromkeys(
+        ("num_decay_steps", "num_stable_steps", "patience", "cooldown"), (lambda value, _: value >= 0, "it must be at least 0")
+    ),
+}
+"""What arguments of schedules must be, and the learning rate: beyond, the rate grows, is negative, or divides by zero, most of
+it without a message."""
+
+
+def _outside(key: str, value: Any, rate: float) -> str | None:
+    """What an argument of a schedule must be and is not; None where it is, may be empty, or is not known."""
+    if key not in _SCHEDULE_RANGES or value is None:
+        return None
+    allowed, text = _SCHEDULE_RANGES[key]
+    return None if is_number(value) and allowed(value, rate) else text
+
+
 def _check_arguments(train: Mapping[str, Any]) -> Iterator[Found]:
     """Arguments of saving, schedule and optimizer: transformers ignores a key of ``optim_args`` that it does not know."""
     schedule, optimizer = str(train["lr_scheduler_type"]), str(train["optim"])
     known = facts("trl")["schedulers"][schedule]
-    for key, value in (train.get("lr_scheduler_kwargs") or {}).items():
-        if key == "num_cycles" and key in known and not (is_number(value) and value > 0):
-            text = f"num_cycles is {show_value(value)}: a rate that falls needs a number greater than 0"
-            yield ("train", "lr_scheduler_kwargs"), text, "leave it out: the schedule has a default"
+    arguments, rate = train.get("lr_scheduler_kwargs") or {}, train["learning_rate"]
+    if (one_of := _SCHEDULE_NEEDS.get(schedule)) and len(arguments.keys() & set(one_of)) != 1:
+        # transformers says so when the optimizer is made, which is once the weights are loaded.
+        text = f"the {schedule} schedule needs {'one of ' * (len(one_of) > 1)}{' and '.join(one_of)}"
+        yield ("train", "lr_scheduler_kwargs"), text, f"write {{{one_of[-1]}: {'0.1' if len(one_of) > 1 else 'STEPS'}}}"
+    for key, value in arguments.items():
+        if key in known and (needed := _outside(key, value, rate if is_number(rate) else math.inf)):
+            text = f"{key} is {show_value(value)}: {needed}"
+            yield ("train", "lr_scheduler_kwargs"), text, "see the function of this schedule in transformers/optimization.py"
         if key not in known:
             text = f"{show_value(key)} is not an argument of the {schedule} schedule; it takes {', '.join(known) or 'none'}"
             yield ("train", "lr_scheduler_kwargs"), text, did_you_mean(key, known) if known else "leave it out"

@@ -13,12 +13,11 @@ from typing import Any
 
 from clustertune.errors import ExitCode
 from clustertune.evaluate import scores as evaluation
-from clustertune.report.metrics import Metrics
+from clustertune.recipe.schema import OWN_PROMPTS
+from clustertune.report.metrics import WARM_UP, Metrics
 
 Row = list[str]
 
-WARM_UP = 2
-"""First steps that hold compilation and first connections."""
 FORECAST = {
     "step_s": "seconds of a step",
     "tokens_per_s": "tokens per second",
@@ -34,13 +33,6 @@ _ENDS = {
     int(ExitCode.STORAGE): "stopped: storage",
     int(ExitCode.AGAIN): "interrupted, saved, continues with the same command",
     int(ExitCode.STOP): "stopped: loss or gradient norm not finite",
-}
-
-
-_BADGES = {
-    int(ExitCode.OK): {"text": "trained", "tone": "good"},
-    int(ExitCode.AGAIN): {"text": "interrupted", "tone": "plain"},
-    int(ExitCode.STOP): {"text": "stopped: not finite", "tone": "warn"},
 }
 
 
@@ -107,21 +99,8 @@ def on_cpu(document: Mapping[str, Any]) -> bool:
     return not any(get(document, *keys) for keys in gpus)
 
 
-def status_of(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """One word for the whole run, and its tone (``good``, ``warn``, ``plain``)."""
-    failed = [name for name, record in stages.items() if record.get("status") == "failed"]
-    if failed and failed[-1] != "train":
-        return {"text": f"{failed[-1]} failed", "tone": "warn"}
-    if not failed and get(stages, "eval", "status") in ("done", "reused"):
-        return {"text": "finished", "tone": "good"}
-    code = metrics.attempts[-1].exit_code if metrics.attempts else None
-    if code is not None:
-        return _BADGES.get(code, {"text": f"training failed, exit {code}", "tone": "warn"})
-    return {"text": "train failed", "tone": "warn"} if failed else {"text": "unfinished", "tone": "plain"}
-
-
 def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any, trained: Any) -> list[dict[str, str]]:
-    """The figures that come first; ``trained`` is the number of trainable parameters."""
+    """The figures that come first; ``trained`` is the number of trainable parameters, ``stages`` what each stage took."""
     found = []
 
     def add(name: str, value: str, note: str = "") -> None:
@@ -156,8 +135,8 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any
     for name, row in (get(scored, "tasks") or {}).items():
         key, value = evaluation.headline(name, row)
         if not _is_part(scored, name):
-            note = evaluation.shown(key) + ("" if get(scored, "details", name, "comparable") else ", not the benchmark")
-            add(name, score(value), note)
+            is_known = name == OWN_PROMPTS or get(scored, "details", name, "comparable")
+            add(name, score(value), evaluation.shown(key) + ("" if is_known else ", not the benchmark"))
     return found
 
 
@@ -257,7 +236,8 @@ def forecast(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, A
     Of steps the median behind the first two, which hold warm-up; None where nothing happened yet.
     """
     steps, peaks = metrics.steps, metrics.steps.known("memory_bytes")
-    times, rates = (steps.known(name, WARM_UP) or steps.known(name) for name in ("seconds", "tokens_per_second"))
+    times, rates = (steps.steady() or steps.known("seconds")), steps.known("tokens_per_second")
+    rates = steps.known("tokens_per_second", WARM_UP) or rates
     train_seconds = get(stages, "train", "seconds")
     reached = {
         "step_s": median(times) if times else None,
@@ -383,7 +363,10 @@ def eval_content(scored: Any) -> dict[str, Any] | None:
             if isinstance(value, int | float) and 0 <= value <= 1 and not lower and not _is_part(scored, name):
                 label = evaluation.shown(key) if len(tasks) == 1 else f"{name} {evaluation.shown(key)}"
                 base = get(scored, "paired", name, key, "base")
-                bars.append((label, base, float(value), error if isinstance(error, int | float) else None, mark))
+                metric, _, kept = key.partition(",")
+                beside = get(scored, "base", "tasks", name, f"{metric}_stderr,{kept}")
+                both = [one if isinstance(one, int | float) else None for one in (beside, error)]
+                bars.append((label, base, float(value), *both, mark))
     notes = ["Below the recipe's pass mark."] if get(scored, "pass", "passed") is False else []
     notes += [str(note) for note in get(scored, "notes") or []]
     by_hand = get(scored, "by_hand")

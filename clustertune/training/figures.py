@@ -19,6 +19,7 @@ from clustertune.cluster.hardware import peak_flops
 from clustertune.plan.predict import work_of
 from clustertune.resolve.resolved import Resolved
 from clustertune.training.evaluation import IGNORED_LABEL
+from clustertune.training.startup import peak_host_bytes
 
 PARTS = ("data", "forward_backward", "optimizer", "layers", "generation", "reward")
 """Seconds of a rank in a step. ``layers``: inside the timed decoder layers; a part of the forward and backward pass.
@@ -37,6 +38,11 @@ def count_tokens(inputs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     ids, mask, labels = inputs["input_ids"], inputs.get("attention_mask"), inputs.get("labels")
     real = (mask != 0).sum() if mask is not None and mask.dim() == 2 else ids.numel()
     return ids.numel(), real, (labels != IGNORED_LABEL).sum() if labels is not None else ids.numel()
+
+
+def peak_memory_bytes() -> int:
+    """Peak memory of this rank: allocated on its GPU, else the resident set of the process."""
+    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else peak_host_bytes()
 
 
 class Clock:

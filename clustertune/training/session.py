@@ -55,11 +55,6 @@ ROLLOUTS = {
 nothing; ``clipped``: of the answers that were cut at ``max_completion_length``."""
 
 
-def peak_memory_bytes() -> int:
-    """Peak memory of this rank: allocated on its GPU, else the resident set of the process."""
-    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else peak_host_bytes()
-
-
 class Watch(TrainerCallback):  # type: ignore[misc]
     """Has the session prove what was set up, measures, writes the events, and makes all ranks agree at each step's end.
 
@@ -111,7 +106,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         at_epoch = args.eval_strategy == "epoch" and args.eval_delay <= epoch and (is_last or abs(epoch - round(epoch)) < 1e-9)
         if is_last:
             control.should_save = not at_epoch
-        if self.trainer.agree(peak_memory_bytes(), self.trainer.clock.take()):
+        if self.trainer.end_step():
             self.trainer.eval_skipped = bool(control.should_evaluate or at_epoch)
             control.should_evaluate = False
             control.should_save = control.should_log = control.should_training_stop = True

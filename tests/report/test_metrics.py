@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clustertune.report import plots
-from clustertune.report.metrics import Metrics, read_metrics
+from clustertune.report.metrics import Metrics, StepRecord, Steps, read_metrics
 
 RECORDED = Path(__file__).parent / "recorded" / "metrics.jsonl"
 
@@ -94,16 +94,15 @@ def test_no_event_whatever_it_holds_stops_the_reader(
     assert [record.step for record in metrics.steps] == sorted({record.step for record in metrics.steps})
 
 
-def test_a_million_steps_are_read_in_columns(tmp_path: Path) -> None:
-    """30,000 records as objects took 18 MB; drawn, the greatest and the least value of each stretch are still there."""
-    line = '{"event": "step", "attempt": 1, "step": %d, "loss": %f, "seconds": 1.5, "memory_bytes": 7}\n'
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(line % (n, 9.5 if n == 17_777 else 2.0) for n in range(1, 30_001)))
-    tracemalloc.start()
-    steps = read_metrics(path).steps
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 6e6
-    assert len(steps) == 30_000 and steps[17_776].loss == 9.5 and steps[-1].token_accuracy is None
+def test_a_long_line_is_drawn_with_its_greatest_and_least_values() -> None:
+    """Of 30,000 steps no screen shows each."""
+    steps = Steps([StepRecord(n, 1, loss=9.5 if n == 17_777 else 2.0) for n in range(1, 30_001)])
     at, values = plots._thinned(plots.Line("loss", steps.numbers, steps.column("loss")))
     assert len(at) <= 4_002 and max(values) == 9.5 and at[values.argmax()] == 17_777
+
+
+def test_steps_behind_the_warm_up_are_steady() -> None:
+    """A line of ten steps holds those of the warm-up; after a gap without a time a line counts from the line before it."""
+    steps = Steps([StepRecord(n, 1, seconds=s) for n, s in ((1, 9.0), (2, 5.0), (3, 2.0), (4, math.nan), (5, None), (6, 3.0))])
+    assert steps.steady() == [2.0, 3.0] and [count for _, count, _ in steps.timed()] == [1, 1, 1, 1]
+    assert Steps([StepRecord(10, 1, seconds=4.0), StepRecord(20, 1, seconds=1.0)]).steady() == [1.0]

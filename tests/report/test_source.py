@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.report import compare, source
 from clustertune.report.metrics import Metrics, StepRecord, Steps
 from clustertune.resolve.resolve import resolve
@@ -41,8 +42,9 @@ def test_nodes_are_those_that_trained(tmp_path: Path) -> None:
     """Of a submitted chain the report's job comes last, on one node, and leaves its allocation in run.json."""
     run = {"allocation": {"nodes": ["n1"]}}
     assert source.nodes_of(tmp_path, run) == 1 and source.nodes_of(tmp_path, {}) is None
-    for number, body in ((2, '{"nodes": [{"name": "a"}]}'), (10, '{"nodes": [{"name": "a"}, {"name": "b"}]}'), (11, "{")):
+    for number, names in ((2, "a"), (10, "ab"), (11, "")):
         folder = tmp_path / "attempts" / f"{number:04d}"
         folder.mkdir(parents=True)
-        (folder / "plan.json").write_text(body)
+        AttemptPlan(number, tuple(Node(name, name) for name in names), 1).write(folder) if names else None
+    (folder / "plan.json").write_text("{")
     assert source.nodes_of(tmp_path, run) == 2

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from clustertune.errors import UserError
+from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.rundir import RunDir
 from clustertune.sweep.points import Sweep, make_sweep
 from clustertune.sweep.results import as_json, check_metric, collect
@@ -56,6 +57,7 @@ def schedule(
 def outcome(made: Sweep, index: int, attempt: int, code: int, message: str) -> None:
     folder = RunDir(made.points[index].run_dir).attempt(attempt)
     folder.mkdir(parents=True)
+    AttemptPlan(attempt, (Node("here", "127.0.0.1"),), 2).write(folder)
     (folder / "outcome.json").write_text(json.dumps({"code": code, "problems": [{"message": message}]}))
 
 

@@ -92,7 +92,7 @@ def test_all_ranks_end_where_rank_0_is_fenced(make: Any) -> None:
     """At a step's end and within an evaluation; ranks other than 0 hear of it in the collective that is there anyway."""
     first, other = make(fence=taken_over), make(Ranks(rank=1), taken_over)
     assert not other.agree()
-    other.group = Ranks(rank=1, others=(0.0, 0.0, 1.0))
+    other.group = Ranks(rank=1, others=(0.0, 1.0))
     for act in (first.agree, first.evaluate, other.agree):
         with refused("has taken over|newer attempt of this run", ExitCode.AGAIN):
             act()
