@@ -153,11 +153,11 @@ def _prepared(
         name, why = choose(settings.backend, facts, device)
         _seed(own.seeds)
         with facts.within_limits() as tokenizing:
-            prompts = tasks.digest(loaded, settings, own.seeds.numpy, tokenizing)
+            digest = tasks.digest(loaded, settings, own.seeds.numpy, tokenizing)
         if (mine := loaded["tasks"].get(OWN_PROMPTS)) is not None:
             stack.callback(mine.close)
             raise_if(mine.find_problems(facts.max_length, facts.tokenizer.encode))
-        run = _Evaluation(settings, facts, adapter, describe(name, facts, adapter), loaded, places, prompts, own, why)
+        run = _Evaluation(settings, facts, adapter, describe(name, facts, adapter), loaded, places, digest, own, why)
         run.device = pick_device(device, model)
         yield run
 

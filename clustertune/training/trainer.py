@@ -313,7 +313,9 @@ class RankTrainer(Base):  # type: ignore[misc]
         measured, self._measured = self._measured, []
         ranks = self.group.gather_numbers([float(peak_memory_bytes()), *(value for row in measured for value in row)])
         self.peak_memory_bytes = max(self.peak_memory_bytes, *(int(memory) for memory, *_ in ranks))
-        for at in range(1, len(COLUMNS) * len(measured), len(COLUMNS)) if self.figures is not None else ():
+        if self.figures is None:
+            return
+        for at in range(1, len(COLUMNS) * len(measured), len(COLUMNS)):
             self.figures.add([values[at : at + len(COLUMNS)] for values in ranks])
 
     def _is_save_due(self) -> bool:
