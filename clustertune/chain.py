@@ -302,7 +302,7 @@ class Chain:
 
     def prepare(self) -> dict[str, Any]:
         """The conversations, the base model where the recipe makes its own, and the tokens that the ranks read."""
-        from clustertune.data import tokens
+        from clustertune.data import rollout_rows, tokens
         from clustertune.data.prepare import prepare
         from clustertune.data.tokenizer import load_tokenizer
         from clustertune.training import base_model
@@ -324,6 +324,8 @@ class Chain:
         base_model.check(*from_where, self.resolved)
         tokenizer = load_tokenizer(*from_where, self.resolved.chat_template, train_args, chats=recipe.data.has_chats)
         made = tokens.make(self.run.data, tokenizer, train_args, shared=self.run.shared_tokens)
+        if self.resolved.is_grpo:
+            rollout_rows.check(self.run.data, self.resolved)
         return {**found, **{key: made[key] for key in tokens.SUMMARY}}
 
     def train(self) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
         return program.train(attempt)
     attempt.notes += _set_environment(resolved, run, source[0], has_key="WANDB_API_KEY" in keys)
 
-    from clustertune.training import measure
+    from clustertune.training import stopwatch
     from clustertune.training.session import Session
 
     session, save = Session(attempt), resolved.recipe.save
@@ -220,7 +220,7 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     if save is not None:
         trainer.cadence = Cadence(save, _between_ends(run, plan))
     if (steps := bench_schedule.read(run.path)) is not None:
-        measure.attach(trainer, steps, records)
+        stopwatch.attach(trainer, steps, records)
     return session.run(latest)
 
 

@@ -142,7 +142,7 @@ def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], image.
 
 def _not_reached(plan: SubmissionPlan) -> list[Problem]:
     """What prepare would ask the Hub for on a node that does not reach it: neither staged nor in the cache."""
-    from clustertune.doctor.recipe_context import snapshot
+    from clustertune.staging import needs
 
     recipe, internet = plan.resolved.recipe, plan.machine.network.internet
     if internet == "all" or plan.resolved.tiny or recipe.staged:
@@ -165,7 +165,7 @@ def _not_reached(plan: SubmissionPlan) -> list[Problem]:
             fix=fix,
         )
         for kind, name, revision in asked
-        if (folder := snapshot(hub, kind, str(name), revision)) is not None and not is_there(folder)
+        if revision is not None and not is_there(needs.snapshot(hub, kind, str(name), revision))
     ]
 
 

@@ -13,13 +13,9 @@ import yaml
 from typer.testing import CliRunner
 
 from clustertune.cli.app import app
-from clustertune.cluster.load import load_cluster
-from clustertune.plan.machine import machine
-from clustertune.plan.predict import make_plan
 from clustertune.recipe.load import same_model
 from clustertune.recipe.parameters import parameter_count
 from clustertune.resolve.resolve import resolve
-from tests.launch.machines import cluster_of
 from tests.tree import REPO
 from tools.planner_grade.data import published_models
 
@@ -136,30 +132,3 @@ def test_the_commands_of_a_readme_are_run(folder: Path) -> None:
         done = CliRunner().invoke(app, words[1:])
         assert done.exit_code == 0, f"{line}\n{done.output}"
     assert {"plan", "nccl-check", "doctor", "sbatch"} <= set(seen)
-
-
-ADVICE = re.compile(r"`((?:--cluster [\w.-]+|[a-z_]+\.[\w.]+=[^ `]+|accelerate=[^ `]+)(?: [\w.]+=[^ `]+)*)`")
-"""What a README says between backquotes of a command line that is to be added to."""
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_what_a_readme_says_to_add_is_taken(folder: Path) -> None:
-    """Another GPU has another ratio, and its cluster other nodes: a line that is refused helps nobody."""
-    for words in map(shlex.split, ADVICE.findall((folder / "README.md").read_text())):
-        if "--cluster" in words:
-            for command in (["plan", folder.name, *words], ["submit", folder.name, *words, "--dry-run"]):
-                done = CliRunner().invoke(app, command)
-                assert done.exit_code == 0, f"{' '.join(command)}\n{done.output}{done.exception}"
-        else:
-            resolve(folder, words)
-
-
-@pytest.mark.parametrize("name", [folder.name for folder in FOLDERS])
-def test_saving_takes_less_than_a_twentieth_of_a_recipe(name: str) -> None:
-    """At the storage of its cluster. Or it saves once, at the end, which every training does; or in five minutes altogether."""
-    plan = make_plan(resolve(name), machine(load_cluster(cluster_of(name))), sure=False)
-    saves = plan.schedule.checkpoints or 0
-    saving, trained = saves * plan.schedule.checkpoint.value, (plan.schedule.steps or 0) * plan.step.seconds
-    assert saves <= 1 or saving < 300 or saving < 0.05 * (saving + trained), f"{saves} saves: {saving:.0f} s of {trained:.0f} s"
-    every = trained / max(1, saves) / 3600
-    assert every < 36, f"a node that fails costs up to {every:.0f} h of all ranks"

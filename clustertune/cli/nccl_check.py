@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 import typer
 
-from clustertune import console
 from clustertune.arguments import AsJson, ClusterOption, path_argument, path_option, takes
 from clustertune.check.rule import EXIT
 from clustertune.cli.deferred import deferred
@@ -155,13 +154,7 @@ def _judge_logs(args: NcclCheckArguments) -> int:
     measured_before = {"schema": link_measure.SCHEMA, **({"expected": link_check.expected(cluster)} if cluster else {})}
     _, judged = link_check.judged(measured_before, log, left_out)
     document = {"schema": link_measure.SCHEMA, "logs": files, "log": nccl_log.as_dict(log), "verdict": judged}
-
-    def show() -> None:
-        for line in nccl_log.summary(log):
-            say(line)
-        link_table.verdict(judged, console.stderr)
-
-    reply(args.as_json, document, show)
+    reply(args.as_json, document, *nccl_log.summary(log), *link_table.verdict(judged))
     return EXIT[judged["status"]]
 
 
@@ -285,7 +278,7 @@ def _await(args: NcclCheckArguments, job: str, folder: Path) -> int:
 
 def _tell(args: NcclCheckArguments, found: dict[str, Any]) -> None:
     """The document on stdout, or its table for people."""
-    reply(args.as_json, found, lambda: link_table.render(found, console.stderr))
+    reply(args.as_json, found, lambda: link_table.show(found))
 
 
 def arguments(args: NcclCheckArguments, cluster: schema.Cluster) -> list[str]:

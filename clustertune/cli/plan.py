@@ -20,6 +20,7 @@ from clustertune.console import emit_json, reply, say, show
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.host.system import GIB
 from clustertune.manifest import replace_ours
+from clustertune.recipe.native_rules import row_tokens
 
 if TYPE_CHECKING:
     from clustertune.plan.calibration import CalibratedCluster
@@ -207,7 +208,7 @@ def _simulate(found: Plan, args: PlanArguments) -> tuple[Plan, Simulation]:
     """The simulation, and the plan of what was simulated: of the same depth, of full rows. Says how far it is on stderr."""
     resolved = found.resolved if args.depth is None else simulator.with_depth(found.resolved, args.depth)
     ranks = simulator.read_ranks(args.ranks, resolved)
-    longest = known_lengths.Lengths((int(resolved.train_args["max_length"]),), "full rows")
+    longest = known_lengths.Lengths((int(row_tokens(resolved.train_args)),), "full rows")
     same = prediction.make_plan(resolved, found.machine, found.constants, lengths=longest, sure=False)
     return same, simulator.simulate(
         resolved, found.machine, ranks=ranks, tell=lambda body: console.say(simulator.progress(body))

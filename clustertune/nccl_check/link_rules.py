@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from clustertune.check.machine import RDMA_KINDS, Expects, Machine
+from clustertune.check.machine_context import RDMA_KINDS, Expects, Machine
 from clustertune.check.nodes import JobNodes
 from clustertune.check.report import grouped, run
 from clustertune.check.rule import (

@@ -13,6 +13,7 @@ from typing import Any
 
 from clustertune.errors import ExitCode
 from clustertune.evaluate import scores as evaluation
+from clustertune.recipe.schema import OWN_PROMPTS
 from clustertune.report.metrics import WARM_UP, Metrics
 
 Row = list[str]
@@ -99,7 +100,7 @@ def on_cpu(document: Mapping[str, Any]) -> bool:
 
 
 def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any, trained: Any) -> list[dict[str, str]]:
-    """The figures that come first; ``trained`` is the number of trainable parameters."""
+    """The figures that come first; ``trained`` is the number of trainable parameters, ``stages`` what each stage took."""
     found = []
 
     def add(name: str, value: str, note: str = "") -> None:
@@ -109,7 +110,7 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any
     steps, evals = metrics.steps, metrics.evals
     if steps:
         add("Training loss", number(steps[-1].loss), f"step {steps[-1].step}, {number(steps[0].loss)} at step {steps[0].step}")
-    if evals:
+    if evals and evals[-1].eval_reward is None:
         first, last = evals[0], evals[-1]
         if len(evals) > 1:
             add("Eval loss", f"{number(first.eval_loss, 3)} → {number(last.eval_loss, 3)}", f"step {first.step} → {last.step}")
@@ -119,11 +120,8 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any
         add("Token accuracy", percent(last.eval_token_accuracy), note)
     elif steps:
         add("Token accuracy", percent(steps[-1].token_accuracy), "train")
-    if (pairs := evals[-1] if evals else None) and pairs.eval_reward_accuracy is not None:
-        note = f"eval pairs won by the chosen answer; margin {number(pairs.eval_reward_margin)}"
-        add("Reward accuracy", percent(pairs.eval_reward_accuracy), note)
-    elif steps and steps[-1].reward_accuracy is not None:
-        add("Reward accuracy", percent(steps[-1].reward_accuracy), f"train; margin {number(steps[-1].reward_margin)}")
+    for name, value, note in _rewards(metrics):
+        add(name, value, note)
     rates = steps.known("tokens_per_second")
     if rates and math.isfinite(rate := median(rates)):
         add("Tokens/s", number(float(round(rate))), f"median, {number(steps[-1].tokens)} tokens in all")
@@ -137,9 +135,25 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any
     for name, row in (get(scored, "tasks") or {}).items():
         key, value = evaluation.headline(name, row)
         if not _is_part(scored, name):
-            note = evaluation.shown(key) + ("" if get(scored, "details", name, "comparable") else ", not the benchmark")
-            add(name, score(value), note)
+            is_known = name == OWN_PROMPTS or get(scored, "details", name, "comparable")
+            add(name, score(value), evaluation.shown(key) + ("" if is_known else ", not the benchmark"))
     return found
+
+
+def _rewards(metrics: Metrics) -> Iterator[tuple[str, str, str]]:
+    """Tiles of pairs of answers, and of the model's own answers."""
+    last, steps = metrics.evals[-1] if metrics.evals else None, metrics.steps
+    if last is not None and last.eval_reward_accuracy is not None:
+        note = f"eval pairs won by the chosen answer; margin {number(last.eval_reward_margin)}"
+        yield "Reward accuracy", percent(last.eval_reward_accuracy), note
+    elif last is not None and last.eval_reward is not None:
+        note = f"held-out prompts, step {last.step}"
+        if last.eval_reward_difference is not None:
+            error = number(last.eval_reward_difference_error, 2)
+            note += f": {last.eval_reward_difference:+.3f} ± {error} to the first"
+        yield "Reward", number(last.eval_reward, 3), note
+    elif steps and steps[-1].reward_accuracy is not None:
+        yield "Reward accuracy", percent(steps[-1].reward_accuracy), f"train; margin {number(steps[-1].reward_margin)}"
 
 
 def _is_part(scored: Any, name: str) -> bool:
@@ -155,11 +169,19 @@ def score(value: Any) -> str:
 
 
 def eval_losses(metrics: Metrics) -> tuple[str, list[float]] | None:
-    """The first and the last eval loss, behind when they were taken; None where nothing was evaluated.
+    """The first and the last eval loss, behind when they were taken; None where nothing was evaluated, and of answers that the
+    model draws anew, whose loss says nothing.
 
     Few recipes evaluate before the first step (``eval_on_start``): without that the first one is not a loss before training.
     """
-    found = [(record.step, record.eval_loss) for record in metrics.evals if record.eval_loss is not None]
+    of_losses = (record for record in metrics.evals if record.eval_reward is None)
+    found = [(record.step, record.eval_loss) for record in of_losses if record.eval_loss is not None]
+    return _between(found) if found else None
+
+
+def held_out_rewards(metrics: Metrics) -> tuple[str, list[float]] | None:
+    """The same of the reward of held-out prompts."""
+    found = [(record.step, record.eval_reward) for record in metrics.evals if record.eval_reward is not None]
     return _between(found) if found else None
 
 
@@ -341,7 +363,10 @@ def eval_content(scored: Any) -> dict[str, Any] | None:
             if isinstance(value, int | float) and 0 <= value <= 1 and not lower and not _is_part(scored, name):
                 label = evaluation.shown(key) if len(tasks) == 1 else f"{name} {evaluation.shown(key)}"
                 base = get(scored, "paired", name, key, "base")
-                bars.append((label, base, float(value), error if isinstance(error, int | float) else None, mark))
+                metric, _, kept = key.partition(",")
+                beside = get(scored, "base", "tasks", name, f"{metric}_stderr,{kept}")
+                both = [one if isinstance(one, int | float) else None for one in (beside, error)]
+                bars.append((label, base, float(value), *both, mark))
     notes = ["Below the recipe's pass mark."] if get(scored, "pass", "passed") is False else []
     notes += [str(note) for note in get(scored, "notes") or []]
     by_hand = get(scored, "by_hand")
@@ -400,6 +425,7 @@ def warnings_of(run: Mapping[str, Any], metrics: Metrics, adapter: Any) -> list[
     bad = next((step for step, loss in losses if loss is not None and not math.isfinite(loss)), None)
     if bad is not None:
         found.append(f"The loss is not finite at step {bad}.")
+    found += [f"Alarm at {metrics.alarm}."] if metrics.alarm else []
     for source in (get(run, "recipe", "warnings"), get(adapter, "meta", "warnings")):
         found += [str(item) for item in source] if isinstance(source, list) else []
     return found

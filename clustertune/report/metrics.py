@@ -33,6 +33,13 @@ class StepRecord(NamedTuple):
     """Share of the pairs whose chosen answer has the higher reward."""
     reward_margin: float | None = None
     """The chosen answer's reward less the rejected one's, on average."""
+    reward: float | None = None
+    """Of the model's own answers, each reward times its weight, on average."""
+    kl: float | None = None
+    """Divergence of the model from its reference, nats per token."""
+    completion_length: float | None = None
+    """Tokens of an answer, on average."""
+    generation_seconds: float | None = None
 
 
 _NUMBERS = StepRecord._fields[2:]
@@ -82,6 +89,23 @@ class EvalRecord:
     seconds: float | None = None
     eval_reward_accuracy: float | None = None
     eval_reward_margin: float | None = None
+    eval_reward: float | None = None
+    """Of the held-out prompts."""
+    eval_reward_difference: float | None = None
+    """To the first evaluation, prompt by prompt."""
+    eval_reward_difference_error: float | None = None
+    """Its standard error."""
+    eval_completion_length: float | None = None
+
+
+@dataclass(frozen=True)
+class AnswerRecord:
+    """An answer to a held-out prompt."""
+
+    step: int
+    prompt: str
+    answer: str
+    rewards: dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -171,6 +195,10 @@ class Metrics:
     """By number."""
     startups: list[StartupRecord] = field(default_factory=list)
     """By number of the attempt."""
+    answers: list[AnswerRecord] = field(default_factory=list)
+    """Of the newest evaluation on held-out prompts."""
+    alarm: str | None = None
+    """The newest one: the reward of training rose, and that of the held-out prompts did not."""
     unreadable_lines: int = 0
     """Lines that are not events: torn by a crash, or not JSON."""
 
@@ -202,7 +230,9 @@ class MetricsReader:
         self.latest: dict[str, Any] = {}
         """The last step's event, with all that it holds."""
         self._place = 0
-        names = ("start", "step", "eval", "checkpoint", "startup", "stage", "stop")
+        self.answers: list[AnswerRecord] = []
+        self.alarm: str | None = None
+        names = ("start", "step", "eval", "answer", "alarm", "checkpoint", "startup", "stage", "stop")
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {name: getattr(self, f"_on_{name}") for name in names}
 
     def follow(self, path: Path) -> bytes:
@@ -238,6 +268,8 @@ class MetricsReader:
             stages=list(self.stages.values()),
             attempts=[AttemptMetrics(number, **self.attempts[number]) for number in sorted(self.attempts)],
             startups=[self.startups[number] for number in sorted(self.startups)],
+            answers=self.answers,
+            alarm=self.alarm,
             unreadable_lines=self.unreadable,
         )
 
@@ -282,6 +314,15 @@ class MetricsReader:
         names, number = [item.name for item in fields(EvalRecord)][2:], _whole(event.get("attempt", 1))
         if self._counts(step, number, self.evals[step].attempt if step in self.evals else None):
             self.evals[step] = EvalRecord(step, number, **{n: _number(event.get(n)) for n in names})
+
+    def _on_answer(self, event: dict[str, Any]) -> None:
+        step, rewards = _whole(event["step"]), event.get("rewards")
+        named = {str(name): _number(value) for name, value in rewards.items()} if isinstance(rewards, dict) else {}
+        before = [record for record in self.answers if record.step == step]
+        self.answers = [*before, AnswerRecord(step, str(event["prompt"]), str(event["answer"]), named)]
+
+    def _on_alarm(self, event: dict[str, Any]) -> None:
+        self.alarm = f"step {_whole(event['step'])}: {event['message']}"
 
     def _on_checkpoint(self, event: dict[str, Any]) -> None:
         path = event.get("path")

@@ -114,12 +114,19 @@ class _ReportedRun:
             "saves": self.saves,
         }
 
+    def _seconds_of(self, name: str, record: Mapping[str, Any]) -> float | None:
+        """What the table of costs says that a stage took; of a stage that it leaves out, its record's."""
+        spent = self.cost.stages.get(name)
+        return record.get("seconds") if spent is None or spent.seconds is None else spent.seconds
+
     def _forecast(self) -> list[tuple[str, float, float | None]]:
         return content.forecast(self.document.get("forecast"), self.metrics, self.stages)
 
     def page(self) -> dict[str, Any]:
         """Everything that the template shows."""
-        run, document, metrics, resolved, stages = self.run, self.document, self.metrics, self.resolved, self.stages
+        run, document, metrics, resolved = self.run, self.document, self.metrics, self.resolved
+        # One figure for one duration: of the training that of its ranks, without what starts them.
+        stages = {name: {**record, "seconds": self._seconds_of(name, record)} for name, record in self.stages.items()}
         restarts = [a.start_step for a in metrics.attempts[1:] if a.start_step is not None]
         torn, folder = metrics.unreadable_lines, run.checkpoints
         present = {f"{folder.name}/{path.name}" for path in folder.iterdir()} if folder.is_dir() else set()
@@ -135,6 +142,10 @@ class _ReportedRun:
             "expected": content.expected_rows(expect, metrics, stages, self.scores, self.trained),
             "plots": [plot for plot in (*training_plots(metrics, restarts), *_machine_plots(self.history)) if plot],
             "restarts": restarts,
+            "answers": [
+                {**vars(one), "title": ", ".join(f"{name} {number(value, 3)}" for name, value in one.rewards.items())}
+                for one in metrics.answers
+            ],
             "scored": self._scored(),
             "data": _data(run, self.data),
             "cost": {
@@ -206,13 +217,18 @@ class _ReportedRun:
         found = content.eval_content(self.scores)
         if found is None or not found["bars"]:
             return found and {**found, "plot": None}
-        labels, base, tuned, errors, marks = ([bar[i] for bar in found["bars"]] for i in range(5))
+        labels, base, tuned, base_errors, errors, marks = ([bar[i] for bar in found["bars"]] for i in range(6))
         groups = {"base": base, "tuned": tuned} if any(value is not None for value in base) else {"score": tuned}
+        whiskers = {"base": base_errors, "tuned": errors} if "base" in groups else {"score": errors}
+        ends = [
+            (value or 0.0) + (error or 0.0)
+            for values, these in ((tuned, errors), (base, base_errors))
+            for value, error in zip(values, these, strict=True)
+        ]
         has_marks = any(mark is not None for mark in marks)
         return {**found, "plot": plots.bars(
-            "Base and tuned" if len(groups) > 1 else "Scores", labels, groups, form=percent, errors=errors,
-            marks=marks if has_marks else (), limit=max(0.05, *(value + (error or 0) for value, error in zip(tuned, errors,
-            strict=True)), *(value or 0.0 for value in (*base, *marks))), head="score",
+            "Base and tuned" if len(groups) > 1 else "Scores", labels, groups, form=percent, errors=whiskers,
+            marks=marks if has_marks else (), limit=max(0.05, *ends, *(mark or 0.0 for mark in marks)), head="score",
         )}  # fmt: skip
 
     def _planned(self) -> dict[str, Any] | None:
@@ -303,6 +319,9 @@ def training_plots(
         ("Loss", [train("train", "loss"), evaluated("eval_loss")], f"nats per {'pair' if pairs else 'token'}", False),
         ("Reward accuracy", rewards, "% of the pairs", False),
         ("Reward margin", margins, "chosen less rejected", False),
+        ("Reward", [train("train", "reward"), evaluated("eval_reward")], "mean of the answers", False),
+        ("Divergence", [train("train", "kl")], "nats per token from the reference", True),
+        ("Length of answers", [train("train", "completion_length"), evaluated("eval_completion_length")], "tokens", True),
         ("Token accuracy", [train("train", "token_accuracy", 100), evaluated("eval_token_accuracy", 100)], "%", False),
         ("Throughput", [train("tokens/s", "tokens_per_second")], "tokens/s over all ranks", True),
         ("MFU", [train("MFU", "mfu", 100)], "% of the GPUs' peak", True),
@@ -491,6 +510,11 @@ def time_axis(metrics: Metrics, attempts: Sequence[AttemptCost], now: float | No
 
 def _better(metrics: Metrics, scored: Any) -> str:
     rows = [(task, key, row) for task, found in (get(scored, "paired") or {}).items() for key, row in found.items()]
+    last = metrics.evals[-1] if metrics.evals else None
+    if not rows and last is not None and last.eval_reward_difference is not None:
+        change = f"changed by {last.eval_reward_difference:+.3f} ± {number(last.eval_reward_difference_error, 2)}"
+        text = f"; the reward of its answers to held-out prompts {change}, prompt by prompt, to {number(last.eval_reward, 3)}"
+        return f"{text}. Whether its answers got better than the base's by another measure was not measured."
     if not rows:
         loss = content.eval_losses(metrics)
         if loss is None or len(loss[1]) < 2:

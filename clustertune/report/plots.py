@@ -143,16 +143,18 @@ def bars(
     *,
     form: Callable[[float | None], str] = number,
     notes: Sequence[str] = (),
-    errors: Sequence[float | None] = (),
+    errors: Mapping[str, Sequence[float | None]] | None = None,
     marks: Sequence[float | None] = (),
     limit: float | None = None,
     head: str = "",
 ) -> Plot | None:
     """Horizontal bars below their labels, first on top, those of a label's groups side by side, each with its value.
 
-    ``form`` formats a value; ``notes`` stand behind the labels; ``errors`` are whiskers of one standard error, last group only,
-    ``marks`` ticks across a label's bars; ``limit``: where the scale ends. None where nothing has a finite value.
+    ``form`` formats a value, of the scale too; ``notes`` stand behind the labels; ``errors`` are whiskers of one standard
+    error, by group; ``marks`` ticks across a label's bars; ``limit``: where the scale ends. None where no value is finite.
     """
+    from matplotlib.ticker import MaxNLocator
+
     known = [value for values in groups.values() for value in values if value is not None and _finite(value)]
     if not known:
         return None
@@ -160,7 +162,7 @@ def bars(
     longest = limit or max([*known, *(mark for mark in marks if mark is not None), 1e-9])
     drawn = [[row for row, values in enumerate(groups.values()) if _finite(values[at])] for at in range(len(labels))]
     height = each * sum(len(rows) + 1.6 for rows in drawn)
-    with _figure(height + (0.35 if len(groups) > 1 else 0.1)) as (figure, axes):
+    with _figure(height + (0.57 if len(groups) > 1 else 0.32)) as (figure, axes):
         top = 0.0
         for position, label in enumerate(labels):
             axes.text(0, top + each * 0.55, f"{label}   {notes[position] if notes else ''}".rstrip(), va="center", fontsize=9)
@@ -169,7 +171,8 @@ def bars(
                 name, values = list(groups.items())[row]
                 end = float(values[position] or 0.0)
                 axes.barh(top, end, height=each * 0.86, color=styles[row % len(styles)], alpha=0.75, label=name)
-                if errors and row == len(groups) - 1 and (error := errors[position]) is not None and _finite(error):
+                of_group = (errors or {}).get(name) or ()
+                if of_group and (error := of_group[position]) is not None and _finite(error):
                     axes.errorbar(end, top, xerr=error, color=STRONG, capsize=2.5, linewidth=1.2)
                     end += error
                 mark = marks[position] if marks else None
@@ -181,8 +184,11 @@ def bars(
         axes.set_ylim(height, -each * 0.2)
         axes.set_xlim(0, longest * 1.18)
         axes.grid(visible=False)
+        axes.grid(visible=True, axis="x")
         axes.spines[["bottom", "left"]].set_visible(False)
-        axes.set_xticks([])
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.xaxis.set_major_formatter(lambda value, _: form(value) if value <= longest * 1.0001 else "")
+        axes.tick_params(axis="x", labelsize=8, length=0)
         axes.set_yticks([])
         if len(groups) > 1:
             handles, names = axes.get_legend_handles_labels()

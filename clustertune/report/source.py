@@ -16,6 +16,7 @@ from typing import Any
 
 from clustertune.launch.plan import read_attempts
 from clustertune.manifest import write_durably
+from clustertune.recipe.native_rules import MAX_PROMPT, row_tokens
 from clustertune.report.content import dataset_of, get, model_of
 from clustertune.report.metrics import Metrics, read_metrics
 from clustertune.resolve.resolved import recorded_precision
@@ -45,7 +46,7 @@ def tokens_per_step(resolved: Mapping[str, Any]) -> float:
     args = get(resolved, "train_args") or {}
     rows = int(args.get("per_device_train_batch_size") or 0) * int(args.get("gradient_accumulation_steps") or 0)
     share = counted_share(resolved.get("data_parallel_size"), resolved.get("world_size"))
-    return share * rows * int(args.get("max_length") or 0)
+    return share * rows * int((row_tokens(args) if MAX_PROMPT in args else args.get("max_length")) or 0)
 
 
 def nodes_of(folder: Path, run: Mapping[str, Any]) -> int | None:

@@ -98,9 +98,9 @@ def state_of(
     The outcome of the newest attempt, which judges all of its ranks, wins over what its first rank logged last.
     """
     newest, logged = (attempts[-1] if attempts else None), (metrics.attempts[-1] if metrics.attempts else None)
-    code = newest.code if newest is not None else None
-    if code is None and logged is not None and (newest is None or logged.attempt >= newest.attempt):
-        code = logged.exit_code
+    code = newest.code if newest is not None and newest.code is not None else logged.exit_code if logged is not None else None
+    if newest is not None and logged is not None and newest.code is None and logged.attempt < newest.attempt:
+        code = None  # of the attempt before it
     status = {name: record.get("status") for name, record in stages.items()}
     if failed := [name for name, what in status.items() if what == "failed" and name != "train"]:
         return RunState("failed", failed[-1], code)

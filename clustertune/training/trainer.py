@@ -313,9 +313,10 @@ class RankTrainer(Base):  # type: ignore[misc]
         measured, self._measured = self._measured, []
         ranks = self.group.gather_numbers([float(peak_memory_bytes()), *(value for row in measured for value in row)])
         self.peak_memory_bytes = max(self.peak_memory_bytes, *(int(memory) for memory, *_ in ranks))
+        if self.figures is None:
+            return
         for at in range(1, len(COLUMNS) * len(measured), len(COLUMNS)):
-            if self.figures is not None:
-                self.figures.add([values[at : at + len(COLUMNS)] for values in ranks])
+            self.figures.add([values[at : at + len(COLUMNS)] for values in ranks])
 
     def _is_save_due(self) -> bool:
         """The recipe's section asks for a save behind this step."""
@@ -610,10 +611,18 @@ class RankTrainer(Base):  # type: ignore[misc]
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Replaces the Trainer's, which writes a pickle."""
-        states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+        states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+        states |= self.own_state()
         if torch.cuda.is_available():
             states["cuda"] = torch.cuda.get_rng_state()  # of its own device: all others are other ranks'
         values.put(Path(output_dir), values.random_of(self.group.rank, self.group.world_size), states)
+
+    def own_state(self) -> dict[str, Any]:
+        """What else of this rank goes on where a run was left: tensors, numbers and text, nested."""
+        return {}
+
+    def take_own_state(self, states: Mapping[str, Any]) -> None:
+        """Take what :meth:`own_state` gave when the checkpoint was written."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with self.startup.part("resume"):
@@ -632,6 +641,7 @@ class RankTrainer(Base):  # type: ignore[misc]
         states = self._stored(checkpoint, values.random_of(self.group.rank, self.group.world_size))
         if states is None:  # of an export: each rank resumes from the seed
             return
+        self.take_own_state(states)
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])
         torch.set_rng_state(states["cpu"])
@@ -683,10 +693,21 @@ class Trainer(RankTrainer, TokenMeans, SFTTrainer):  # type: ignore[misc]
     """One rank's trainer of conversations and text."""
 
 
-class PreferenceTrainer(RankTrainer, PairMeans, DPOTrainer):  # type: ignore[misc]
-    """One rank's trainer of pairs of answers, against the model before training: the base under an adapter, or a second one."""
+class ReferenceTrainer(RankTrainer):
+    """What trainers share that hold the model against itself before training: the base under an adapter, or a second one."""
 
     ref_model: Any
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_fsdp_enabled and self.ref_model is not None:
+            with self.startup.part("sharding"):
+                frozen = self.ref_model.requires_grad_(requires_grad=False).eval()
+                self.ref_model = accelerator.fsdp2_prepare_model(self.accelerator, frozen)
+        return super()._prepare_for_training(*args, **kwargs)
+
+
+class PreferenceTrainer(ReferenceTrainer, PairMeans, DPOTrainer):  # type: ignore[misc]
+    """One rank's trainer of pairs of answers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # TRL shards the reference as one unit, gathered whole in each step, and before its precision is set.
@@ -696,13 +717,6 @@ class PreferenceTrainer(RankTrainer, PairMeans, DPOTrainer):  # type: ignore[mis
     def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:  # noqa: ARG002
         """Rows are made: clustertune/data/sequences.py."""
         return dataset
-
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        if self.is_fsdp_enabled and self.ref_model is not None:
-            with self.startup.part("sharding"):
-                frozen = self.ref_model.requires_grad_(requires_grad=False).eval()
-                self.ref_model = accelerator.fsdp2_prepare_model(self.accelerator, frozen)
-        return super()._prepare_for_training(*args, **kwargs)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """As TRL's, which switches recomputation off and on again around the reference, of all layers and with the plain

@@ -316,6 +316,9 @@ def test_what_others_could_have_written_is_not_loaded(
         with pytest.raises(UserError, match=message) as refused:
             make_store(folder)[0].latest()
         assert refused.value.code == ExitCode.CONFIG and (message != WRITABLE or "chmod -R go-w" in str(refused.value))
+        if change != "link":
+            with pytest.raises(UserError, match=message):
+                store.newest_whole(folder)
 
 
 META = {"step": 4, "tokens": 8123, "epoch": 0.25, "final": False, "eval_skipped": False, "state_digests": ["ab" * 32]}

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from clustertune.cluster import local as local_cluster
 from clustertune.cluster.local import LocalMachine, judge
@@ -71,28 +69,6 @@ def test_a_compute_node_tells_its_gpus_and_their_numa_nodes() -> None:
     found = judge(node)
     assert found.compute.numa_gpus == ((0, 1, 2, 3), (4, 5, 6, 7)) and found.compute.numa_cpus == tuple(NUMA.values())
     assert judge(replace(node, hostname="ctl")).compute.numa_gpus == ()
-
-
-def test_a_machine_without_slurm() -> None:
-    """A laptop, or a server with GPUs that nobody schedules."""
-    laptop = judge(LocalMachine(hostname="box", topology={0: (0, 0), 1: (0, 0), 2: (0, 1), 3: (0, 1)}, memory_kb=16 * 2**20))
-    assert laptop.slurm is None and [host.name for host in laptop.compute_nodes] == ["box"]
-    assert (laptop.compute.cores, laptop.compute.threads, laptop.compute.memory_gb, laptop.compute.gpus) == (2, 4, 16, 0)
-    server = judge(LocalMachine(hostname="gpu box", gpus=EIGHT, gpu_numa={gpu: gpu // 4 for gpu in range(8)}, numa_cpus=NUMA))
-    assert server.compute.gpu == "rtx-pro-6000-blackwell-server" and len(server.compute.numa_gpus) == 2
-    assert server.nodes[0].name == "localhost"
-    unknown = judge(LocalMachine(hostname="box", gpus="0, NVIDIA T400 4GB, 00000000:01:00.0, 4096 MiB"))
-    assert unknown.compute.gpu is None and "NVIDIA T400 4GB" in unknown.notes[0]
-
-
-@given(
-    st.text(alphabet="NodeameParti=gpu:8(), \n_x-1.", max_size=120),
-    st.sampled_from(["nodes", "partitions", "config", "gpus", "hostname"]),
-)
-def test_whatever_was_said_is_judged(text: str, where: str) -> None:
-    """A release that words things again must not end in a traceback."""
-    seen = recorded("22.05", "node1")
-    assert judge(replace(seen, **{where: text})).name == "local"
 
 
 def test_a_controller_that_comes_back_is_waited_for_in_a_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

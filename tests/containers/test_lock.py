@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from clustertune.containers import __main__ as commands
 from clustertune.containers import package_lock, pins
 from clustertune.containers.package_lock import SPECS, X86, LockedPackage, NotAudited, PackageLock
 from clustertune.errors import UserError
@@ -55,37 +54,6 @@ def package(name: str, version: str, *wheels: str, sdist: str = "") -> dict[str,
     files = [{"url": f"https://index.example/{wheel}", "hashes": {"sha256": wheel}} for wheel in wheels]
     source = {"sdist": {"url": "https://index.example/x.tar.gz", "hashes": {"sha256": sdist}}} if sdist else {}
     return {"name": name, "version": version, "wheels": files, **source}
-
-
-def test_what_has_no_wheel_is_built_from_source() -> None:
-    """And only that: a source archive runs code where it is built."""
-    answer = {
-        "packages": [
-            package("A.b", "1", "A.b-1-py3-none-any.whl", sdist="s"),
-            package("c", "2", "c-2-cp39-cp39-win32.whl", sdist="t"),
-        ]
-    }
-    entries, sources = package_lock.entries_of(answer, "3.12", X86)
-    assert entries == {
-        "a-b": LockedPackage("a-b", "1", ("A.b-1-py3-none-any.whl",)),
-        "c": LockedPackage("c", "2", ("t",)),
-    } and sources == ("c",)
-    with pytest.raises(UserError, match=r"no file for Python 3\.12"):
-        package_lock.entries_of({"packages": [package("d", "1", "d-1-cp39-cp39-win32.whl")]}, "3.12", X86)
-
-
-def test_the_cpu_variant_has_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is resolved as torch's CUDA build, which every index has, and loses what only that asks for."""
-    torch = f"{PINS['PY']['torch']}+cpu"
-    wheel = "x-1-py3-none-any.whl"
-    names = ("torch", "nvidia-cublas", "cuda-bindings", "triton", "nvidia-ml-py", "tritonclient")
-    monkeypatch.setattr(package_lock, "uv_resolve", lambda *_: {"packages": [package(name, "1", wheel) for name in names]})
-    spec = next(spec for spec in SPECS if spec.name == "train-cpu")
-    present = PackageLock("train-cpu", "3.11", X86, "", {"torch": LockedPackage("torch", torch, ("h",))})
-    made = package_lock.make(spec, PINS, {"train-cpu": present})
-    assert set(made.entries) == {"torch", "nvidia-ml-py", "tritonclient"} and made.entries["torch"] == LockedPackage(
-        "torch", torch, ("h",)
-    )
 
 
 def test_a_layer_holds_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,8 +137,6 @@ def test_a_layer_adds_and_never_changes() -> None:
 
 ENTRIES = {name: LockedPackage(name, version, ("h",)) for name, version in (("kiln", "1.0"), ("oven", "2.0+cpu"))}
 LOCK = PackageLock("x", "3.12", "any", "", ENTRIES)
-KNOWN = [{"id": "PYSEC-1", "aliases": ["CVE-1"]}, {"id": "GHSA-2", "aliases": []}]
-ANSWER = {"dependencies": [{"name": "kiln", "version": "1.0", "vulns": []}, {"name": "oven", "version": "2.0", "vulns": KNOWN}]}
 
 
 @pytest.fixture
@@ -187,18 +153,6 @@ def uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], 
         return log
 
     return make
-
-
-def test_the_command_says_what_is_known(
-    uv: Callable[[str, int], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """make lock-check DATABASE=<address>; a database that does not answer is not the same as a clean one."""
-    monkeypatch.setattr(commands.package_lock, "check_all", lambda *_, **__: {"x": LOCK})
-    uv(json.dumps(ANSWER), 1)
-    assert commands.main(["lock-check", "--database", "https://mirror.example"]) == 2
-    assert "oven: 2.0: PYSEC-1" in capsys.readouterr().err
-    uv("", 1)
-    assert commands.main(["lock-check"]) == 0 and "not done: known vulnerabilities" in capsys.readouterr().err
 
 
 SKIPPED = {"dependencies": [{"name": "kiln", "skip_reason": "not found"}]}

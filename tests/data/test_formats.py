@@ -26,7 +26,6 @@ from clustertune.data.rows import BadRow
 from clustertune.data.sequences import Sequences
 from clustertune.errors import UserError
 from clustertune.recipe.schema import Data
-from tests.damage import failing
 
 
 def user(text):
@@ -190,14 +189,6 @@ def test_every_kind_of_file_gives_the_same(run, lines, tmp_path, suffix):
 def test_a_damaged_file_is_refused_by_name(run, suffix, content):
     with pytest.raises(UserError, match=r"rows\.\w+.*(damaged \w+ file|not CSV)"):
         run(content, suffix, format="prompt-completion", language=None)
-
-
-def test_columns_are_given_the_names_of_the_format(run, lines):
-    rows = [{"question": f"q{n}", "prompt": "other", "best": "a"} for n in range(3)]
-    got = run(lines(rows), format="prompt-completion", language=None, columns={"prompt": "question", "completion": "best"})
-    assert {one["prompt"][0]["content"] for one in got.conversations} == {"q0", "q1", "q2"}
-    with pytest.raises(ValueError, match="columns: answer: prompt-completion has no such column"):
-        Data(name="x", format="prompt-completion", columns={"answer": "best"})
 
 
 @pytest.mark.parametrize(
@@ -424,15 +415,6 @@ def test_a_folder_keeps_its_own_splits(run, trees, lines, tmp_path, what):
         assert {line["source"]["tree"] for line in got.lines("eval")} == {f"t{n}" for n in range(counts[0], sum(counts))}
 
 
-def test_a_tree_never_stands_in_both_splits(run, trees, row, lines, tmp_path):
-    again = [row("p_", None, message_tree_id="t0"), row("a_", "p_", message_tree_id="t0")]
-    folder = fill(tmp_path / "set", {"train.jsonl": lines(trees(0, 2)), "eval.jsonl": lines(again + trees(2, 1))})
-    got = run(path=folder)
-    assert [line["source"]["tree"] for line in got.lines("eval")] == ["t2"]
-    assert got.rejected == {"two-splits": 2}
-    assert {entry["file"] for entry in got.lines("rejected")} == {"eval.jsonl"}
-
-
 def test_what_cannot_be_an_input_is_refused(run, trees, lines, tmp_path):
     (tmp_path / "rows.docx").write_text("a,b")
     (tmp_path / "empty").mkdir()
@@ -503,12 +485,3 @@ def test_the_hub_gives_what_the_same_files_give(hub, run, trees, lines, tmp_path
         assert (tmp_path / "out" / name).read_bytes() == (local.out / name).read_bytes()
     rejected = json.loads((tmp_path / "out" / "rejected.jsonl").read_text())
     assert (rejected["file"], rejected["line"], rejected["reason"]) == ("org/set/train", 17, "duplicate-id")
-
-
-@pytest.mark.parametrize("error", [ConnectionError("Couldn't reach 'org/set' on the Hub"), RuntimeError("")])
-def test_an_unreachable_hub_says_what_to_do(monkeypatch, tmp_path, error):
-    import datasets
-
-    monkeypatch.setattr(datasets, "load_dataset", failing(error))
-    with pytest.raises(UserError, match=r"is not available from the Hub: .+ -> .*data\.input=PATH"):
-        from_hub(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -25,6 +26,7 @@ BODY = "{%- for m in messages %}{{ m.role + m.content }}{%- endfor %}"
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizers, "TEMPLATE_SECONDS", 1.0)
+    monkeypatch.setattr(tokenizers, "SHORT_MEMORY", 256 << 20)
     monkeypatch.setattr(tokens, "BATCH_SECONDS", 1.0)
 
 
@@ -54,6 +56,53 @@ def test_a_normalizer_that_grows_its_text_is_refused(run: Any, monkeypatch: pyte
     with pytest.raises(UserError) as caught:
         tokens.make(got.out, made, SETTINGS)
     assert ".jsonl:" in str(caught.value.problems[0].file)
+
+
+ENDLESS = "e" * 2000
+GROWS = {"type": "Replace", "pattern": {"String": "e"}, "content": ENDLESS}
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder", "normalised as it is loaded"])
+def test_a_tokenizer_that_grows_its_text_is_refused_as_it_is_loaded(tmp_path: Path, part: str) -> None:
+    """The last: a token of its own is normalised as it is loaded. What looks at a model before its evaluation says it too."""
+    from clustertune.evaluate.model import check_model
+
+    made = learnt()
+    made.chat_template = BODY
+    made.save_pretrained(tmp_path)
+    body = json.loads((tmp_path / "tokenizer.json").read_bytes())
+    if part == "decoder":
+        body["decoder"] = {"type": "Sequence", "decoders": [body["decoder"], *[GROWS] * 3]}
+    else:
+        body["normalizer"] = {"type": "Sequence", "normalizers": [GROWS] * 3}
+    if part.startswith("normalised"):
+        own = {**body["added_tokens"][0], "id": 300, "content": "<e>", "special": False, "normalized": True}
+        body["added_tokens"].append(own)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(body))
+    with pytest.raises(UserError) as caught:
+        tokenizers.load_tokenizer(str(tmp_path), None, None, {})
+    assert caught.value.problems[0].file == str(tmp_path)
+    found, problems = check_model(tmp_path, 8)
+    assert found is None and any(problem.message == caught.value.problems[0].message for problem in problems)
+
+
+def test_texts_of_a_model_in_use_have_limits() -> None:
+    """What the trial at the loading does not hold: another letter, a longer conversation, a pattern that goes back for ever."""
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    made = learnt()
+    made.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("ж", "ж" * 2000)] * 3)
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?:(a|a)(a|a))+b"), "isolated")
+    made.chat_template = f"{{%- if messages|length > 6 %}}{FOREVER}{{%- endif %}}{BODY}"
+    for text in ("ж", "a" * 80):
+        with tokenizers.BoundedTokenizer(made, "somewhere") as tokenizing, pytest.raises(UserError) as caught:
+            tokenizing.tokenize([text])
+        assert caught.value.problems[0].file == "somewhere"
+    with tokenizers.BoundedTokenizer(made, "somewhere") as tokenizing:
+        assert tokenizing.tokenize(["question"]) == [made("question")["input_ids"]]
+        assert tokenizing.render(PAIR * 3) == made.apply_chat_template(PAIR * 3, tokenize=False)
+        with pytest.raises(UserError):
+            tokenizing.render(PAIR * 4)
 
 
 def test_a_child_has_its_own_limits_and_its_caller_none() -> None:

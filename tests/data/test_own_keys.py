@@ -214,30 +214,3 @@ def test_a_question_that_is_not_to_be_learnt_is_refused_where_questions_are_lear
 
 
 # --- answers of tools ---
-
-HERMES = [
-    said("system", "Call functions within <tool_call>."),
-    said("user", "question 1"),
-    said("assistant", '<tool_call>\n{"arguments": {"a": 1}, "name": "f"}\n</tool_call>'),
-    said("tool", '<tool_response>\n{"b": 2}\n</tool_response>'),
-    said("assistant", "answer 2"),
-]
-SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt"}
-
-
-@pytest.mark.parametrize("speaker", ["tool", "function_response", "observation", "tool_response"])
-def test_a_tools_answer_follows_a_call_within_the_text(speaker):
-    assert read("messages", {"messages": HERMES}) == {"messages": HERMES}
-    named = [one | ({"role": speaker} if one["role"] == "tool" else {}) for one in HERMES]
-    assert read("messages", {"messages": named}) == {"messages": HERMES}
-    entries = [{"from": SPEAKERS.get(one["role"], speaker), "value": one["content"]} for one in HERMES]
-    assert read("sharegpt", {"conversations": entries}) == {"messages": HERMES}
-
-
-def test_a_template_that_leaves_answers_of_tools_out_is_refused(run, tokenizer):
-    got = run([{"messages": HERMES}] * 2, format="messages")
-    tokens.make(got.out, tokenizer, {"packing": False, "max_length": None})
-    deaf = train_tokenizer(["question"], 300, 512)
-    deaf.chat_template = "{% for m in messages if m.role != 'tool' %}{{ m.role + m.content }}{% endfor %}"
-    with pytest.raises(UserError, match="tool messages"):
-        tokens.make(got.out, deaf, {"packing": False, "max_length": None, "assistant_only_loss": False})

@@ -270,15 +270,3 @@ def test_points_of_a_sweep_tokenise_once(tmp_path: Path, tokenizer: Any) -> None
     assert len(list(shared.iterdir())) == 2
     for folder in (first, second, other):
         assert not find_problems(folder / "tokens", tokens.KIND)
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_lengths_are_known_without_reading_a_row(dataset: Path, tokenizer: Any, packing: bool) -> None:
-    """What ``group_by_length`` sorts by: transformers would read every row for them before the first step."""
-    tokens.make(dataset, tokenizer, {**SETTINGS, "packing": packing})
-    rows, _ = sequences.load(dataset / "tokens", dataset, tokenizer, {**SETTINGS, "packing": packing})
-    expected = [len(row["input_ids"]) for row in rows]
-    for path in (dataset / "tokens").glob("train-*.u32"):
-        path.unlink()  # a row that is read now is an error
-    lengths = rows["length"]
-    assert isinstance(lengths, list) and lengths == expected and "length" in rows.column_names

@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from clustertune.check import report as reports
-from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, Rule, checks, finding
+from clustertune.check.rule import PASS, UNKNOWN, WARN, Finding, Rule, checks, finding
 from clustertune.cli.app import app
 from clustertune.cluster import ignoring
 from clustertune.cluster.load import load_cluster
 from clustertune.doctor import recipe_findings, wire
-from clustertune.errors import UserError
 from clustertune.host.facts import HostFacts, from_dict
 from tests.command import REPO, run
 from tests.doctor.machine_cases import GOOD, patched
@@ -112,32 +110,6 @@ slurm: {partition: gpu}
     assert call("--cluster", str(path)) == 0, "a machine that is not one of the cluster's"
 
 
-USAGE = {
-    "--ignore gpu-migg": "there is no rule 'gpu-migg'", "--place moon": "'moon' is not a place", "--what": "--what",
-    "--nodes 2": "is read only with --submit", "--time 5": "is read only with --submit", "--seconds 0": "--seconds",
-    "--submit --here": "a job looks at its own nodes", "--submit --cluster local": "has no Slurm",
-    "--dry-run": "--dry-run needs --submit", "--run-dir runs/x": "a recipe is missing",
-    "--cluster nonsense": "there is no cluster 'nonsense'",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("words", USAGE)
-def test_wrong_usage(words: str) -> None:
-    """Words and what to do instead, exit code 2."""
-    done = CliRunner().invoke(app, ["doctor", *words.split()])
-    told = done.exception if isinstance(done.exception, UserError) else None
-    assert (told.code if told else done.exit_code) == 2 and USAGE[words] in (str(told) if told else done.stderr)
-    assert done.stdout == ""
-
-
-def test_a_recipe_that_is_refused_is_a_finding(seen: HostFacts, capsys: pytest.CaptureFixture[str]) -> None:
-    """What resolve refuses stands in the report, beside what is wrong with the machine."""
-    assert call("no-such-recipe") == 2
-    assert "FAIL    recipe-refused: " in capsys.readouterr().out
-    assert call("recipes/tiny-oasst2", "train.nonsense=1") == 2
-    assert "recipe-refused" in capsys.readouterr().out
-
-
 # --- one machine's facts -----------------------------------------------------------------------------------------------
 
 
@@ -165,22 +137,6 @@ def test_a_rule_that_raises_is_told_and_the_others_go_on() -> None:
     found = list(reports.run([broken, whole], None, "node1"))
     assert [(item.rule, item.status) for item in found] == [("rule-a", PASS), ("rule-broken", UNKNOWN), ("rule-b", WARN)]
     assert "KeyError: 'x'" in found[1].found and found[1].where == "node1"
-
-
-def test_ignored_rules_do_not_count() -> None:
-    """They are reported in one line, and spoil no verdict."""
-    both = [finding(A, FAIL, "bad", "fix"), finding(B, WARN, "odd", "look")]
-    report = reports.Report(both, ("rule-a",))
-    assert [item.rule for item in report.faults] == ["rule-b"]
-    assert report.summary() == "1 warning, 0 passed; ignored: rule-a"
-    assert reports.Report(both).summary() == "1 failed, 1 warning, 0 passed"
-    assert not any("rule-a" in line for line in report.lines())
-
-
-def test_what_a_machine_says_cannot_steer_the_terminal() -> None:
-    """Names of devices and files stand in findings."""
-    lines = reports.Report([finding(A, WARN, "name \x1b[2J\x07\x9b31m", "look")]).lines()
-    assert not set("".join(lines)) & set("\x1b\x07\x9b")
 
 
 # --- the wire ----------------------------------------------------------------------------------------------------------

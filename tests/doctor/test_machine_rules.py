@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from clustertune.check import report
-from clustertune.check.machine import Machine
-from clustertune.check.machine_gpu import TABLES, read_xid
+from clustertune.check.machine_context import Machine
 from clustertune.check.nodes import JobNodes
 from clustertune.check.rule import FAIL, MACHINE, NODES, PASS, WARN, Finding, checks
 from clustertune.cluster.load import load_cluster
@@ -117,17 +116,6 @@ def test_a_login_node_is_no_compute_node() -> None:
     assert len(faults(looked({**poor, "place": "step"}))) > 5
 
 
-def test_harmless_xids_and_other_lines_are_passed_over() -> None:
-    """A program's own fault (13, 31, 43, 45) is not the GPU's."""
-    for line in ("[1.0] NVRM: Xid (PCI:0000:18:00): 31, pid=1", "NVRM: Xid (0000:03:00): 14, Channel 1", "nonsense"):
-        assert faults(looked({"xids.+": line})) == set()
-    assert read_xid("kernel: NVRM: Xid (PCI:0002:00:00): 79, GPU has fallen") == ("0002:00:00", 79, None)
-    assert read_xid("[ 12.5] NVRM: Xid (PCI:0000:01:00): 48, pid") == ("0000:01:00", 48, 12.5)
-    assert read_xid("NVRM: GPU at PCI:0000:01:00") is None
-    xids, recovery = TABLES["xids"], TABLES["recovery"]
-    assert all(status in (WARN, FAIL) and meaning and fix for status, meaning, fix in xids.values()) and all(recovery.values())
-
-
 # --- between nodes -----------------------------------------------------------------------------------------------------
 
 
@@ -167,14 +155,6 @@ def test_clocks_are_judged_by_the_times_of_asking() -> None:
         )
         found = [item for item in report.run(checks(NODES), job) if item.rule == "nodes-clock"]
         assert [(item.status, words in item.found) for item in found] == [(status, True)]
-
-
-def test_a_silent_node_fails() -> None:
-    """With the reason that is known."""
-    job = JobNodes([], {"gpu01": "no answer", "gpu02": "no answer within 80 s"})
-    found = list(report.run(checks(NODES), job))
-    assert [(item.rule, item.status) for item in found] == [("node-silent", FAIL)] * 2 and found[1].where
-    assert found[1].found == "no answer within 80 s"
 
 
 TWINS: list[Patch] = [

@@ -91,16 +91,6 @@ def test_a_job_does_not_start_its_ranks_on_nodes_that_fail(odd: TemporaryCluster
     assert job.attempts() == 0 and event["verdict"] == "fail" and "nodes-network" in event["faults"]
 
 
-def test_as_a_job(slurm: TemporaryCluster, file: Path, tmp_path: Path) -> None:
-    """``--submit`` on the login node: a job of all nodes, whose log has what was found."""
-    words = [PYTHON, "-m", "clustertune", "doctor", "--submit", "--cluster", file, "--json", "--time", "5"]
-    submitted = json.loads(slurm.run(words, cwd=tmp_path).stdout)
-    slurm.wait(submitted["job"])
-    log = Path(submitted["folder"]) / f"doctor-{submitted['job']}.log"
-    assert log.is_relative_to(tmp_path) and "node1, node2 (step): " in log.read_text()
-    assert "--nodes=2" in (log.parent / "doctor.sbatch").read_text()
-
-
 # --- an srun that is none ----------------------------------------------------------------------------------------------
 
 

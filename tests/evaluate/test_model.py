@@ -56,11 +56,6 @@ def test_damaged(damage: Callable[[Path], object], message: str, model: Path) ->
     assert message in "\n".join(map(str, problems))
 
 
-def test_an_adapter_is_not_a_model(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    assert "must be merged first" in "\n".join(map(str, check_model(tmp_path, 32)[1]))
-
-
 def test_the_fingerprint_follows_the_model(model: Path) -> None:
     def take() -> str:
         facts, _ = check_model(model, 32)
@@ -136,13 +131,3 @@ def test_a_damaged_model_is_not_scored(seed: int, sealed: Path, parity_data: Pat
             evaluate(sealed, tmp_path / "out", settings=SETTINGS, data=parity_data)
         assert not (tmp_path / "out" / manifest.MANIFEST).exists()
         path.write_bytes(before)
-
-
-def test_damaged_prompts_are_not_asked(sealed: Path, parity_data: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "parcel" / "eval"
-    folder.mkdir(parents=True)
-    prompts = Path(shutil.copy(parity_data, folder))
-    manifest.seal(folder.parent, "parcel", {})
-    prompts.write_bytes(prompts.read_bytes().replace(b"e", b"a", 1))
-    with pytest.raises(UserError, match="content differs"):
-        evaluate(sealed, tmp_path / "out", settings=SETTINGS, data=prompts)

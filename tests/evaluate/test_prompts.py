@@ -11,18 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from clustertune.data import punkt
 from clustertune.errors import UserError
-from clustertune.evaluate import punkt
 from clustertune.evaluate.own import ifeval as room
 from clustertune.evaluate.own.ifeval import OwnRows, recognise_benchmark
 from tests.evaluate.conftest import IFEVAL, OWN
-
-GOOD: dict[str, Any] = {
-    "key": 1,
-    "prompt": "Say hello.",
-    "instruction_id_list": ["length_constraints:number_words"],
-    "kwargs": [{"num_words": 5, "relation": "less than"}],
-}
 
 
 def read_prompts(path: Path) -> OwnRows:
@@ -41,10 +34,6 @@ def write(path: Path, *rows: Any) -> Path:
     return file
 
 
-def one(kind: str, **kwargs: Any) -> dict[str, Any]:
-    return {**GOOD, "instruction_id_list": [kind], "kwargs": [kwargs]}
-
-
 def test_cover_all_kinds_and_leave_nothing_to_chance() -> None:
     from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
 
@@ -55,36 +44,6 @@ def test_cover_all_kinds_and_leave_nothing_to_chance() -> None:
     assert len(found.rows) >= 30
     assert found.drawn == 0
     assert not found.is_benchmark
-
-
-BAD = [
-    (b"{", "rows.jsonl:1: truncated-json"),
-    (b"[1]", "rows.jsonl:1: wrong-column: the row is a list, not an object"),
-    (b'{"key": 1, "prompt": "a", "instruction_id_list": ["x"], "kwargs": [{"a": NaN}]}', "rows.jsonl:1: not JSON"),
-    ({"key": 1}, "rows.jsonl:1: prompt: missing"),
-    ({**GOOD, "key": True}, "key: must be int, is bool"),
-    ({**GOOD, "key": 2**70}, "key: exceeds 64 bits"),
-    ({**GOOD, "prompt": " \n"}, "prompt: is empty"),
-    ({**GOOD, "prompt": "half \ud800"}, "holds half of a surrogate pair"),
-    ({**GOOD, "instruction_id_list": []}, "names no instruction"),
-    ({**GOOD, "kwargs": []}, "kwargs: 0 mappings for 1 instructions"),
-    (one("punctuation:no_commas"), "did you mean 'punctuation:no_comma'?"),
-    (one("length_constraints:number_words", num_words="5", relation="at least"), "kwargs[0].num_words: must be a whole number"),
-    (one("length_constraints:number_words", num_words=5, relation="at most"), "but at most is given"),
-    (one("language:response_language", language="xx"), "refuses"),
-    (one("keywords:existence", keywords="word"), "kwargs[0].keywords: must be a list of texts"),
-    (one("keywords:existence", keywords=["(open"]), "'(open' is not a regular expression"),
-    (one("keywords:frequency", keyword="[", frequency=1, relation="at least"), "'[' is not a regular expression"),
-    (one("punctuation:no_comma", color="red"), "unexpected keyword argument 'color'"),
-]
-
-
-@pytest.mark.parametrize(("row", "message"), BAD)
-def test_with_its_place(row: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        read_prompts(write(tmp_path, row))
-    assert message in str(caught.value)
-    assert all(str(problem.file).endswith("rows.jsonl:1") for problem in caught.value.problems)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

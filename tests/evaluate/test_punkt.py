@@ -8,8 +8,8 @@ from pathlib import Path
 import nltk
 import pytest
 
+from clustertune.data import punkt
 from clustertune.errors import ExitCode, UserError
-from clustertune.evaluate import punkt
 from tests.evaluate.conftest import IFEVAL
 
 CORPUS = [(IFEVAL.folder / "punkt.txt").read_text()]

@@ -68,14 +68,6 @@ def test_every_miss_is_named() -> None:
     assert "is 0.5000, the pass mark is 0.9000 (30 documents)" in str(caught.value)
 
 
-def test_scores_errors_and_marks() -> None:
-    text = show(make_result({"prompt_level_strict_acc": 0.9, "inst_level_strict_acc": 0.1}))
-    rows = {line.split()[1]: line for line in text.splitlines() if "_acc" in line}
-    assert list(rows) == list(first_task().metrics)
-    first, second = rows["prompt_level_strict_acc"], rows["inst_level_strict_acc"]
-    assert "0.5000" in first and "below" in first and "passed" in second and "0.0100" in second
-
-
 # --- two models on the same documents ----------------------------------------------------------------------------------
 
 
@@ -103,17 +95,6 @@ def samples(values: list[Any], metric: str = "acc", task: str = "t", prompt: str
         {**alike, "doc_id": i, "prompt_hash": f"{prompt}{i}", "resps": [[f"answer {value}"]], metric: value}
         for i, value in enumerate(values)
     ]
-
-
-def beside(base: list[Any], tuned: list[Any], score: float, metric: str = "acc", **more: Any) -> dict[str, Any]:
-    own = {"tasks": {"t": {"n": len(tuned), f"{metric},none": score, f"{metric}_stderr,none": 0.1}}, **more}
-    return compare({"samples": samples(base, metric)}, {**own, "samples": samples(tuned, metric)}, {})
-
-
-@pytest.mark.parametrize("values", [["a", "b"], [[-1.0, 3], [-2.0, 4]], [0.2, 0.6]])
-def test_what_is_no_mean_over_documents_is_left_out(values: list[Any]) -> None:
-    """Perplexity and the like: lm-eval's value is another than the documents' mean."""
-    assert beside(values, values, 12.5)["paired"] == {}
 
 
 def test_a_group_is_the_documents_of_its_tasks() -> None:

@@ -226,12 +226,3 @@ def test_the_base_that_it_was_trained_on_is_named(adapter: Path, tiny_model: Pat
         score(tmp_path / "nf4", "plain", trained)
     with pytest.raises(UserError, match=r"another .*trained_on"):
         score(tiny_model, "plain", adapter)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"pass_difference": {"ifeval": {"prompt_level_strict_acc": 0.0}}}, {"tasks": []}, {"tasks": ["../up"]}, {"limit": 0}],
-)
-def test_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        Eval(**wrong)

@@ -61,13 +61,6 @@ def test_values_that_are_not_finite_are_named_and_counted(value: float, make_che
     assert f"{Q}.lora_A.weight has 3 of 128 values" in problems[0] and f"{V}.lora_B.weight has 1 of" in problems[1]
 
 
-def test_full_training_and_odd_settings_are_refused(make_checkpoint: Maker, tmp_path: Path) -> None:
-    """What else does not go together, :func:`test_what_does_not_go_together_is_refused` has."""
-    assert "no adapter" in refuse(make_checkpoint(make_tensors(), lora=None), tmp_path)[0]
-    odd = make_checkpoint(make_tensors(), name="odd", lora=LORA | {"init_lora_weights": "pissa"})
-    assert "changes the base weights" in refuse(odd, tmp_path)[0]
-
-
 @pytest.mark.parametrize(
     "name", ["recipe.json", "pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp", MANIFEST]
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from clustertune.data.local_model import train_tokenizer
+from clustertune.errors import UserError
+from clustertune.export.companions import stop_ids
 from clustertune.export.export import export
 from clustertune.export.whole import export_model
 from clustertune.manifest import find_problems
 from clustertune.merge import merge
 from tests.command import run
+from tests.damage import refused
 from tests.export.conftest import ARCHITECTURE, LORA, save_shards, seal_checkpoint
 
 STOP, BASE_STOP, OTHER = "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"
@@ -195,6 +200,27 @@ def test_what_the_training_did_not_change_stays_the_base_s(tmp_path: Path, how: 
     assert (merged / "chat_template.jinja").read_bytes() == (base / "chat_template.jinja").read_bytes()
 
 
+def test_a_base_that_cannot_be_seen_is_asked_for(tmp_path: Path) -> None:
+    """Where the training changed the EOS or the template: else nothing would stop, without a message."""
+    base = make_base(tmp_path / "base")
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", base, LORA, None, eos_token=STOP)
+    with refused("tokenizer"):
+        export(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("how", ["lora", "full"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"])
+def test_a_pipe_in_place_of_a_base_s_file_is_refused(tmp_path: Path, how: str, name: str) -> None:
+    """Read it would wait for ever, and left out the export would stop elsewhere, or have another template."""
+    base = make_base(tmp_path / "base")
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", base, LORA if how == "lora" else None, None, eos_token=STOP)
+    (base / name).unlink()
+    os.mkfifo(base / name)
+    with refused("plain file"):
+        (export if how == "lora" else export_model)(checkpoint, tmp_path / "out", base)
+
+
 def test_an_adapter_with_an_older_template_keeps_it(tmp_path: Path) -> None:
     """transformers 4 writes the template into ``tokenizer_config.json``; the base's own file would go before it."""
     base = make_base(tmp_path / "base")
@@ -206,3 +232,72 @@ def test_an_adapter_with_an_older_template_keeps_it(tmp_path: Path) -> None:
     config.write_text(json.dumps(read(adapter, config.name) | {"chat_template": TEMPLATE}))
     merge(base, adapter, tmp_path / "merged")
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == TEMPLATE
+
+
+FILES: dict[str, dict[str, Any]] = {
+    "added tokens": {"tokenizer.json": {"added_tokens": [{"id": 9, "content": "<e>"}], "model": {"vocab": {"<e>": 9}}}},
+    "vocabulary": {"tokenizer.json": {"model": {"vocab": {"a": 1, "<e>": 9}}}},
+    "unigram": {"tokenizer.json": {"model": {"vocab": [["x", 0.0]] * 9 + [["<e>", 0.0]]}}},
+    "decoder": {"tokenizer_config.json": {"added_tokens_decoder": {"9": {"content": "<e>"}}}},
+    "vocab.json": {"vocab.json": {"<e>": 9}},
+    "added_tokens.json": {"added_tokens.json": {"<e>": 9}},
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("token", ["<e>", {"content": "<e>", "lstrip": False}], ids=["text", "object"])
+@pytest.mark.parametrize("named_in", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_ids_are_read_from_any_form_of_a_tokenizer(tmp_path: Path, kind: str, token: Any, named_in: str) -> None:
+    bodies: dict[str, dict[str, Any]] = {name: dict(body) for name, body in FILES[kind].items()}
+    bodies.setdefault(named_in, {})["eos_token"] = token
+    for name, body in bodies.items():
+        (tmp_path / name).write_text(json.dumps(body))
+    assert stop_ids({name: tmp_path / name for name in bodies}) == {"eos_token_id": 9}
+
+
+MALFORMED: dict[str, tuple[str, Any]] = {
+    "decoder is a list": ("tokenizer_config.json", {"added_tokens_decoder": [1]}),
+    "decoder is a text": ("tokenizer_config.json", {"added_tokens_decoder": "x"}),
+    "decoder by name": ("tokenizer_config.json", {"added_tokens_decoder": {"nine": {"content": "<e>"}}}),
+    "decoder of the map": ("special_tokens_map.json", {"added_tokens_decoder": [1]}),
+    "added tokens by name": ("tokenizer.json", {"added_tokens": {"<e>": 9}}),
+    "added tokens are a text": ("tokenizer.json", {"added_tokens": "x"}),
+    "added tokens are texts": ("tokenizer.json", {"added_tokens": ["<e>"]}),
+    "added token without id": ("tokenizer.json", {"added_tokens": [{"content": "<e>"}]}),
+    "id is a list": ("tokenizer.json", {"added_tokens": [{"content": "<e>", "id": [9]}]}),
+    "content is a list": ("tokenizer.json", {"added_tokens": [{"content": ["<e>"], "id": 9}, 3]}),
+    "model is a list": ("tokenizer.json", {"model": [1]}),
+    "vocabulary is a text": ("tokenizer.json", {"model": {"vocab": "abc"}}),
+    "vocabulary of numbers": ("tokenizer.json", {"model": {"vocab": [1, 2]}}),
+    "vocabulary of nothing": ("tokenizer.json", {"model": {"vocab": [[]]}}),
+    "id is no number": ("vocab.json", {"<e>": "nine"}),
+    "id is null": ("added_tokens.json", {"<e>": None}),
+    "id without end": ("vocab.json", {"<e>": float("inf")}),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_tokenizer_files_of_another_form_are_one_sentence(tmp_path: Path, case: str) -> None:
+    name, body = MALFORMED[case]
+    bodies = {"tokenizer_config.json": {"eos_token": "<e>"}}
+    bodies[name] = {**bodies.get(name, {}), **body}
+    for file, content in bodies.items():
+        (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(UserError) as caught:
+        stop_ids({file: tmp_path / file for file in bodies})
+    assert caught.value.problems[0].file == str(tmp_path / name)
+
+
+def test_a_padding_token_without_a_row_is_not_named(tmp_path: Path) -> None:
+    """``[PAD]`` that a tool added to the tokenizer alone: an embedding of that index would not be made."""
+    base = make_base(tmp_path / "base")
+    export(make_checkpoint(tmp_path / "checkpoint", base, LORA, None), tmp_path / "adapter", base)
+    (tmp_path / "adapter" / "MANIFEST.json").unlink()
+    text = (tmp_path / "adapter" / "tokenizer.json").read_text()
+    body = json.loads(text)
+    body["added_tokens"].append({**body["added_tokens"][0], "id": 400, "content": "[PAD]"})
+    (tmp_path / "adapter" / "tokenizer.json").write_text(json.dumps(body))
+    config = tmp_path / "adapter" / "tokenizer_config.json"
+    config.write_text(re.sub(r'"pad_token": "[^"]*"', '"pad_token": "[PAD]"', config.read_text()))
+    merge(base, tmp_path / "adapter", tmp_path / "merged")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

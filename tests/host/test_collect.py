@@ -15,14 +15,12 @@ from typing import Any
 import pytest
 
 from clustertune.doctor import wire
-from clustertune.host import credentials, gpus, mounts
+from clustertune.host import credentials, mounts
 from clustertune.host import gpus as gpu_text
 from clustertune.host.collect import collect
 from clustertune.host.facts import from_dict
-from clustertune.host.gpus import driver
 from clustertune.host.network import nccl_files
 from clustertune.host.probe import ABSENT, CommandOutput, Probe
-from clustertune.host.system import numa_cpus
 from tests.folders import fill, program
 
 REPO = Path(__file__).resolve().parents[2]
@@ -158,18 +156,6 @@ def test_files_full_of_nonsense(tree: Path, junk: str) -> None:
     assert [line for line in f.unread if not line.startswith("stack")] == []
 
 
-@pytest.mark.parametrize(
-    ("types", "cmdline", "on"),
-    [("identity", "", False), ("DMA identity", "", True), ("-", "iommu=pt", False), ("-", "quiet", True), ("", "", False)],
-)
-def test_an_iommu_that_translates(tmp_path: Path, types: str, cmdline: str, on: bool) -> None:
-    """In passthrough it is in nobody's way; old kernels do not tell the type."""
-    (tmp_path / "sys/kernel/iommu_groups" / ("0" if types else "")).mkdir(parents=True)
-    told = {f"sys/kernel/iommu_groups/{n}/type": kind for n, kind in enumerate(types.split()) if kind != "-"}
-    fill(tmp_path, {**told, "proc/cmdline": f"root=/dev/sda {cmdline}\n"})
-    assert gpus.iommu(Probe(tmp_path)) == {"iommu": on}
-
-
 def test_secrets_stay_out() -> None:
     """Facts are printed into logs, and sent along with questions."""
     planted = {
@@ -265,15 +251,6 @@ def test_a_file_system_whose_server_is_gone_may_answer(monkeypatch: pytest.Monke
     assert (found["shm_bytes"], found["shm_free_bytes"]) == (9, 8), "a folder that is not a mount serves as well"
 
 
-def test_facts_of_another_kind_are_refused() -> None:
-    """A number in place of a list is refused. A null is unknown. ``said``, the former name of ``message``, is accepted."""
-    earlier = {"folder": "/x", "what": "flock", "ok": False, "said": "No locks available"}
-    f = from_dict({"hostname": "x", "environment": None, "unread": None, "probes": [earlier]})
-    assert f.environment == {} and f.probes[0].message == "No locks available"
-    with pytest.raises(ValueError, match="unread: int, not list"):
-        from_dict({"hostname": "x", "unread": 5})
-
-
 # --- what nvidia-smi prints, in the forms that drivers have had, and where something is wrong ---------------------------
 
 GPU = """
@@ -331,13 +308,6 @@ def test_a_new_driver_is_read_in_full() -> None:
     assert gpu.throttle == ["hw_thermal_slowdown"]
 
 
-@pytest.mark.parametrize("text", ["", "No devices were found", "<nvidia_smi_log><gpu>", "<html/>x", FULL[:500]])
-def test_what_is_no_answer_is_refused(text: str) -> None:
-    """Half an answer of a driver that was killed."""
-    with pytest.raises(ValueError, match="no answer"):
-        gpu_text.parse_xml(text)
-
-
 # --- asking ------------------------------------------------------------------------------------------------------------
 
 
@@ -352,20 +322,3 @@ def probe(**answers: CommandOutput) -> tuple[Probe, list[str]]:
         return answers.get(words[1].strip("-").partition("=")[0].replace("-", "_"), ABSENT)
 
     return Probe(Path("/nonexistent"), ask), calls
-
-
-@pytest.mark.parametrize("words", ["Unable to determine the device handle for GPU2", "no answer within 45 s"])
-def test_a_driver_that_fails_says_why_and_is_asked_once(words: str) -> None:
-    """A second question would hang as well."""
-    one, calls = probe(q=CommandOutput("", words))
-    assert driver(one) == {"nvidia_smi": words} and calls == ["-q"]
-
-
-def test_numa_nodes_are_read_in_their_order(tmp_path: Path) -> None:
-    """By number, not by name: node10 comes after node2. One that has memory only is none for ranks."""
-    for name, text in (("node10", "8-11\n"), ("node2", "4-7\n"), ("node0", "0-3\n"), ("node1", "\n"), ("power", "")):
-        (folder := tmp_path / "sys/devices/system/node" / name).mkdir(parents=True)
-        (folder / "cpulist").write_text(text)
-    (folder.parent / "online").write_text("0-10\n")
-    assert list(numa_cpus(Probe(tmp_path)).values()) == ["0-3", "4-7", "8-11"]
-    assert numa_cpus(Probe(tmp_path / "none")) == {}

@@ -172,14 +172,3 @@ def test_a_silent_rank_is_ended(tmp_path: Path) -> None:
     outcome = judge(agent.folder, agent.plan)
     assert outcome.code is ExitCode.AGAIN and "no sign of life" in outcome.problems[0].message
     assert "(last: train 3)" in outcome.problems[0].message
-
-
-def test_what_other_nodes_left_is_asked_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An NFS client remembers that a name was absent: the failure of a peer would be seen a minute late, after Slurm's kill."""
-    folders: list[Path] = []
-    monkeypatch.setattr(agents, "ask_anew", folders.append)
-    monkeypatch.setattr(agents, "LINGER_SECONDS", 0.1)
-    agent = agent_of(tmp_path, nodes=2)
-    assert not agent._peer_failed() and folders == [agent.folder]
-    agent.linger()
-    assert len(folders) > 1

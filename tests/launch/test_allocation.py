@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,6 @@ ENVIRONMENT = {
     "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_JOB_PARTITION": "gpu", "SLURM_RESTART_COUNT": "3", "SLURM_JOB_NAME": "x-train",
 }  # fmt: skip
 """As recorded in a job on Slurm 22.05 with --mem=0."""
-WORDS = ["recipes/llama405b-oasst2"]
 
 
 def absent(words: Sequence[str]) -> str:
@@ -112,14 +110,6 @@ def test_what_cannot_fit_gets_the_line_that_does() -> None:
     assert found[found.index("launch/run.sbatch") + 1 :] == ["llama405b-oasst2", "slurm.nodes=2", "--run-dir", "r"]
 
 
-def test_a_cluster_without_gpus() -> None:
-    """The script's header asks for GPUs: the line must switch them off."""
-    recipe, cluster = resolve("tiny-oasst2"), machine(2, 0)
-    given = read(SLURM_JOB_NODELIST="n1", SLURM_GPUS_ON_NODE=None, SLURM_JOB_GPUS=None, SLURM_GPUS_PER_NODE=None)
-    assert allocation.check(given, recipe, cluster, ["tiny-oasst2"]) == []
-    assert "--gpus-per-node=0" in shlex.split(allocation.sbatch_line(recipe, cluster, ["tiny-oasst2"]))
-
-
 @pytest.mark.parametrize(
     ("nodes", "gpus", "overrides", "world"),
     [
@@ -139,22 +129,4 @@ def test_a_tiny_run_takes_any_allocation(nodes: str, gpus: str | None, overrides
     assert [problem.key for problem in problems] == [override.partition("=")[0] for override in overrides]
 
 
-def test_only_the_training_needs_its_allocation() -> None:
-    """A job for another stage is as small as that stage."""
-    given = read(SLURM_JOB_NODELIST="n1", SLURM_GPUS_ON_NODE="0", SLURM_MEM_PER_NODE="8192")
-    recipe = resolve("llama405b-oasst2")
-    for stages in (("prepare", "prepare"), ("export", "report")):
-        assert allocation.check(given, recipe, machine(), WORDS, stages) == []
-    assert allocation.check(given, recipe, machine(), WORDS, ("prepare", "train")) != []
-
-
 # --- nodes that are not those of the cluster file ----------------------------------------------------------------------
-
-
-def test_what_is_missing_is_told_at_once(tmp_path: Path) -> None:
-    """Each with its key: the container failed without its name, the interface only after the preparation."""
-    container = {"runtime": "apptainer", "image": str(tmp_path / "train.sif")}
-    cluster = machine(container=container, network={"kind": "ethernet", "interface": "bond-none"})
-    found = allocation.first_node_problems(cluster, nodes=2, trains=True)
-    assert {problem.key for problem in found} >= {"container.image", "network.interface"}
-    assert all(problem.fix and problem.file == "a test" for problem in found)

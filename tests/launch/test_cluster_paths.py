@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,15 +12,12 @@ from typing import Any
 import pytest
 
 from clustertune.arguments import existing_folder, newest_merged
-from clustertune.cluster.load import load_cluster
-from clustertune.cluster.schema import Cluster, SlurmFacts, Storage
+from clustertune.cluster.schema import Cluster, Storage
 from clustertune.errors import UserError
-from clustertune.launch import allocation, cluster_paths, shape, submit
+from clustertune.launch import cluster_paths
 from clustertune.resolve.resolve import resolve
 from clustertune.staging import bundle
-from tests.command import run
 from tests.launch.machines import machine
-from tests.launch.test_job_places import cluster_file
 
 REPO = Path(__file__).resolve().parents[2]
 ME = {"HOME": "/h/me", "USER": "me"}
@@ -50,15 +46,6 @@ def test_a_token_stays_at_home() -> None:
     """HF_HOME/token of a folder that others share would be anybody's."""
     assert values(on(caches="/big/hf"), {})["HF_TOKEN_PATH"] == "/h/me/.cache/huggingface/token"  # noqa: S105
     assert not {"HF_TOKEN", "WANDB_API_KEY"} & values(on(caches="/c"), {"HF_TOKEN": "x", "WANDB_API_KEY": "x"}).keys()
-
-
-def test_the_folders_of_ops_storage_are_the_default() -> None:
-    """Made by it only where there are bricks; caches and runs of each user, who would meet in one folder."""
-    rno = load_cluster("rno-rtxpro6000")
-    assert [str(cluster_paths.folder(rno, what, ME)) for what in ("caches", "models", "runs")] == [
-        "/pool/hf_cache/me", "/pool/models", "/pool/checkpoints/me",
-    ]  # fmt: skip
-    assert cluster_paths.folder(load_cluster("dgx-h100"), "runs", ME) is None and cluster_paths.runs(None) == Path("runs")
 
 
 @pytest.mark.parametrize(
@@ -99,23 +86,6 @@ def test_folders_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(UserError):
         cluster_paths.make({"HF_HOME": "/proc/self"})  # there, and nothing can be written to it
     cluster_paths.make({"HF_HOME": "/proc/self", "HF_HUB_OFFLINE": "1"})
-
-
-SITE = {"account": "abc@h100", "qos": "qos_gpu-dev", "constraint": "h100&ib|(a[1-2])", "reservation": "r1"}
-
-
-def test_site_options_are_in_headers_and_in_the_line_to_paste() -> None:
-    cluster = machine(slurm=SlurmFacts(partition="gpu", gres="h100", modules=("arch/h100", "cuda/12.4.1"), **SITE))
-    resolved = resolve("llama8b-lima", ["slurm.nodes=1"])
-    shapes = shape.stage_shapes(resolved, cluster)
-    for stage, found in shapes.items():
-        header, body = submit.split_script(submit.render(f"x-{stage}", found, 60))
-        for name, value in SITE.items():
-            assert f"#SBATCH --{name}={value}\n" in header
-        assert body.strip().startswith("# slurm.modules") and "\n. launch/modules.sh arch/h100 cuda/12.4.1\n" in body
-        assert body.endswith(submit.split_script(submit.SCRIPT.read_text())[1])
-    pasted = shlex.split(allocation.sbatch_line(resolved, cluster, ["llama8b-lima"]))
-    assert {f"--{name}={value}" for name, value in SITE.items()} <= set(pasted)
 
 
 LOADER = """
@@ -181,14 +151,6 @@ def test_collected_models_are_taken_by_the_recipes_name(tmp_path: Path, monkeypa
     folder.chmod(0o777)
     found, notes = bundle.offered(resolved, tmp_path)
     assert found is None and f"staged={folder}" in notes[0]
-
-
-def test_a_sweep_and_its_points_take_the_same_folders(tmp_path: Path) -> None:
-    file = cluster_file(tmp_path, f"runs: {tmp_path}/runs, caches: {tmp_path}/hf")
-    done = run("sweep", "tiny-oasst2", "train.learning_rate=1e-4,2e-4", "--tiny", "--cluster", file, "--dry-run", "--json")
-    command = done.json["job"]["command"]
-    assert done.json["sweep_dir"].startswith(f"{tmp_path}/runs/tiny-oasst2/sweep-")
-    assert f"HF_HOME={tmp_path}/hf" in command and command[command.index(f"HF_HOME={tmp_path}/hf") - 1] == "--env"
 
 
 def test_commands_of_a_login_node_find_the_runs_of_its_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

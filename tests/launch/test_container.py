@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from clustertune.cluster.load import load_cluster
-from clustertune.cluster.schema import CONTAINER_OPTIONS, Cluster, Container
+from clustertune.cluster.schema import Cluster, Container
 from clustertune.errors import UserError
 from clustertune.launch import step
 from tests.command import REPO
@@ -51,14 +51,6 @@ def test_pyxis_on_the_reference_cluster() -> None:
     assert {exported, "--container-env=PYTHONNOUSERSITE"} <= set(found)
     assert found[-3:] == ["python3", "-m", "x"] and "canary-5e" not in str(found)
     assert not any(word in str(found) for word in ("apptainer", "inside.sh"))
-
-
-@pytest.mark.parametrize("runtime", sorted(CONTAINER_OPTIONS))
-def test_every_option_that_a_cluster_file_may_give_is_passed(runtime: str) -> None:
-    """And none contradicts what is always given."""
-    for option in CONTAINER_OPTIONS[runtime]:
-        found = words(cluster(runtime=runtime, image="/x.sqsh", options=(option,)))
-        assert found.count(option) == 1 and f"--no-{option[2:]}" not in found
 
 
 @pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])

@@ -63,18 +63,6 @@ def test_a_changed_image_is_noticed(sif: Path) -> None:
         image.look(settings(sif))
 
 
-def test_an_image_that_is_written_to_meanwhile_is_refused(sif: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy on its way has a sum that nothing else will ever have."""
-
-    def read(path: Path, size: int) -> str:
-        path.write_bytes(CONTENT + b"more")
-        return "0" * 64
-
-    monkeypatch.setattr(image, "_read", read)
-    with pytest.raises(UserError, match="changed while"):
-        image.look(settings(sif))
-
-
 def test_no_image(sif: Path, tmp_path: Path) -> None:
     """A missing one, a folder, none asked for, and one of a registry."""
     sif.unlink()
@@ -87,16 +75,6 @@ def test_no_image(sif: Path, tmp_path: Path) -> None:
     digest = "ab" * 32
     found, notes = image.look(Container(runtime="pyxis", image=f"docker://a/b@sha256:{digest}"))
     assert found is not None and (found.sha256, found.checked, notes) == (digest, True, [])
-
-
-def test_the_labels_of_an_image(sif: Path, tmp_path: Path) -> None:
-    """From the runtime's own inspection; what it says otherwise is not a label."""
-    program = tmp_path / "apptainer"
-    body = {"data": {"attributes": {"labels": {"clustertune.lock": "train", "long": "x" * 999}}}}
-    for text, labels in ((json.dumps(body), {"clustertune.lock": "train", "long": "x" * 200}), ("{}", {}), ("no", {})):
-        program.write_text(f"#!/bin/sh\ncat <<'E'\n{text}\nE\n")
-        program.chmod(0o755)
-        assert image.labels_of(settings(sif, program), sif) == labels
 
 
 def test_a_run_that_goes_on_in_another_image_says_so(sif: Path) -> None:
@@ -184,15 +162,6 @@ def test_each_difference_is_a_line(changes: dict[str, str | None], problems: lis
     found = judge(seen(**changes))
     for texts, starts in zip(found, (problems, warnings), strict=True):
         assert len(texts) == len(starts) and all(map(str.startswith, texts, starts)), texts
-
-
-def test_kernels_that_a_recipe_asks_for_are_looked_for() -> None:
-    """Before hours of preparation; and one of two packages is enough for FlashAttention."""
-    train = {"use_liger_kernel": True, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
-    problems = image.lacking(seen(), train, "train.sif", gpus=True)
-    assert [problem.key for problem in problems] == ["train.model_init_kwargs.attn_implementation", "train.use_liger_kernel"]
-    assert not image.lacking(seen(kernels="0.9", liger_kernel="0.9"), train, "train.sif", gpus=True)
-    assert not image.lacking(seen(), train, "train.sif", gpus=False)
 
 
 @pytest.mark.parametrize("command", [["run", "--to", "train"], ["submit", "--tiny", "--dry-run"]])

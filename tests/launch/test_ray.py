@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from clustertune import raytrain
-from clustertune.errors import ExitCode, Problem
+from clustertune.errors import ExitCode
 from clustertune.launch.agent import process_state
 from clustertune.launch.judge import Outcome
 from clustertune.launch.plan import AttemptPlan, Node
@@ -117,21 +117,6 @@ def test_every_restart_is_a_new_attempt_until_nothing_moves(tmp_path: Path) -> N
     AttemptPlan(4, (Node("n", "a"),), 1, launcher="ray", job="j").write(run.attempt(4))
     (tmp_path / "stop").touch()  # asked to, while Ray was about to start the workers again
     assert raytrain._begin(run, config) is None
-
-
-def test_the_driver_shows_what_rank_0_says_and_why_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunDir(tmp_path)
-    plan(run)
-    shown = raytrain.Shown(tmp_path)
-    (run.attempt(1) / raytrain.PROGRESS).write_text("step 1\nstep")
-    shown.follow()
-    (run.attempt(1) / raytrain.PROGRESS).write_text("step 1\nstep 2\n")
-    Outcome(ExitCode.AGAIN, [Problem("rank 1 was killed")]).write(run.attempt(1))
-    plan(run)
-    (run.attempt(2) / raytrain.PROGRESS).write_text("step 3\n")
-    shown.follow()
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == ["step 1", "step 2", "attempt 1: rank 1 was killed", "attempt 2 ...", "step 3"]
 
 
 def driver(run: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -52,15 +52,6 @@ def test_shapes(size: str, gpu: float | None, gpus: int, nodes: int, servers: in
     assert found.concurrent == servers * found.max_num_seqs
 
 
-def test_what_changes_the_servers() -> None:
-    """A model that fits nowhere; tensor parallel ranks divide the heads; few prompts start few servers."""
-    assert serving(SIZES["405B"], PRO_6000, 8, 1) is None
-    odd = ModelSize.of({**LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 20}, 150e9)
-    few, divided = serving(SIZES["8B"], H100, 8, 1, documents=40), serving(odd, H100, 8, 1)
-    assert few is not None and (few.servers, few.gpus_per_node) == (2, 2)
-    assert divided is not None and divided.tensor_parallel == 4
-
-
 def on(cluster: str, gpu: str | None = None, **container: object) -> Cluster:
     """A shipped cluster file, with another GPU or container."""
     found = load_cluster(str(REPO / "ops" / "clusters" / f"{cluster}.yaml"))

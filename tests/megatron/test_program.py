@@ -152,18 +152,6 @@ def test_a_failed_export_costs_no_step(run: RunDir, resolved: Resolved, loop: Lo
     assert newest is not None and manifest.read_manifest(newest.path).meta["final"]
 
 
-def test_another_attempt_is_never_disturbed(run: RunDir, resolved: Resolved, loop: Loop) -> None:
-    """One that was cut off while it trained raises at its next save, and writes no manifest."""
-
-    def fence() -> None:
-        if (run.checkpoints / "step-000004").exists():
-            raise UserError("attempt 2 has taken over", ExitCode.AGAIN)
-
-    with pytest.raises(UserError, match="taken over"):
-        go(run, resolved, fence=fence)
-    assert not (run.checkpoints / "step-000004" / manifest.MANIFEST).exists()
-
-
 def test_the_hub_is_asked_by_rank_0_with_the_token(run: RunDir, resolved: Resolved, loop: Loop) -> None:
     """And by nobody else: all ranks read the folder. The token is in the environment no longer than that."""
     go(run, resolved)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import pytest
 
 from clustertune.megatron import settings
 from clustertune.recipe.schema import Megatron
-from clustertune.resolve.megatron import EXPERTS, data_parallel, find_problems
+from clustertune.resolve.megatron import data_parallel, find_problems
 from clustertune.resolve.resolve import resolve
-from clustertune.resolve.resolved import Resolved
 from tests.command import REPO
 from tests.megatron.record_verdicts import CASES, MODELS, verdict
 from tests.megatron.standin import NAMES
@@ -98,19 +96,6 @@ def test_what_is_not_carried_is_refused(words: list[str], key: str) -> None:
     """A setting that has no effect is a training that nobody asked for."""
     problems = settings.find_problems(resolve(LORA[0], [*LORA[1:], *words]))
     assert [problem.key for problem in problems] == [key] and all(problem.fix for problem in problems)
-
-
-@pytest.mark.parametrize("key", EXPERTS)
-def test_adapters_on_experts_and_random_weights_are_refused(key: str) -> None:
-    """By each name that families have for the number of experts: Mixtral's, Qwen's, DeepSeek's."""
-    resolved = resolve(LORA[0], list(LORA[1:]))
-    assert settings.find_problems(resolved) == []
-    changed: Resolved = replace(resolved, architecture={**resolved.architecture, key: 8})
-    (problem,) = settings.find_problems(changed)
-    assert problem.key == "lora" and "8 experts" in problem.message
-    model = resolved.recipe.model.model_copy(update={"weights": "random"})
-    changed = replace(resolved, recipe=resolved.recipe.model_copy(update={"model": model}))
-    assert [problem.key for problem in settings.find_problems(changed)] == ["model.weights"]
 
 
 VERDICTS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("verdicts.json").read_text())

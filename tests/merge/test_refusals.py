@@ -235,14 +235,6 @@ def test_the_architecture_is_compared_beside_the_copies(
     assert not (tmp_path / "out").exists() and not [*tmp_path.glob(".out.merging/*.safetensors")]
 
 
-@pytest.mark.parametrize("kind", ["lama", "clip"])
-def test_an_architecture_that_transformers_lacks_is_merged(own_base: Path, adapter: Path, tmp_path: Path, kind: str) -> None:
-    """The merge needs no code of it: its names and shapes are the adapter's to match."""
-    edit_json(own_base / "config.json", model_type=kind)
-    merge(own_base, adapter, tmp_path / "out")
-    assert (tmp_path / "out" / manifest.MANIFEST).exists()
-
-
 @pytest.mark.parametrize("settings", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["embed_tokens"]}])
 def test_tied_embeddings_are_not_changed_on_one_side(tmp_path: Path, settings: dict[str, Any]) -> None:
     base = save_llama(tmp_path / "base", torch.bfloat16, tie_word_embeddings=True)
@@ -250,17 +242,6 @@ def test_tied_embeddings_are_not_changed_on_one_side(tmp_path: Path, settings: d
     with pytest.raises(UserError, match="one tensor") as caught:
         merge(base, adapter, tmp_path / "out")
     assert "tie_word_embeddings" in {p.key for p in caught.value.problems}
-
-
-def test_everything_wrong_is_said_at_once(own_base: Path, own_adapter: Path) -> None:
-    edit_json(own_base / "config.json", quantization_config={"quant_method": "fp8"})
-    edit_json(own_adapter / "adapter_config.json", use_dora=True, surprise=1)
-    retensor(own_adapter, TENSOR_REFUSALS["double"][0])
-    with pytest.raises(UserError) as caught:
-        merge(own_base, own_adapter, own_base / "out", shard_size="lots")
-    text = str(caught.value)
-    for word in ("fp8", "DoRA", "surprise", "neither float32", "not a size", "lies inside the base"):
-        assert word in text
 
 
 def test_where_the_output_may_not_be(own_base: Path, own_adapter: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -137,38 +136,6 @@ def test_a_month_of_64_nodes_stays_below_200_mb(tmp_path: Path) -> None:
     assert sizes["node1.10s.jsonl"] + sizes["node1.10s.old.jsonl"] < 2.1 * 180 * row
     assert sizes["node1.60s.jsonl"] + sizes["node1.60s.old.jsonl"] < 2.1 * 360 * row
     assert 64 * (sum(sizes.values()) + 29 * 96 * row) < 200e6
-
-
-def test_thinning_keeps_means_peaks_and_the_energy(tmp_path: Path) -> None:
-    """And a sampler that was killed continues where it was: the quarter of an hour that it had begun is not lost."""
-    for start in (0, 450):
-        writer = TelemetryWriter(tmp_path, "n", {"node": 0})
-        for at in range(start, start + 450, 10):
-            row = wide_row(at + 100)  # 1.7e9 + 100 is a multiple of 900
-            gpus = ({**row.gpus[0], "power_w": 100 + at, "temperature_c": at / 10, "energy_j": 5.0 * at},)
-            writer.add(TelemetryRow(row.time, 1, {"cpu": 0.5}, gpus))
-    for at in (2000, 2100):
-        writer.add(wide_row(at))
-    (joined,) = [row for row in telemetry.read_rows([tmp_path / "n.900s.jsonl"]) if row.attempt == 1]
-    (gpu,) = joined.gpus
-    assert gpu["power_w"] == pytest.approx(100 + 445, abs=31) and gpu["temperature_c"] == 89 and gpu["energy_j"] == 4450
-    assert joined.node["cpu"] == 0.5 and joined.node["load"] is None
-
-
-def test_a_reader_follows_files_that_grow_tear_and_are_replaced(tmp_path: Path) -> None:
-    writer = TelemetryWriter(tmp_path, "n/../x", {"node": 0})
-    head = json.loads((tmp_path / "n-..-x.900s.jsonl").read_text())
-    assert head["gpu_columns"] == list(machine.GPU_COLUMNS)
-    writer = TelemetryWriter(tmp_path, "n", {"node": 0})
-    reader = telemetry.TelemetryReader(tmp_path)
-    writer.add(wide_row(0))
-    assert reader.read()["n"].last == wide_row(0)
-    with (tmp_path / "n.10s.jsonl").open("a") as out:
-        out.write("[1700000500.0,12,[")
-    assert reader.read()["n"].last == wide_row(0), "a line that is being written is read when it is whole"
-    for at in range(1, 400):
-        TelemetryWriter(tmp_path, "n", {"node": 0}).add(wide_row(at)) if at == 1 else writer.add(wide_row(at))
-    assert reader.read()["n"].last == wide_row(399)
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 
 from clustertune.cluster.load import load_cluster
-from clustertune.cluster.schema import Container
 from clustertune.host.system import GIB
 from clustertune.plan import advise as advisor
 from clustertune.plan.advise import Advice, Goal, Remedy, advise, remedies
@@ -21,10 +18,8 @@ from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import PlanMachine, machine
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.plan.strategy import Strategy
-from clustertune.plan.tables import ROWS
 from clustertune.resolve.overrides import RecipeSource
 from clustertune.resolve.resolve import resolve
-from tests.command import run
 from tests.plan.world import FSDP2, LLAMA_8B, LLAMA_70B, LORA_SECTION, ZERO3, write_cluster, write_recipe
 
 REFERENCE = "rno-rtxpro6000"
@@ -173,30 +168,6 @@ def test_overrides_that_were_given_stay_and_nodes_are_named(tmp_path: Path, wher
 
 
 @pytest.mark.usefixtures("few_sizes")
-def test_each_goal_ranks_by_its_own_quantity(tmp_path: Path, where: Callable[[int], PlanMachine]) -> None:
-    """Time by seconds, cost by GPU-seconds, memory by bytes; the winner has no reason to lose, all others have one. A
-    family has one line: the fastest of its micro batches and shares of recomputation that fit."""
-    source = RecipeSource(resolve(write_recipe(tmp_path / "recipe")))
-    keys = {
-        "time": lambda o: o.step_s, "cost": lambda o: o.step_s * o.strategy.world_size, "memory": lambda o: o.needed,
-    }  # fmt: skip
-    every = {goal: ask(source, where(1), goal) for goal in keys}  # type: ignore[arg-type]
-    for goal, advice in every.items():
-        values = [keys[goal](option) for option in advice.fitting]
-        assert len(values) > 3
-        assert all(later * advisor.ALIKE >= earlier for earlier, later in itertools.pairwise(values))
-        reasons = {option.candidate.family: text for option, text in advisor.reasons(advice)}
-        assert set(reasons) == {o.candidate.family for o in [*advice.fitting[1:], *advice.losing]}
-        assert all(re.search(f"x the {goal}|no difference", reasons[option.candidate.family]) for option in advice.fitting[1:])
-        assert all("needs" in reasons[option.candidate.family] for option in advice.losing)
-    best = next(o for o in every["time"].fitting if o.candidate.family == "FSDP2")
-    for micro, ratio in itertools.product((1, 4), (0, 0.5, 1)):
-        arguments = [f"train.per_device_train_batch_size={micro}", f"activation_checkpointing.ratio={ratio}"]
-        plan = make_plan(source.changed(arguments), where(1), sure=False)
-        assert not plan.fits or plan.step.seconds >= best.step_s * (1 - 1e-9), arguments
-
-
-@pytest.mark.usefixtures("few_sizes")
 def test_what_the_libraries_refuse_is_no_candidate(tmp_path: Path, where: Callable[[int], PlanMachine]) -> None:
     """Context parallelism of packed sequences is refused by the recipe's own checks, a batch that does not divide too."""
     packed = ask(RecipeSource(resolve(write_recipe(tmp_path / "packed"))), where(1))
@@ -225,24 +196,6 @@ def test_the_strategy_table_of_the_sources_is_covered(tmp_path: Path, where: Cal
         assert 150 < advice.searched < 2000, "enough to cover the table, few enough for three seconds"
         found = {option.candidate.family for option in [*advice.fitting, *advice.losing]}
         assert found >= set(wanted[name]), (set(wanted[name]) - found, advice.refused)
-
-
-@pytest.mark.usefixtures("few_sizes")
-def test_what_is_not_started_here_stands_below_the_line(tmp_path: Path, where: Callable[[int], PlanMachine]) -> None:
-    """A line that can be planned and not run leaves a person where they were; the image in the cluster file makes it run."""
-    recipe = write_recipe(tmp_path / "recipe", **CASES["70B LoRA"])
-    advice = ask(RecipeSource(resolve(recipe)), where(2))
-    file = tmp_path / "hgx.yaml"
-    plain = load_cluster(str(file))
-    image = {"runtime": "apptainer", "image": "/images/train.sif", "megatron": "/images/megatron.sif"}
-    other = plain.model_copy(update={"container": Container(**image)})
-    megatron = [option for option in advice.fitting if option.strategy.kind == "Megatron"]
-    assert megatron and not any(option.starts(plain) for option in megatron) and all(o.starts(other) for o in advice.fitting)
-    shown = run("plan", str(recipe), "--cluster", str(file), "--advise").out
-    first, table = shown.splitlines()[0], shown[shown.index("searched") :]
-    assert not first.startswith("TP") and table.count("needs Megatron image") == 1
-    rows = [line for line in table.splitlines() if re.search(r" \d+ x \d+ +\d+%", line)]
-    assert len(rows) == ROWS + 1 and "needs Megatron image" in rows[-1]
 
 
 @pytest.fixture

@@ -71,11 +71,6 @@ def test_runs_give_back_the_factors_that_they_identify(true: dict[str, float], m
     assert all(0 < found.deviation[name] < IDENTIFIED * PRIOR[name] for name in true)
 
 
-def test_one_odd_run_does_not_move_a_factor_wholly() -> None:
-    """The prior keeps it."""
-    assert 1.5 < fit([run(factors(compute_scale=3.0), COMPUTING)]).values["compute_scale"] < 2.8
-
-
 RUN = CalibratedRun(name="run", measured_s=2.0, before_s=1.8, after_s=1.98)
 FOUND = Fit({"compute_scale": 1.1}, {"compute_scale": 0.03}, {"inter_scale": 0.9}, (RUN,))
 

@@ -56,20 +56,6 @@ def test_the_reference_machine() -> None:
     assert "assumed" in found.storage_note and not found.notes
 
 
-def test_all_ports_of_a_node_count() -> None:
-    """One port of eight is an eighth of the network."""
-    eight, one = machine(cluster()), machine(cluster(network={"ports": 1}))
-    assert eight.inter.nominal_bytes_per_s == 400e9 == 8 * one.inter.nominal_bytes_per_s
-    assert "8 x 400 Gbit/s InfiniBand, 88 % expected" in eight.inter.note
-
-
-def test_tcp_is_bound_by_the_processor_not_by_the_line() -> None:
-    """Slow lines are filled; a fast one carries no more than what was seen on 100 GbE."""
-    speeds = [machine(cluster(network={"kind": "ethernet", "gbit": gbit, "ports": 1})).inter for gbit in (10, 25, 100, 400)]
-    assert [round(speed.bytes_per_s / 1e9, 2) for speed in speeds] == [1.12, 2.81, 5.6, 5.6]
-    assert "11 % expected" in speeds[-1].note
-
-
 def test_a_check_comes_before_the_file_and_the_file_before_the_nominal_speed() -> None:
     """The nearer to the truth, the sooner it is taken; the note says which it is and its share of nominal. One node measured
     says nothing of the network."""
@@ -93,16 +79,6 @@ def test_an_nvlink_domain_reaches_over_nodes() -> None:
     assert (plain.domain, plain.intra.bytes_per_s) == (72, pytest.approx(702e9))
     wide = machine(rack, measured=replace(CHECK, nodes=16, gpus_per_node=4, intra_gb_s=720.0, inter_gb_s=650.0))
     assert (wide.intra.bytes_per_s, wide.inter.source) == (650e9, "nominal")
-
-
-def test_a_network_is_needed_only_where_the_plan_uses_it() -> None:
-    """What is found by looking knows no network; one node of it can be planned on, and one NVLink domain."""
-    unknown = cluster(network={"kind": "unknown", "gbit": None, "ports": 1})
-    assert "2 nodes, but no bandwidth between them" in refused(unknown)
-    link = machine(unknown, nodes=1).inter
-    assert (link.bytes_per_s, link.source) == (0, "nominal") and "no bandwidth between nodes is stated" in link.note
-    assert machine(cluster(nvlink_domain=16, network={"kind": "unknown", "gbit": None})).domain == 16
-    assert machine(cluster(gpus=1, interconnect=None)).intra.bytes_per_s == 0, "no link inside a node of one GPU"
 
 
 @pytest.mark.parametrize(

@@ -16,18 +16,14 @@ from tests.plan.world import (
     ADAPTERS,
     ENDS,
     HIDDEN,
-    INNER,
     LAYER,
     LAYERS,
     LORA,
     LORA_SECTION,
     TOTAL,
     VOCABULARY,
-    WHOLE,
     ZERO3,
     constants,
-    counted,
-    mixture,
     shape,
     write_recipe,
 )
@@ -135,26 +131,6 @@ def test_logits_are_whole_only_where_no_loss_in_tiles_is_used() -> None:
     many = {"micro_batch": 64, "sequence": 4096}
     tiled, plain = (parts(shape(**many, fused_loss=fused), LOSS).get("logits", 0.0) for fused in (True, False))
     assert tiled < plain / 10
-
-
-def test_model_parallel_ranks_hold_their_part() -> None:
-    """Matrices by tensor parallelism, norms whole; of a pipeline the heavier end; experts by both."""
-    assert shape(tp=4).parameters == pytest.approx(LAYERS * ((LAYER - 2 * HIDDEN) / 4 + 2 * HIDDEN) + ROOT / 4)
-    assert shape(pp=2).parameters == pytest.approx(BODY / 2 + ENDS + HIDDEN)
-    experts = 8 * 3 * HIDDEN * INNER
-    whole, split = (shape(mixture(), ep=ep).body for ep in (1, 4))
-    assert whole - split == pytest.approx(LAYERS * experts * 3 / 4)
-    assert shape(counted(), tp=2, sequence_parallel=True).layers == LAYERS
-
-
-def test_weights_and_states_on_the_host_take_no_gpu_memory() -> None:
-    """Offloaded by FSDP all that rests is on the host; by ZeRO the optimizer's state alone."""
-    away = parts(shape(offload_params="cpu", offload_optimizer="cpu"), UPDATE)
-    assert not {"weights", "optimizer", "gradients", "buffers"} & set(away)
-    assert not {"weights", "adapters"} & set(parts(shape(**LORA, offload_params="cpu", offload_optimizer="cpu"), LOSS))
-    states = parts(shape(kind="ZeRO-3", offload_optimizer="cpu"), UPDATE)
-    assert set(states) == {"weights", "gradients"}
-    assert gathered(shape(**WHOLE, offload_params="cpu")) > 0, "they come layer by layer"
 
 
 def host(folder: Path, **recipe: Any) -> dict[str, float]:

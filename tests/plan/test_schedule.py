@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths, read_lengths
+from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths
 from clustertune.plan.predict import Plan, make_plan
-from clustertune.plan.schedule import START_S, times
+from clustertune.plan.schedule import times
 from clustertune.recipe.native_rules import train_defaults
 from clustertune.resolve.resolve import resolve
 from tests.plan.world import LORA_SECTION, constants, machine, write_recipe
@@ -28,15 +27,6 @@ def test_mean_and_padding_by_hand() -> None:
     assert found.padded(1, 1000) == pytest.approx(300)
     assert found.padded(2, 1000) == pytest.approx((5 * 600 + 3 * 200 + 100) / 9)
     assert found.padded(2, 500) == pytest.approx((5 * 500 + 3 * 200 + 100) / 9)
-
-
-def test_files_of_lengths(tmp_path: Path) -> None:
-    """One number a line, or a histogram; both give the same sample."""
-    lines, counts = tmp_path / "lines.txt", tmp_path / "counts.json"
-    lines.write_text("7\n3\n3\n")
-    counts.write_text(json.dumps({"lengths": {"7": 1, "3": 2}}))
-    assert read_lengths(lines).tokens == read_lengths(counts).tokens == (3, 3, 7)
-    assert read_lengths(lines).source == str(lines)
 
 
 def test_what_a_recipe_says_of_its_lengths(tmp_path: Path) -> None:
@@ -109,20 +99,6 @@ def test_counts_follow_training_arguments(what: str, args: dict[str, Any], steps
     assert times(train_defaults() | args, what, steps) == expected
 
 
-def test_an_evaluation_gathers_and_computes(tmp_path: Path) -> None:
-    """A forward pass of each rank's share of the rows; the weights are gathered for each pass, packed rows are fewer."""
-    train = {"eval_strategy": "steps", "eval_steps": 10, "max_steps": 100, "per_device_eval_batch_size": 4}
-    for more, evaluations, rows, passes in (
-        ({}, 10, 25, 1),  # 100 x 500 / (2048 x 0.98) over 8 ranks of 4
-        ({"packing": False, "eval_on_start": True}, 11, 100, 4),
-        ({"eval_strategy": "no"}, 0, 25, 1),
-    ):
-        found = planned(tmp_path / str(len(more)) / str(rows), Lengths((500,), "test"), train=train | more).schedule
-        values = found.evaluation.values
-        assert (found.evaluations, values["rows"], values["passes"]) == (evaluations, rows, passes)
-        assert found.evaluation.value == pytest.approx(passes * max(float(values["forward"]), float(values["moved"])))
-
-
 def test_checkpoints_hold_what_is_trained(tmp_path: Path) -> None:
     """Weights and states of a full training, adapters and theirs of LoRA; kept are as many as the recipe keeps."""
     count = 8_030_261_248
@@ -139,19 +115,6 @@ def test_checkpoints_hold_what_is_trained(tmp_path: Path) -> None:
     assert all_of_them.disk["checkpoints"] == pytest.approx(10 * count * 12)
     few = planned(tmp_path / "few", train=train | {"max_steps": 20}).schedule
     assert few.disk["checkpoints"] == pytest.approx(2 * count * 12), "of three that may be kept two are written"
-
-
-def test_hours_are_the_sum_of_everything(tmp_path: Path) -> None:
-    """Steps, evaluations, checkpoints and the load from storage: a node reads rows of each file and hashes its own files."""
-    train = {"save_strategy": "steps", "save_steps": 25, "eval_strategy": "steps", "eval_steps": 50, "max_steps": 100}
-    found = planned(tmp_path / "r", Lengths((500,), "test"), train=train)
-    around, totals = found.schedule, found.totals()
-    assert totals is not None and found.hours is not None
-    nodes = found.strategy.nodes
-    start = START_S + 2 * 8_030_261_248 * (2 - 1 / nodes) / 2e9
-    assert around.start.value == pytest.approx(start) == pytest.approx(totals["load"])
-    expected = 100 * found.step.seconds + 2 * around.evaluation.value + 4 * around.save.value + start
-    assert found.hours * 3600 == pytest.approx(expected) == pytest.approx(sum(totals.values()))
 
 
 def test_what_saves_take_is_the_copy_and_the_wait_for_the_one_before(tmp_path: Path) -> None:

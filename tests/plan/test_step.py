@@ -6,16 +6,12 @@ from typing import Any
 
 import pytest
 
-from clustertune.plan.constants import Constants, total
+from clustertune.plan.constants import total
 from clustertune.plan.machine import Link, PlanMachine
 from clustertune.plan.step import (
     ADAM_BYTES,
     HOST_ADAM_BYTES_PER_S,
-    LAUNCH_S,
-    LAUNCHING,
     LOOP_ADAM_BYTES,
-    OTHER_LAUNCHES,
-    PLAIN_LAUNCHES,
     Collective,
     RankGroup,
     Step,
@@ -38,7 +34,6 @@ from tests.plan.world import (
     LAYERS,
     LORA,
     MATMUL,
-    NORMS,
     RANK,
     TOTAL,
     VOCABULARY,
@@ -91,25 +86,6 @@ def test_flops_of_a_token(of: ModelShape, hardware: bool, expected: float) -> No
     assert flops(of, hardware=hardware) == pytest.approx(expected * TOKENS * 16)
 
 
-def test_packed_attention_counts_what_is_computed() -> None:
-    """The causal half of each conversation; under a mask the square of the micro batch, of which MFU counts the same half."""
-    apart = {"packing": True, "isolated": True, "conversation": 128.0}
-    plain = seconds(shape(attention="flash"), "attention")["attention, forward"]
-    assert seconds(shape(**apart, attention="flash"), "attention")["attention, forward"] == pytest.approx(plain * 128 / 512)
-    for dense in ("sdpa", "eager"):
-        found = seconds(shape(**apart, attention=dense), "attention")["attention, forward"]
-        assert found == pytest.approx(plain * TOKENS / (512 / 2))
-    rest = flops(shape(), hardware=False) - LAYERS * 3.5 * SCORES * TOKENS * 16
-    for kind, hardware, seen in (("flash", True, 64), ("sdpa", False, 64), ("sdpa", True, TOKENS)):
-        total = flops(shape(**apart, attention=kind), hardware=hardware)
-        assert total == pytest.approx(rest + LAYERS * 3.5 * SCORES * seen / 256 * TOKENS * 16)
-    narrow = counted(window=32)
-    assert seconds(shape(narrow, **apart, attention="flash"), "attention")["attention, forward"] < plain * 32 / 256
-    assert seconds(shape(narrow, **apart), "attention")["attention, forward"] == pytest.approx(plain * TOKENS / 256), (
-        "no kernel"
-    )
-
-
 def test_lora_multiplies_backward_as_often_as_forward() -> None:
     """The gradient of the input alone; the thin products are bound by what they read and write."""
     found = seconds(shape(**LORA))
@@ -128,21 +104,6 @@ def test_recomputation_repeats_layers_and_not_the_head(share: float) -> None:
     assert more == pytest.approx(share * layer)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "products", "norms"),
-    [
-        ({"tp": 4}, 4, 1), ({"pp": 2}, 2, 2), ({"cp": 2}, 2, 2), ({"tp": 2, "sequence_parallel": True}, 2, 2),
-        ({"tp": 2, "pp": 2, "sequence_parallel": True}, 4, 4),
-    ],
-)  # fmt: skip
-def test_model_parallel_ranks_share_the_products(sizes: dict[str, Any], products: int, norms: int) -> None:
-    """Each computes its part of the layers, of a layer, or of the sequence; without sequence parallelism every tensor-parallel
-    rank norms all tokens (https://arxiv.org/abs/2205.05198, 4.2)."""
-    for prefix, part in (("matrix", products), ("element", norms)):
-        one, some = seconds(shape(), prefix), seconds(shape(**sizes), prefix)
-        assert sum(some.values()) == pytest.approx(sum(one.values()) / part)
-
-
 def test_a_quantised_base_is_written_out_at_each_use() -> None:
     """Forward, backward and where a layer is recomputed; the rest of the model is not quantised."""
     nf4 = {**LORA, "weight_bytes": 0.5}
@@ -152,19 +113,6 @@ def test_a_quantised_base_is_written_out_at_each_use() -> None:
         assert found["dequantising"] == pytest.approx((2 + share) * body * 2.5 / HBM)
     assert not seconds(shape(**LORA), "dequant")
     assert not seconds(shape(**nf4, compute="fp8"), "dequant"), "products in float8 read float8"
-
-
-def test_float32_shards_are_cast_before_they_travel() -> None:
-    """Once forward, and backward once more where weights are gathered again; not what one rank holds whole."""
-    each = 7 * shape().parameters / 16 / HBM
-    assert seconds(shape(), "casts")["casts of the shards"] == pytest.approx(3 * each)
-    assert seconds(shape(reshard=False), "casts")["casts of the shards"] == pytest.approx(2 * each)
-    assert not seconds(shape(**LORA), "casts")
-    assert not seconds(shape(weight_shards=1), "casts")
-
-
-ACTIVATION = TOKENS * HIDDEN * 2
-"""Bytes of one layer's output."""
 
 
 def gather(size: int, stride: int = 1, nbytes: float = 1e9, kind: str = "gather") -> Collective:
@@ -196,18 +144,6 @@ def test_a_ring_is_as_fast_as_its_slowest_border(at: PlanMachine, size: int, str
     """Groups that have members in one node share its ports: 8 parallel rings get an eighth each. NeMo's A100 rows showed it."""
     assert RankGroup(size, stride).bandwidth(at) == pytest.approx(bandwidth)
     assert gather(size, stride).seconds(at) == pytest.approx(1e9 * (size - 1) / size / bandwidth)
-
-
-def test_latency_counts_per_call_and_step_of_the_ring() -> None:
-    """Small tensors wait for the number of hops, not for the bandwidth."""
-    slow = machine(
-        intra=Link(INTRA, INTRA, "nominal", "", 2e-6), inter=Link(INTER, INTER, "nominal", "", 10e-6)
-    )  # fmt: skip
-    for size, hop in ((8, 2e-6), (16, 10e-6)):
-        found = Collective("c", "gather", RankGroup(size), 16.0, 5)
-        assert found.seconds(slow) == pytest.approx(5 * (size - 1) * hop, rel=1e-3)
-    sent = Collective("c", "send", RankGroup(2, 8), 16.0, 5)
-    assert sent.seconds(slow) == pytest.approx(5 * 10e-6, rel=1e-3)
 
 
 def sent(**changes: Any) -> dict[str, tuple[str, int, int, float]]:
@@ -268,20 +204,6 @@ def test_collectives_of_data_parallel_strategies(name: str) -> None:
     assert sent(**changes) == expected
 
 
-def test_tensor_parallelism_reduces_four_times_a_layer() -> None:
-    """Two all-reduces forward, two backward; recomputation repeats the forward ones; FSDP runs across with stride tp."""
-    size = {"tp": 4, "data_parallel_size": 4, "weight_shards": 4, "gradient_shards": 4, "state_shards": 4}
-    for share, rounds in ((0.0, 4), (1.0, 6)):
-        found = sent(**size, checkpointed=share)
-        assert found["exposed: tensor-parallel all-reduce"] == ("reduce", 4, 1, rounds * LAYERS * ACTIVATION)
-    # Each rank gathers its quarter of the matrices; norms are not divided.
-    part = LAYERS * (MATMUL / 4 + NORMS) + (2 * ENDS + HIDDEN) / 4
-    assert found[f"forward: {GATHER}"] == ("gather", 4, 4, part * 2)
-    hidden = sent(**size, overlap_tp=True, checkpointed=1.0)
-    assert hidden["forward: tensor-parallel all-reduce"] == ("reduce", 4, 1, 2 * LAYERS * ACTIVATION)
-    assert hidden["backward: tensor-parallel all-reduce"] == ("reduce", 4, 1, 4 * LAYERS * ACTIVATION)
-
-
 RING = TOTAL * 2 * 15 / 16 / INTER
 """Seconds of a gather of all weights, or of a scatter of all gradients, over both nodes."""
 QUICK = {"intra": machine().intra, "peak_flops": 1e30, "hbm_bytes_per_s": 1e30}
@@ -300,19 +222,6 @@ def test_a_network_bound_step_is_its_traffic() -> None:
         assert found.communication == pytest.approx((2 * accumulation + 1) * RING)
     each = timed(shape(accumulation=3, reduce_each=True), machine(**QUICK))
     assert each.seconds == pytest.approx(9 * RING, rel=1e-6), "scattered after each micro batch"
-
-
-def test_the_longer_of_two_counts_and_a_share_of_the_shorter() -> None:
-    """Forward and backward passes each on their own: a short forward pass does not hide a long gather."""
-    given = constants(overlap_loss=0.2)
-    for at in (machine(), machine(peak_flops=1e10)):
-        work = micro_batch(shape(), at, given)
-        both = ((total(work.forward), RING), (total(work.backward), 2 * RING))
-        expected = sum(max(pair) + 0.2 * min(pair) for pair in both)
-        found = step(shape(), at, given)
-        assert found.seconds - found.optimizer.value == pytest.approx(expected)
-        assert found.communication == pytest.approx(3 * RING)
-    assert timed(shape(), at).exposed.value == 0, "a slow GPU hides its traffic"
 
 
 @pytest.mark.parametrize(("pp", "virtual", "accumulation"), [(4, 1, 8), (4, 2, 8), (2, 1, 1), (8, 4, 32)])
@@ -347,19 +256,3 @@ def test_weights_on_the_host_come_over_the_host_link() -> None:
     assert loop.optimizer.value == pytest.approx(expected + more), "torch's own loop on CPUs is eight passes"
     nothing = offload(shape(), machine())
     assert (nothing.forward_s, nothing.backward_s, nothing.optimizer, nothing.note) == (0, 0, None, None)
-
-
-def test_small_micro_batches_wait_for_the_host() -> None:
-    """As on the first H200: a GPU is done with a layer before Python has launched the next. Compiled code, large micro batches
-    and other programs have no such term, and never is it beside a step that computes longer."""
-    eager = {"tiled_loss": True, "compiled": False}
-    one = step(shape(**eager), machine(), Constants())
-    (host,) = [term for term in one.compute if term.name == LAUNCHING]
-    plan = shape(**eager).strategy
-    kernels = PLAIN_LAUNCHES * LAYERS + OTHER_LAUNCHES
-    assert one.seconds - one.optimizer.value == pytest.approx(plan.accumulation * kernels * LAUNCH_S)
-    adapted = step(shape(**eager, **LORA), machine(), Constants())
-    assert adapted.seconds > one.seconds
-    assert host.value > 0
-    for other in (eager | {"compiled": True}, eager | {"tiled_loss": False}, eager | {"micro_batch": 2**16}):
-        assert LAUNCHING not in [term.name for term in step(shape(**other), machine(), Constants()).compute]

@@ -19,7 +19,7 @@ from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from tests.command import Done
 from tests.damage import flip
-from tests.fake_hub import TOKEN, FakeHub, Repo
+from tests.fake_hub import TOKEN, FakeHub
 from tests.push.conftest import change, reseal
 
 REPO = "me/oasst2-adapter"
@@ -91,13 +91,6 @@ def test_what_is_refused_before_anything_is_asked(
     assert done.code == 2 and says in done.err and hub.asked == []
 
 
-def test_files_of_the_same_names_are_replaced_and_others_stay(push: Push, hub: FakeHub) -> None:
-    hub.repos[REPO] = repo = Repo(private=True)
-    repo.files |= dict.fromkeys(["adapter_config.json", "notes.md"], b"{}")
-    assert push("--publish").code == 0 and len(repo.commits) == 2
-    assert b"LORA" in repo.files["adapter_config.json"] and repo.files["notes.md"] == b"{}"
-
-
 @pytest.mark.parametrize(("part", "status"), [("/commit/", 0), ("/commit/", 503), ("/info/lfs/", 0), ("/api/repos/create", 0)])
 def test_a_failure_midway_leaves_nothing_and_the_next_call_goes_on(
     push: Push, hub: FakeHub, part: str, status: int, monkeypatch: pytest.MonkeyPatch
@@ -115,12 +108,6 @@ def test_a_damaged_adapter_is_not_pushed(push: Push, hub: FakeHub, trained: RunD
     flip(trained.adapter / "adapter_model.safetensors", -1)
     done = push("--publish")
     assert done.code == 2 and "SHA-256" in done.err and "nothing is pushed" in done.err and hub.asked == []
-
-
-def test_other_files_of_the_folder_stay_here(push: Push, hub: FakeHub, trained: RunDir) -> None:
-    (trained.adapter / "notes.txt").write_text("mine")
-    done = push("--publish")
-    assert done.code == 0 and "notes.txt stays here" in done.err and "notes.txt" not in hub.repos[REPO].files
 
 
 @pytest.mark.parametrize(
@@ -149,21 +136,6 @@ def test_a_token_of_the_file_in_the_card_is_found(push: Push, hub: FakeHub, trai
     change(trained, lambda document: document["recipe"]["recipe"]["train"].update(run_name=key))
     done = push("--publish", env=f"WANDB_API_KEY={key}")
     assert done.code == 2 and "README.md: holds what looks like a token" in done.err and key not in done.err and not hub.repos
-
-
-def test_a_whole_model_is_refused(push: Push, tmp_path: Path, trained: RunDir) -> None:
-    """A merged folder, the adapter's own folder, and a run that has no adapter."""
-    merged = tmp_path / "merged"
-    merged.mkdir()
-    (merged / "model-00001-of-00002.safetensors").write_bytes(b"")
-    assert "is a whole model" in push("--publish", run=merged).err
-    assert "adapter's own folder" in push("--publish", run=trained.adapter).err
-    for path in trained.adapter.iterdir():
-        path.unlink()
-    trained.adapter.rmdir()
-    assert "has no adapter yet" in push("--publish").err
-    change(trained, lambda document: document["recipe"]["recipe"].update(lora=None))
-    assert "a whole model is never pushed" in push("--publish").err
 
 
 def test_the_card_says_what_the_run_was(push: Push, trained: RunDir) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.resolve import deepspeed, show
+from clustertune.resolve import show
 from clustertune.resolve.resolve import resolve
 from tests.recipe.conftest import Refuse
 
@@ -108,15 +108,6 @@ def test_each_mistake_is_named(
     problems = refused(write(zero, **top), FULL if "nvme" in str(zero.get("offload_param")) else [])
     assert [(p.key, p.file.split("/")[-1]) for p in problems if p.file] == [(key, "ds.json")], [str(p) for p in problems]
     assert says in str(problems[0])
-
-
-def test_all_experts_of_one_name_are_one_weight() -> None:
-    """Mixtral-8x7B on 8 ranks: a part of gate_up_proj is larger than DeepSpeed's default buffer."""
-    mixtral = {
-        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 32000,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
-    }  # fmt: skip
-    assert deepspeed.RecipeValues({}, 8, 1, 8, 8, mixtral, lora=False).largest == 8 * 2 * 14336 * 4096 // 8
 
 
 def test_a_frozen_base_does_not_lie_on_nvme(write: Write, refused: Refuse) -> None:

@@ -17,7 +17,7 @@ from clustertune.launch.serving import evaluation
 from clustertune.recipe.load import RECIPES
 from clustertune.recipe.parameters import adapter_modules, matches, parameter_count
 from clustertune.resolve import show
-from clustertune.resolve.models import find_model, find_obstacles, known_models, lift, read_models
+from clustertune.resolve.models import find_model, find_obstacles, known_models, read_models
 from clustertune.resolve.resolve import resolve
 from tests.command import events, run
 from tests.recipe_runs import WORDS
@@ -78,15 +78,6 @@ def test_weights_that_are_not_trained_as_published_are_refused_before_the_queue(
     assert "model.path" in told and find_model(name).section["name"] in told
     assert not find_obstacles(resolve(folder, [f"model.path={tmp_path}"]))
     assert not find_obstacles(resolve(folder, tiny=True))
-
-
-def test_a_model_with_pictures_is_lifted() -> None:
-    """text_config counts, with the class's defaults for what it leaves out and the outer tokens; what nobody reads is named."""
-    body, notes = lift(GEMMA)
-    assert body["architectures"] == ["Gemma3ForCausalLM"] and body["eos_token_id"] == [1, 106]
-    assert {"vision_config", "text_config", "dtype", "no_such_key"}.isdisjoint(body)
-    assert parameter_count(body) == read_models()["google/gemma-3-12b-it"].parameters
-    assert "no_such_key" in " ".join(notes)
 
 
 def test_a_config_of_its_own(tmp_path: Path) -> None:

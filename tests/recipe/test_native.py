@@ -11,9 +11,7 @@ import pytest
 from clustertune.recipe import native_rules
 from clustertune.recipe.checks import check_lora, check_native, check_train, train_section
 from clustertune.recipe.findings import Found
-from clustertune.recipe.native_rules import NativeField, check_value, lora_fields
 from clustertune.resolve.models import find_model
-from clustertune.resolve.resolve import resolve
 from tests.conftest import TINY_LLAMA
 from tests.recipe.architectures import ARCHITECTURES
 from tests.recipe.conftest import Refuse
@@ -26,29 +24,6 @@ def imported() -> dict[str, Any]:
     from trl import SFTConfig
 
     return {"train": SFTConfig, "lora": LoraConfig}
-
-
-@pytest.mark.parametrize("name", ["tiny-oasst2", "llama405b-oasst2"])
-@pytest.mark.parametrize("tiny", [False, True])
-def test_the_imported_classes_take_what_is_resolved(imported: dict[str, Any], name: str, tiny: bool, tmp_path: Any) -> None:
-    resolved = resolve(name, tiny=tiny)
-    args = {key: value for key, value in resolved.train_args.items() if key != "tf32"}  # needs an NVIDIA GPU
-    made = imported["train"](**args, output_dir=str(tmp_path), use_cpu=True)
-    assert made.activation_checkpointing is True
-    assert made.gradient_accumulation_steps == resolved.train_args["gradient_accumulation_steps"]
-    lora = imported["lora"](**resolved.recipe.lora)
-    assert lora.r in {16, 32} and lora.task_type == "CAUSAL_LM"
-
-
-def test_a_literal_with_a_placeholder() -> None:
-    item = lora_fields()["init_lora_weights"]
-    for given in ("pissa_niter_16", "gaussian", True):
-        assert check_value(item, given) == given
-    for given in ("pissa_niter_x", "gausian"):
-        with pytest.raises(ValueError):
-            check_value(item, given)
-    with pytest.raises(ValueError, match="Python object"):
-        check_value(NativeField("x", native_rules.UNKNOWN, None, ""), 3)
 
 
 def keys(found: Iterable[Found]) -> list[str]:

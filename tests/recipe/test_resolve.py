@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clustertune import chain
 from clustertune.errors import UserError
 from clustertune.resolve import show
 from clustertune.resolve.resolve import accumulation, resolve
@@ -22,17 +21,6 @@ def edit(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-
-
-def test_the_ways_to_name_a_recipe(repo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder = repo / "recipes" / "tiny-oasst2"
-    expected = resolve(folder)
-    monkeypatch.chdir(tmp_path)
-    for given_name in ("tiny-oasst2", "recipes/tiny-oasst2", str(folder), folder / "recipe.yaml", f"{folder}/"):
-        assert resolve(given_name) == expected
-    monkeypatch.chdir(folder)
-    assert resolve(".") == expected
-    assert resolve("recipe.yaml") == expected
 
 
 @pytest.mark.parametrize(
@@ -80,33 +68,6 @@ def test_accumulation_is_exact_or_its_advice_divides(batch: int, micro: int, ran
     if " ranks" in fix:
         for count in fix.split("use ")[1].removesuffix(" ranks").split(" or "):
             assert int(count) % shared == 0 and batch % (micro * int(count) // shared) == 0
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        "train.activation_checkpointing=true", "train.gradient_checkpointing=false",
-        "train.activation_checkpointing_kwargs={every_n_layers: 2}",
-        "accelerate.fsdp_config.fsdp_activation_checkpointing=true",
-        "accelerate.fsdp_config.fsdp_activation_checkpointing_offload=true",
-    ],
-)  # fmt: skip
-def test_recomputation_stands_once(given: str, refused: Refuse) -> None:
-    """Every other spelling is refused in a sentence that names the section."""
-    (problem,) = refused("tiny-oasst2", [given])
-    assert problem.key == given.partition("=")[0] and "section activation_checkpointing" in problem.message
-    assert resolve("tiny-oasst2").train_args["activation_checkpointing"] is True  # TRL's default
-    assert resolve("tiny-oasst2", ["activation_checkpointing.ratio=0"]).train_args["activation_checkpointing"] is False
-
-
-def test_precision_stands_once(recipes: Path, refused: Refuse) -> None:
-    folder = recipes / "tiny-oasst2"
-    file = folder / "accelerate.yaml"
-    file.write_text(file.read_text() + "mixed_precision: bf16\n")
-    assert refused(folder)[0].key == "mixed_precision"
-    assert resolve(folder, ["train.bf16=true"]).accelerate["mixed_precision"] == "bf16"
-    edit(file, "mixed_precision: bf16", "mixed_precision: no")
-    assert resolve(folder).accelerate["mixed_precision"] is False
 
 
 def test_what_comes_from_the_hub_is_pinned(refused: Refuse) -> None:
@@ -213,16 +174,6 @@ def test_a_run_is_the_same_on_other_ranks_and_another_mesh(override: str, same: 
     assert (other.fingerprint() == own.fingerprint()) is same
 
 
-def test_the_input_path(recipes: Path, tmp_path: Path) -> None:
-    folder = recipes / "tiny-oasst2"
-    assert "not there on this machine" in resolve(folder).warnings[0]
-    (folder / "conversations.jsonl").write_text("{}")
-    resolved = resolve(folder)
-    assert resolved.inputs == {"data.input": (folder / "conversations.jsonl").resolve()} and resolved.warnings == []
-    assert resolve(folder, [f"data.input={tmp_path}/x.jsonl"]).inputs == {"data.input": tmp_path / "x.jsonl"}
-    assert resolve("llama405b-oasst2").inputs == {}
-
-
 def test_all_problems_of_all_files_at_once(recipes: Path, refused: Refuse) -> None:
     folder = recipes / "tiny-oasst2"
     edit(folder / "recipe.yaml", "global_batch_size", "global_batchsize")
@@ -256,13 +207,3 @@ def test_gradients_are_summed_in_float32_where_it_costs_nothing(overrides: list[
         other = {"float32": "bfloat16", "bfloat16": "float32"}[wanted]
         changed = resolve("recipes/tiny-oasst2", ["train.bf16=true", *overrides, f"reduce_dtype={other}"])
         assert changed.fingerprint() != found.fingerprint()
-
-
-def test_a_run_goes_on_with_another_time_limit(tmp_path: Path) -> None:
-    """What does not count is taken over: the ranks read it in run.json."""
-    run = chain.open_run(resolve("tiny-oasst2"), tmp_path / "run", ["x"])
-    chain.open_run(resolve("tiny-oasst2", ["train.ddp_timeout=7200"]), run.path, ["x"])
-    assert run.resolved().train_args["ddp_timeout"] == 7200
-    with pytest.raises(UserError, match="weight_decay") as refused:
-        chain.open_run(resolve("tiny-oasst2", ["train.ddp_timeout=60", "train.weight_decay=0.5"]), run.path, ["x"])
-    assert "ddp_timeout" not in str(refused.value)

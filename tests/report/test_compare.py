@@ -10,7 +10,6 @@ import pytest
 
 from clustertune.report import compare, source
 from tests.command import run
-from tests.refusal import problems
 
 RECORDED = Path(__file__).with_name("recorded")
 ONE = {
@@ -103,22 +102,6 @@ def test_other_hardware_is_said_and_one_name_twice_told_apart(tmp_path: Path) ->
     assert any(note.startswith("GPU differs") and "no GPU" in note for note in found.notes)
     twice = [written(tmp_path / "a.json", ONE), written(tmp_path / "x" / "a.json", TWO)]
     assert [entry.name for entry in compare.compare(twice).entries] == ["a", "a (2)"]
-
-
-@pytest.mark.parametrize(
-    ("body", "word"),
-    [
-        ("{", "unreadable"), ("[]", "is no metrics.json"),
-        ({"schema": "other/1"}, "is no metrics.json"),
-        ({key: ONE[key] for key in ("wall_time_s", "world_size")}, "it lacks approx_tokens_per_rank"),
-        ("[" * 100_000, "unreadable"),
-    ],
-)  # fmt: skip
-def test_what_is_none_of_the_kinds_is_refused(body: Any, word: str, tmp_path: Path) -> None:
-    """A table with a column of guesses is worse than none; every wrong file is named at once."""
-    paths = [written(tmp_path / "a.json", body), tmp_path / "missing", written(tmp_path / "b.json", ONE)]
-    wrong, missing = map(str, problems(compare.compare, paths))
-    assert word in wrong and "no such file" in missing
 
 
 def test_the_command(tmp_path: Path) -> None:

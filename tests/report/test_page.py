@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -108,11 +107,6 @@ def test_nothing_is_fetched_and_nothing_runs(whole: str) -> None:
     assert "@font-face" not in whole
 
 
-def test_same_run_same_bytes(whole: str, run_dir: Path, tmp_path: Path) -> None:
-    assert build(run_dir, tmp_path / "elsewhere" / "page.html").read_text(encoding="utf-8") == whole
-    assert not list(run_dir.glob(".*tmp"))
-
-
 def edit(path: Path, change: Any) -> None:
     document = json.loads(path.read_text())
     change(document)
@@ -133,15 +127,6 @@ def test_text_never_becomes_markup(run_dir: Path) -> None:
         out.write(json.dumps({"event": "stage", "stage": HOSTILE, "status": "done", "seconds": 3}) + "\n")
     html, page = read(run_dir)
     assert "<script" not in html and page.words.count(HOSTILE) >= 5
-
-
-def test_a_loss_that_is_not_finite_is_a_gap_and_a_warning(run_dir: Path) -> None:
-    lines = [{"event": "step", "attempt": 1, "step": n, "loss": math.nan if n == 3 else 1.0 / n} for n in range(1, 6)]
-    (run_dir / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-    html, page = read(run_dir)
-    assert "The loss is not finite at step 3." in page.words
-    assert "nan" not in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)[0].lower()
-    assert plots.lines("x", [plots.Line("x", [1, 2], [math.nan, None])]) is None
 
 
 @pytest.mark.usefixtures("undrawn")

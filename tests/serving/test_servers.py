@@ -78,19 +78,6 @@ def over_two(folder: Path, **more: object) -> ServingJob:
     return replace(job(folder, **more), shape=Serving(1, 8, 2, 4096, 256), nodes=NODES, interface="ib0", gpus=tuple("01234567"))
 
 
-def test_the_arguments_of_one_server_each_gpu() -> None:
-    described = ServingJob("/m", Serving(4, 2, 1, 4096, 64), "bfloat16", "/logs", 20000, "/tmp/c", gpus=tuple("01234567"))
-    found = commands(described, 0)
-    assert [c.environment["CUDA_VISIBLE_DEVICES"] for c in found] == ["0,1", "2,3", "4,5", "6,7"]
-    assert len({c.environment["VLLM_CACHE_ROOT"] for c in found}) == 4
-    assert [c.url for c in found] == [f"http://127.0.0.1:{20000 + i}" for i in range(4)]
-    text = " ".join(found[3].arguments)
-    for words in ("serve /m", "--dtype bfloat16", "--tensor-parallel-size 2", "--max-model-len 4096", "--max-num-seqs 64",
-                  "--host 127.0.0.1 --port 20003"):  # fmt: skip
-        assert words in text
-    assert "--nnodes" not in text
-
-
 def test_the_arguments_of_a_server_over_two_nodes(tmp_path: Path) -> None:
     described = over_two(tmp_path)
     [head], [follower] = commands(described, 0, "10.0.0.1"), commands(described, 1, "10.0.0.2")

@@ -15,7 +15,6 @@ from clustertune.setup.rendered import all_texts
 from clustertune.setup.rendered import slurm as render_slurm
 from clustertune.setup.setup_machine import tool
 from clustertune.setup.verify import parsed
-from tests.refusal import problems
 from tests.setup.slurm_clusters import ODD, load
 
 
@@ -94,39 +93,6 @@ def test_cores_next_to_gpus(compute: dict[str, object], cores: list[str], expect
     found, note = slurm.gpu_cores(cluster.compute)
     assert found == cores
     assert expected in note
-
-
-def test_one_line_for_gpus_of_one_place(tmp_path: Path) -> None:
-    """In the order of the devices: Slurm counts GPUs line by line."""
-    lines = [line for line in slurm.gres_lines(load(tmp_path, {"compute": {"numa_gpus": [[0, 2], [1, 3]]}})) if line[0] != "#"]
-    assert [re.sub(r".*File=/dev/nvidia", "", line) for line in lines] == [
-        "0 Cores=0-15", "1 Cores=16-31", "2 Cores=0-15", "3 Cores=16-31",
-    ]  # fmt: skip
-    lines = [line for line in slurm.gres_lines(load(tmp_path)) if line[0] != "#"]
-    assert lines == [
-        "Name=gpu Type=h100 File=/dev/nvidia[0-1] Cores=0-15",
-        "Name=gpu Type=h100 File=/dev/nvidia[2-3] Cores=16-31",
-    ]
-
-
-WRONG = {
-    "name": "x" * 41,
-    "nodes": [
-        {"name": "head", "address": "10.99.1.1", "roles": ["login", "slurmctld"]},
-        {"name": "DEFAULT", "address": "10.99.1.11", "roles": ["compute"]},
-        {"name": "n1234567890", "address": "10.99.1.12", "roles": ["compute"]},
-    ],
-    "compute": {"memory_gb": 0.01},
-    "slurm": {"partition": "all", "gres": "h100", "version": "new", "max_time": "0-00:00:00"},
-}
-
-
-def test_everything_that_slurm_cannot_take_is_told_at_once(tmp_path: Path) -> None:
-    """Each with its key and what to write: not one a day."""
-    found = problems(render_slurm, cluster := load(tmp_path, WRONG), cluster.nodes[0])
-    keys = {f"slurm.{key}" for key in ("partition", "version", "max_time")} | {"nodes[DEFAULT].name", "nodes[n1234567890].name"}
-    assert {problem.key for problem in found} == {"name", "compute.memory_gb", *keys}
-    assert all(problem.fix and problem.file for problem in found)
 
 
 def test_a_cluster_without_slurm_or_found_by_looking(tmp_path: Path) -> None:

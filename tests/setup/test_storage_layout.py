@@ -77,16 +77,6 @@ def test_the_reference_cluster() -> None:
     ]  # fmt: skip
 
 
-def test_a_brick_that_is_seen_where_it_is_exported(tmp_path: Path) -> None:
-    """No bind over itself; and where nothing names its device, no unit that does not exist is required."""
-    brick = {"node": "two", "path": "/b", "mount": "/b", "filesystem": "xfs", "tb": 1}
-    (pool,) = made(tmp_path, bricks=[brick]).mounts
-    assert "x-systemd.requires-mounts-for=/b" in pool.options
-    device, pool = made(tmp_path, bricks=[{**brick, "device": "/dev/sdc"}]).mounts
-    assert (device.kind, device.target) == ("device", "/b")
-    assert "x-systemd.requires=/b" in pool.options
-
-
 @pytest.mark.parametrize(
     ("filesystem", "fstype", "extra", "export"),
     [

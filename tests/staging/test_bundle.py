@@ -17,7 +17,6 @@ from clustertune.cli.app import app
 from clustertune.cluster.load import load_cluster
 from clustertune.cluster.schema import Container
 from clustertune.errors import UserError
-from clustertune.recipe.load import find_elsewhere
 from clustertune.resolve.resolve import resolve
 from clustertune.staging import bundle, bundle_check, needs
 from clustertune.staging.bundle_fill import BundlePart, Collector
@@ -45,20 +44,6 @@ def test_a_parcel_is_a_cache_of_the_hub_with_sums(parcel_of_all: Path) -> None:
     there = {path.relative_to(recipes).as_posix() for path in recipes.rglob("*") if path.is_file()}
     assert {"_base/sft-lora.yaml", "_base/calm.yaml", "described/model.json", "described/recipe.yaml"} <= there
     assert "_base/tulu3.yaml" not in there
-
-
-def test_all_that_a_recipe_is_made_of_is_found(tmp_path: Path) -> None:
-    """Its bases, a shared chat template and the description of its model lie outside its folder."""
-    shutil.copytree(REPO / "recipes", tmp_path / "recipes")
-    mine = tmp_path / "recipes/mine"
-    shutil.copytree(REPO / "recipes/mixtral8x7b-tulu3", mine)
-    (mine / "model.json").unlink()
-    model = resolve(mine).recipe.model.model_dump()
-    found = {path.relative_to(tmp_path / "recipes").as_posix() for path in find_elsewhere(mine, ["tulu3"], model)}
-    other = "mixtral8x7b-tulu3"
-    assert found == {"_base/tulu3.yaml", "_base/mistral.jinja", f"{other}/recipe.yaml", f"{other}/model.json"}
-    (mine / "mistral.jinja").write_text("own")
-    assert len(find_elsewhere(mine, [], model)) == 2
 
 
 def test_a_parcel_is_rehearsed_without_a_network(parcel_of_all: Path, tmp_path: Path) -> None:

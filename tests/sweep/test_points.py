@@ -47,15 +47,6 @@ def test_a_task_of_the_array_finds_its_point(tmp_path: Path) -> None:
             point(tmp_path / "s", wrong)
 
 
-def test_all_points_are_checked_before_anything_is_made(tmp_path: Path) -> None:
-    """Every problem of every point, each once, and no folder."""
-    with pytest.raises(UserError) as caught:
-        make(tmp_path / "s", ["train.learning_rate=1e-3,7", "lora.r=8,0", "train.bogus=1"])
-    keys = [problem.key for problem in caught.value.problems]
-    assert sorted(filter(None, keys)) == ["lora.r", "train.bogus", "train.learning_rate"]
-    assert not (tmp_path / "s").exists()
-
-
 def test_a_folder_holds_one_sweep(tmp_path: Path) -> None:
     """A second sweep would take the run folders of the first for its own points."""
     make(tmp_path / "s").write()

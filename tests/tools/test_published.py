@@ -109,17 +109,6 @@ def test_another_input_gives_another_verdict(name: str) -> None:
     pytest.fail(f"no input of {name} matters")
 
 
-@pytest.mark.parametrize("name", sorted(CLAIMS))
-def test_another_figure_gives_another_verdict(name: str) -> None:
-    """The computed value claimed is right; 12 times as much in the direction of the claim is refuted."""
-    claim = CLAIMS[name]
-    value = check(claim).computed
-    exact = claim.model_copy(update={"claimed": value})
-    assert check(exact).verdict == "right"
-    off = value / 12 if claim.relation == "at_most" else value * 12
-    assert check(claim.model_copy(update={"claimed": off})).verdict == "refuted"
-
-
 @pytest.mark.parametrize(
     ("formula", "inputs", "value"),
     [

@@ -81,24 +81,6 @@ def test_every_row_of_every_parameter_is_the_model_s(tmp_path: Path, config: dic
     reader.close()
 
 
-def test_only_the_rows_asked_for_are_read(tmp_path: Path) -> None:
-    """Of three experts one; of a matrix its part. A reader that reads all and cuts would pass every other test."""
-    save(tmp_path, MIXTRAL)
-    model, sources = look(tmp_path, MIXTRAL)
-    reader = RowReader()
-    experts, head = "model.layers.0.mlp.experts.gate_up_proj", "lm_head.weight"
-    for name, way, begin, end, count in [
-        (experts, "read", 1, 2, 2 * 12 * 8),
-        (head, "read", 4, 7, 3 * 8),
-        (experts, "elements", 100, 300, 200),  # w3 of the first, w1 of the second
-        (head, "elements", 30, 37, 7),
-    ]:
-        reader.bytes = 0
-        getattr(sources.by_name[name], way)(name, reader, model, begin, end)
-        assert reader.bytes == 2 * count, name
-    reader.close()
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2])
 

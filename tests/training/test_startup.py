@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from clustertune.errors import ExitCode, UserError
+from clustertune.errors import UserError
 from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.training import build
-from clustertune.training.collectives import check_world
 from clustertune.training.session import Session, Watch
 from clustertune.training.startup import Startup
-from tests.damage import refused
 
 
 def timed() -> tuple[Any, Startup]:
@@ -72,46 +69,8 @@ def plan(nodes: int, ranks_per_node: int) -> AttemptPlan:
     return AttemptPlan(attempt=1, nodes=tuple(Node(f"n{i}", f"n{i}") for i in range(nodes)), ranks_per_node=ranks_per_node)
 
 
-TWO_NODES = [("0", "2"), ("1", "2"), ("0", "2"), ("1", "2")]
-
-
-@pytest.mark.parametrize(
-    ("places", "planned", "message"),
-    [
-        (TWO_NODES, plan(2, 2), None),
-        ([(None, None)] * 4, plan(2, 2), None),
-        (TWO_NODES, None, None),
-        (TWO_NODES, replace(plan(4, 1), node_per_rank=True), None),
-        ([("0", "1")], plan(2, 2), "sees a world of 1, the run is for 4: the ranks did not find each other"),
-        ([("0", "2"), ("1", "2")], None, "sees a world of 2, the run is for 4"),
-        ([("0", "4"), ("1", "4"), ("2", "4"), ("3", "4")], plan(2, 2), "run on 1 nodes, the plan names 2"),
-        ([("0", "3"), ("1", "3"), ("2", "3"), ("0", "1")], plan(2, 2), "1 ranks on one node, the plan says 2 on each"),
-        (TWO_NODES, plan(4, 2), "the plan of this attempt is for 8 ranks, the run for 4"),
-    ],
-)
-def test_another_world_than_the_planned_one_is_refused(places: Any, planned: AttemptPlan | None, message: str | None) -> None:
-    group: Any = SimpleNamespace(gather=lambda _: places, world_size=len(places), rank=0)
-    if message is None:
-        check_world(group, 4, planned)
-        return
-    with refused(message, ExitCode.FAILED):
-        check_world(group, 4, planned)
-
-
 LIGER = {"use_liger_kernel": True, "liger_kernel_config": {"rope": True}}
 FLASH = {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
-
-
-def test_a_cpu_leaves_kernels_out_and_says_so() -> None:
-    """Liger is Triton, offloading needs pinned memory: both would end the ranks; a GPU takes them as they are."""
-    wanted = {**LIGER, **FLASH, "activation_offloading": True, "tf32": True, "bf16": True}
-    found = build.fit_to_device(wanted, cuda=False)
-    assert not (LIGER.keys() | {"activation_offloading", "tf32"}) & found.values.keys() and len(found.notes) == 4
-    assert found.values["use_cpu"] is found.values["bf16"] is True
-    assert found.values["model_init_kwargs"]["attn_implementation"] == "sdpa"
-    on_gpu = build.fit_to_device(wanted, cuda=True)
-    assert wanted.items() <= on_gpu.values.items() and on_gpu.notes == []
-    assert on_gpu.values["logging_nan_inf_filter"] is False
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from clustertune.errors import UserError
 from clustertune.training import tensor
 from tests.conftest import TINY_LLAMA
 from tests.damage import fork, wait
@@ -90,15 +89,3 @@ def test_a_split_model_computes_the_same(tmp_path: Path, name: str, adapter: boo
                 )
 
     in_a_group(tmp_path, work)
-
-
-def test_a_model_without_a_plan_is_refused(tmp_path: Path) -> None:
-    """It would be a copy on every rank."""
-    gpt2 = AutoConfig.for_model("gpt2", n_layer=1, n_head=2, n_embd=16, vocab_size=64, n_positions=32)
-    made = AutoModelForCausalLM.from_config(gpt2)
-
-    def work(mesh: Any) -> None:
-        with pytest.raises(UserError, match="no plan"):
-            tensor.split(made, mesh)
-
-    in_a_group(tmp_path, work, ranks=1)

@@ -1,4 +1,4 @@
-"""The stopwatch of a rank: what is timed and counted, and how much of the communication nothing hides."""
+"""The stopwatch of a rank: what is timed and counted."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from clustertune.training import bench_schedule, measure
+from clustertune.training import bench_schedule
 from clustertune.training.bench_schedule import BenchSchedule
-from clustertune.training.measure import Stopwatch
+from clustertune.training.stopwatch import Stopwatch
 
 
 class Clock:
@@ -27,7 +27,7 @@ class Clock:
 
 def drive(watch: Stopwatch, seconds: list[float], inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     clock = Clock()
-    monkeypatch.setattr("clustertune.training.measure.time.perf_counter", clock)
+    monkeypatch.setattr("clustertune.training.stopwatch.time.perf_counter", clock)
     control = SimpleNamespace(should_save=True)
     for length in seconds:
         watch.on_step_begin(None, None, control)
@@ -47,7 +47,7 @@ INPUTS = {
 
 def test_warm_up_is_apart_and_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first steps hold compilation and connections; padding is no work that anybody wants."""
-    watch = Stopwatch(BenchSchedule(warmup=1, steps=2, profiled=0), tmp_path / "r.json")
+    watch = Stopwatch(BenchSchedule(warmup=1, steps=2), tmp_path / "r.json")
     drive(watch, [50.0, 1.0, 3.0], INPUTS, monkeypatch)
     found = json.loads((tmp_path / "r.json").read_text())
     assert [row["seconds"] for row in found["steps"]] == [1.0, 3.0] and found["warmup"][0]["seconds"] == 50.0
@@ -63,13 +63,11 @@ def test_packed_inputs_without_a_mask_are_all_tokens(tmp_path: Path, monkeypatch
     assert (row["computed"], row["tokens"], row["labelled"]) == (14, 14, 14)
 
 
-def test_profiled_steps_are_not_timed_and_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A profiler slows the steps it sees; a checkpoint of a large model takes minutes."""
-    watch = Stopwatch(BenchSchedule(warmup=1, steps=1, profiled=2), tmp_path / "r.json")
-    control = drive(watch, [1.0, 2.0, 9.0, 9.0], INPUTS, monkeypatch)
-    found = json.loads((tmp_path / "r.json").read_text())
-    assert [row["seconds"] for row in found["steps"]] == [2.0] and len(found["profiled"]) == 2
-    assert found["profile"]["steps"] == 2 and control.should_save is False
+def test_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of a large model takes minutes."""
+    watch = Stopwatch(BenchSchedule(warmup=1, steps=1), tmp_path / "r.json")
+    control = drive(watch, [1.0, 2.0], INPUTS, monkeypatch)
+    assert control.should_save is False
     control.should_save = True
     watch.on_epoch_end(None, None, control)
     assert control.should_save is False
@@ -78,16 +76,5 @@ def test_profiled_steps_are_not_timed_and_nothing_is_saved(tmp_path: Path, monke
 def test_another_run_is_not_measured(tmp_path: Path) -> None:
     """Only a benchmark's run folder says that its ranks are to be timed."""
     assert bench_schedule.read(tmp_path) is None
-    BenchSchedule(1, 2, 3).write(tmp_path)
-    assert bench_schedule.read(tmp_path) == BenchSchedule(1, 2, 3) and BenchSchedule(1, 2, 3).total == 6
-
-
-def test_torch_is_seen_on_a_cpu() -> None:
-    """Names and forms of the profiler's events are torch's: a change there must not become a share of zero."""
-    import torch
-
-    running = measure.start_profiler()
-    torch.mm(torch.ones(64, 64), torch.ones(64, 64)).sum().item()
-    found = measure.stop_profiler(running, 1)
-    assert any(row["name"] == "aten::mm" for row in found["top"]) and 0 < found["busy_share"] <= 1
-    assert found["method"] == (measure.METHOD_GPU if torch.cuda.is_available() else measure.METHOD_CPU)
+    BenchSchedule(1, 2).write(tmp_path)
+    assert bench_schedule.read(tmp_path) == BenchSchedule(1, 2) and BenchSchedule(1, 2).total == 3
