@@ -16,11 +16,11 @@ from clustertune.cluster.load import argument, load_cluster
 from clustertune.cluster.schema import Cluster
 from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import bill, cluster_paths, container, image, megatron, serving, shape, signal_margin
-from clustertune.launch import submit as launch
+from clustertune.launch import bill, cluster_paths, container, image, megatron_image, serving, shape, signal_margin
+from clustertune.launch import stage_jobs as launch
 from clustertune.launch.allocation import Allocation
+from clustertune.launch.attempt import newest_attempt
 from clustertune.launch.environment import Setting, environment
-from clustertune.launch.plan import newest_attempt
 from clustertune.megatron import settings, shown
 from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
 from clustertune.resolve.models import find_obstacles
@@ -109,7 +109,7 @@ def plan_submission(
 def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], image.Image | None, list[str]]:
     """Everything that keeps it from being submitted, at once; the cluster's image as it is here, and what to warn of."""
     problems = shape.find_problems(plan.resolved, plan.machine) if plan.trains else []
-    problems += megatron.find_problems(plan.resolved, plan.machine)
+    problems += megatron_image.find_problems(plan.resolved, plan.machine)
     if plan.resolved.recipe.megatron is not None:
         problems += settings.find_problems(plan.resolved)
     problems += find_obstacles(plan.resolved) + _base_problems(plan)

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from clustertune import submission as submissions
 from clustertune.cli.app import app
 from clustertune.cluster.load import load_cluster
-from clustertune.launch.step import EXPORTED
-from clustertune.launch.submit import SCRIPT, split_script
+from clustertune.launch.srun import EXPORTED
+from clustertune.launch.stage_jobs import SCRIPT, split_script
 from clustertune.nccl_check.link_rules import page
 from clustertune.resolve import show
 from clustertune.resolve.resolve import resolve

@@ -35,7 +35,7 @@ from clustertune.resolve.resolved import Resolved
 from clustertune.simulate import base_files, fake_cuda, stand_ins
 from clustertune.simulate.follow import REST, Counted, Follow, Memory
 from clustertune.simulate.guard import Guard
-from clustertune.training import accelerate_env, build, cpu_fsdp, figures, kernels, packing, recompute, sharding
+from clustertune.training import accelerate_env, build, compiling, cpu_fsdp, figures, packing, recompute, sharding
 from clustertune.training.collectives import Group
 from clustertune.training.loading import Loading
 from clustertune.training.startup import Startup
@@ -167,7 +167,7 @@ class _Simulated:
 
     def _arguments(self) -> Any:
         resolved = self.resolved
-        kernels.set_environment(resolved.distribution)
+        compiling.set_environment(resolved.distribution)
         packing.register()
         fitted = build.fit_to_device(resolved.train_args, cuda=self._guard is not None)
         values = {key: value for key, value in fitted.values.items() if key not in ("pad_token", "output_dir")}

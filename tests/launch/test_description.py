@@ -13,10 +13,10 @@ import yaml
 
 from clustertune import chain
 from clustertune import job as program
-from clustertune.cli import job as command
+from clustertune.cli import job_command as command
 from clustertune.cluster.load import load_cluster
 from clustertune.evaluate.servers import JOB, ServingJob
-from clustertune.launch import allocation, cluster_paths, progress, serving, step
+from clustertune.launch import allocation, cluster_paths, progress, serving, srun
 from clustertune.recipe import tasks
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
@@ -125,7 +125,7 @@ def test_a_job_starts_the_servers_that_its_submission_recorded(
         assert not plan.sigterm_asks and plan.limit_minutes == 600.0, "what ranks must know of Slurm"
 
     monkeypatch.setattr(program.JobChain, "go", go)
-    monkeypatch.setattr(step, "begin", lambda command: subprocess.Popen(["sleep", "60"]))
+    monkeypatch.setattr(srun, "begin", lambda command: subprocess.Popen(["sleep", "60"]))
     monkeypatch.setattr(chain, "keep_forecast", lambda *words: None)
     monkeypatch.setattr(program, "check_image", lambda *words: None)
     given = allocation.Allocation("7", 0, ("n1",), 8, 8, 1, None, limit_minutes=600.0)

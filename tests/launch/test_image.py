@@ -98,7 +98,7 @@ def test_submit_tells_of_an_image_before_anything_is_queued(sif: Path, tmp_path:
     problems, found, _ = check(good, dry_run=False)
     assert not [p for p in problems if p.key == "container.image"]
     assert found is not None and found.sha256 == DIGEST
-    monkeypatch.setattr("clustertune.launch.submit.submit_all", lambda *words: [])
+    monkeypatch.setattr("clustertune.launch.stage_jobs.submit_all", lambda *words: [])
     send(replace(good, jobs=[]), found, as_json=False)
     recorded = json.loads((tmp_path / "run" / "run.json").read_text())["container"]
     assert recorded.items() >= {

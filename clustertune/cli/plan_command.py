@@ -41,7 +41,7 @@ with deferred():
     from clustertune.plan import lengths as known_lengths
     from clustertune.plan import predict as prediction
     from clustertune.recipe import load as recipe_load
-    from clustertune.report import compare as runs_page
+    from clustertune.report import comparison as runs_page
     from clustertune.report import metrics
     from clustertune.resolve import overrides as recipe_source
     from clustertune.resolve import resolve
