@@ -216,6 +216,10 @@ def install(guard: Guard, *, rank: int, devices: int, name: str, memory: int, ca
         def __exit__(self, *exc: object) -> None:
             guard.set(self._before)
 
+    def take_random_states(given: list[torch.Tensor]) -> None:
+        for index, one in enumerate(given):
+            take_random_state(one, index)
+
     properties = types.SimpleNamespace(
         name=name, major=capability[0], minor=capability[1], total_memory=memory, multi_processor_count=132, gcnArchName="",
         is_integrated=False, warp_size=32, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536,
@@ -236,7 +240,7 @@ def install(guard: Guard, *, rank: int, devices: int, name: str, memory: int, ca
         "get_device_name": lambda *_: name, "get_device_capability": lambda *_: capability,
         "get_device_properties": lambda *_: properties, "synchronize": lambda *_: JOURNAL.reached(None),
         "get_rng_state": random_state, "set_rng_state": take_random_state, "get_rng_state_all": lambda: list(states),
-        "set_rng_state_all": lambda given: [take_random_state(one, index) for index, one in enumerate(given)],
+        "set_rng_state_all": take_random_states,
     }  # fmt: skip
     for key, value in answers.items():
         setattr(torch.cuda, key, value)

@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from clustertune.simulate.results import Results
+
 aten = torch.ops.aten
 _ANSWERS: dict[Any, Callable[[torch.Tensor], tuple[bool, Any]]] = {
     torch.ops._c10d_functional.wait_tensor.default: lambda given: (False, given),  # a fake one makes a new tensor
@@ -262,6 +264,19 @@ class Counted:
     """Moment, operator and source line at which the host needs a value from the device."""
 
 
+@dataclass(frozen=True)
+class _Known:
+    """Of an operator."""
+
+    is_question: bool
+    is_collective: bool
+    name: str
+    text: str
+
+
+_DEVICE = torch.ops.prim.device.default
+
+
 class Follow(TorchDispatchMode):  # type: ignore[misc]
     """Answers what fake tensors cannot know, and counts everything that passes."""
 
@@ -278,6 +293,8 @@ class Follow(TorchDispatchMode):  # type: ignore[misc]
         """Told of each copy to the host: whether the host waits for it."""
         self._stage, self._times = "loading", 1
         self._groups: dict[str, tuple[int, int]] = {}
+        self._known: dict[Any, _Known] = {}
+        self._results = Results()
 
     def begin(self, stage: str, times: int = 1) -> tuple[str, int]:
         """What follows belongs to this stage, and happens so many times in a real one; returns what was before."""
@@ -290,27 +307,47 @@ class Follow(TorchDispatchMode):  # type: ignore[misc]
         if dist.is_initialized():
             self.calls.setdefault(self._stage, []).append(Call(kind, dist.get_world_size(), 1, 0, self._times))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled: torch need not switch its compiler off for each operator."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # a question for the device, of fake tensors alone
+            return args[0].device
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # a question for the device, of fake tensors alone
+        known = self._known.get(func) or self._know(func)
+        if known.is_question:
             return func(*args, **kwargs)
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
-            self._collective(func.name(), args, kwargs)
+        if known.is_collective:
+            self._collective(known.name, args, kwargs)
         if self.on_copy is not None and func is aten.copy_.default and args[1].device.type != args[0].device.type == "cpu":
             self.on_copy(not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)))
         waits, result = self._answer(func, args, kwargs)
         if waits and self.counted is not None:
             self.counted.waits[(self.memory.moment, str(func.overloadpacket), _where())] += self._times
         if result is NotImplemented:
-            result = func(*args, **kwargs)
-        name = str(func)
-        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            result = self._results.run(func, args, kwargs)
+        if type(result) is FakeTensor:
+            leaves = [result]
+        else:
+            leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         for leaf in leaves:
-            self.memory.add(leaf, name)
+            self.memory.add(leaf, known.text)
         if self.counted is not None:
             self._count(func, args, kwargs, result, leaves)
         return result
+
+    def _know(self, func: Any) -> _Known:
+        found = _Known(
+            func.namespace == "prim",
+            func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name(),
+            func.name(),
+            str(func),
+        )
+        self._known[func] = found
+        return found
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """Whether the host waits for the device here, and a plausible value where only the data would tell."""

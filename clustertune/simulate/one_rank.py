@@ -298,17 +298,20 @@ class _Simulated:
 
     def _name_phases(self) -> None:
         trainer = self.trainer
-        trainer._save_checkpoint = self._phase(SAVE, partial(self._save, trainer._save_checkpoint))
-        trainer.evaluate = self._phase(EVALUATION, trainer.evaluate)
-        trainer._load_from_checkpoint = self._phase(RESUME, trainer._load_from_checkpoint)
-        trainer._load_optimizer_and_scheduler = self._phase(RESUME, trainer._load_optimizer_and_scheduler)
+        stand_ins.put(
+            trainer,
+            _save_checkpoint=self._phase(SAVE, partial(self._save, trainer._save_checkpoint)),
+            evaluate=self._phase(EVALUATION, trainer.evaluate),
+            _load_from_checkpoint=self._phase(RESUME, trainer._load_from_checkpoint),
+            _load_optimizer_and_scheduler=self._phase(RESUME, trainer._load_optimizer_and_scheduler),
+        )
         take, JOURNAL.random = trainer._load_rng_state, []
 
         def take_random_state(checkpoint: Any) -> None:
             JOURNAL.random, JOURNAL.reseeded = [], False
             take(checkpoint)
 
-        trainer._load_rng_state = take_random_state
+        stand_ins.put(trainer, _load_rng_state=take_random_state)
 
     def _save(self, save: Callable[..., Any], *args: Any) -> None:
         """The same, with what rank 0 writes for all where another one is simulated."""

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from clustertune.checkpoint import saving, shards, values
-from clustertune.manifest import FileRecord, new_hasher
+from clustertune.manifest import XXH3_128, FileRecord, new_hasher
 from clustertune.simulate.fake_cuda import JOURNAL
 from clustertune.simulate.follow import Follow
 from clustertune.simulate.stand_ins import for_real, put
@@ -83,7 +83,7 @@ _AS_BYTES = shards.as_bytes
 
 def _digest(tensors: list[torch.Tensor]) -> str:
     """For the digest of values: of their sizes and types."""
-    found = new_hasher(saving.XXH3_128)
+    found = new_hasher(XXH3_128)
     for tensor in tensors:
         found.update(f"{list(tensor.shape)} {tensor.dtype}".encode())
     return str(found.hexdigest())
@@ -174,7 +174,7 @@ class _Replaced:
                 kind, shape = shards.NAMES[value.dtype], tuple(value.shape)
                 entries.append(Tensor(name, kind, shape, Path(), 0, byte_size(kind, shape)))
         file = Path(folder) / ("adapter_model.safetensors" if is_adapter else "model.safetensors")
-        self.write_new(file, iter([build_header(entries), *(_Hole(one.size) for one in entries)]), saving.XXH3_128)
+        self.write_new(file, iter([build_header(entries), *(_Hole(one.size) for one in entries)]), XXH3_128)
 
 
 def install(mode: FakeTensorMode, follow: Follow) -> Bytes:
