@@ -294,7 +294,7 @@ class _Resolution:
         length, evaluation = self.args["max_length"], self.values.get("eval")
         if positions and length and length > positions:
             text = f"{length} tokens, the model has {positions} positions (max_position_embeddings)"
-            self.report([(("train", "max_length"), text, None)])
+            self.report([(("train", "max_length"), text, f"write at most {positions}")])
         answer = evaluation.get("max_gen_toks") if isinstance(evaluation, dict) else None
         if positions and isinstance(answer, int | float) and answer >= positions:
             text = f"{answer:.0f} tokens of answer leave no room for a prompt in this model's {positions} positions"
