@@ -243,7 +243,9 @@ def _check_usage(args: PlanArguments) -> None:
         wrong("--model", "--model plans one model, without a recipe", "leave the recipe, --compare or --calibrate out")
     elif not args.calibrate and len(args.names) != wanted and args.model is None:
         text = f"{'--compare needs two recipes' if args.compare else 'one recipe is needed'}, got {len(args.names)}"
-        wrong("RECIPE", text, "clustertune plan RECIPE [section.key=value]..., or --model OWNER/NAME")
+        split = any(one.startswith("=") or one.endswith("=") for one in args.overrides)
+        fix = "clustertune plan RECIPE [section.key=value]..., or --model OWNER/NAME"
+        wrong("RECIPE", text, "write section.key=value without blanks around the =" if split else fix)
     if sum((args.compare, args.calibrate, args.advise, args.why is not None, args.clusters is not None, args.simulate)) > 1:
         text = "--compare, --calibrate, --advise, --why, --clusters and --simulate exclude each other"
         wrong(None, text, "ask one after the other")
