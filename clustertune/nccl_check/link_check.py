@@ -24,7 +24,7 @@ from clustertune.cluster.ignoring import ignored
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.host.system import GIB, MIB
-from clustertune.launch import batch, rendezvous, step
+from clustertune.launch import batch, rendezvous, srun
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import environment
 from clustertune.launch.shape import JobShape
@@ -81,7 +81,7 @@ def job_target(allocation: Allocation, cluster: Cluster, environ: Mapping[str, s
     """The nodes of a Slurm job, reached by srun, in the cluster's container if it has one."""
 
     def command(folder: Path) -> list[str]:
-        return step.in_job(_node_command(folder), cluster, allocation, binds=[folder.parent], environ=environ)
+        return srun.in_job(_node_command(folder), cluster, allocation, binds=[folder.parent], environ=environ)
 
     # Slurm's names resolve on every node: training meets by them, too.
     return CheckTarget(allocation.nodes, allocation.nodes[0], cluster, command, allocation.job_id)

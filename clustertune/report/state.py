@@ -11,8 +11,8 @@ from clustertune.checkpoint.store import list_checkpoints
 from clustertune.errors import ExitCode, UserError
 from clustertune.events import read_object
 from clustertune.launch import slurm
-from clustertune.launch.plan import read_attempts
-from clustertune.launch.submit import is_ours, read_jobs
+from clustertune.launch.attempt import read_attempts
+from clustertune.launch.stage_jobs import is_ours, read_jobs
 from clustertune.manifest import MANIFEST
 from clustertune.recipe.schema import parse_minutes
 from clustertune.report.cost import AttemptCost

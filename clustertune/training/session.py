@@ -24,9 +24,9 @@ from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
 from clustertune.recipe.architecture import scale_down
 from clustertune.recipe.native_rules import MAX_PROMPT
 from clustertune.resolve.kernels import attention_of
-from clustertune.training import base_model, build, deepspeed, figures, kernels, packing, recompute, sharding, tracker
+from clustertune.training import base_model, build, compiling, deepspeed_engine, figures, packing, recompute, sharding, tracker
 from clustertune.training.collectives import Group, check_world
-from clustertune.training.events import EventLog, TrainingConsole
+from clustertune.training.event_log import EventLog, TrainingConsole
 from clustertune.training.heartbeat import Attempt
 from clustertune.training.loading import Loading
 from clustertune.training.rollouts import RolloutTrainer
@@ -65,7 +65,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self._session = session
         self._began = time.perf_counter()
         self._seconds, self._steps = 0.0, 0
-        self._compiled = kernels.Compiled()
+        self._compiled = compiling.Compiled()
         self.tokens = 0.0
         """Trained by the last log line."""
 
@@ -117,7 +117,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             self._tell_compiled(state.global_step)
 
     def _tell_compiled(self, step: int) -> None:
-        known, found = self._compiled, kernels.read()
+        known, found = self._compiled, compiling.read()
         if (found.graphs, found.given_up) == (known.graphs, known.given_up):
             return
         self._compiled = found
@@ -235,9 +235,9 @@ class Session:
         self.startup = Startup()
         self.startup.begin("process group")
         resolved, cuda = attempt.resolved, torch.cuda.is_available()
-        self.notes = attempt.notes + kernels.set_environment(resolved.distribution)
+        self.notes = attempt.notes + compiling.set_environment(resolved.distribution)
         build.check_packages(resolved.train_args, cuda=cuda)
-        deepspeed.prepare(resolved)
+        deepspeed_engine.prepare(resolved)
         packing.register()
         fitted = build.fit_to_device(resolved.train_args, cuda=cuda)
         # TRL 1.16 deprecates its own pad_token: the tokenizer carries it.
@@ -252,7 +252,7 @@ class Session:
             values["max_length"] = None  # TRL asks for it: the rows are cut already
         self.args = kind(output_dir=str(self.run_path), **build.spelt(values, kind.__dataclass_fields__))
         """TRL's, of :func:`build.configuration`."""
-        self.notes += deepspeed.fit_to_cpu(self.args) + fitted.notes
+        self.notes += deepspeed_engine.fit_to_cpu(self.args) + fitted.notes
         self.group = Group()
         check_world(self.group, resolved.world_size, attempt.plan)
         self.apart = Group.apart()  # now, not at the first save: where it cannot be made, no weights are read
@@ -319,6 +319,8 @@ class Session:
             on_checkpoint=self._on_checkpoint,
         )
         trainer.apart = self.apart
+        if self.rewards is not None and isinstance(trainer, RolloutTrainer):
+            self.rewards.beat = trainer.beat
         sharding.set_precision(trainer.accelerator, self.resolved.distribution.reduce_dtype)
         self.startup.end()
         self.notes += dict.fromkeys(loading.notes)  # a reference model's are the same
@@ -361,7 +363,7 @@ class Session:
         found = sharding.inspect(trainer.model_wrapped, trainer.accelerator, self.group.gather)
         sharding.check(found, resolved.distribution)
         if (engine := trainer.engine) is not None:
-            facts["deepspeed"] = deepspeed.check(engine, resolved)
+            facts["deepspeed"] = deepspeed_engine.check(engine, resolved)
         facts["recomputed_layers"] = str(recompute.apply(trainer.model, resolved))
         figures.attach(trainer, resolved, recompute.layers_of, facts["gpu0"])
         steps = trainer.state.max_steps
@@ -397,8 +399,8 @@ class Session:
             sample = trainer.train_dataset.select(range(min(LABEL_SAMPLE, len(trainer.train_dataset))))
             rows = ({"input_ids": row["chosen_ids"]} for row in sample) if self.resolved.is_dpo else sample
             check_labels(rows, {tokenizer.eos_token_id})
-        trainable = sum(deepspeed.elements(p) for p in trainer.model.parameters() if p.requires_grad)
-        total = sum(deepspeed.elements(p) for p in trainer.model.parameters())
+        trainable = sum(deepspeed_engine.elements(p) for p in trainer.model.parameters() if p.requires_grad)
+        total = sum(deepspeed_engine.elements(p) for p in trainer.model.parameters())
         attention = attention_of(self.args.to_dict())
         self.facts |= {"trainable_parameters": trainable, "total_parameters": total, "attention": attention}
         self.facts |= build.machine_facts()

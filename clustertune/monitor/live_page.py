@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.manifest import require_replaceable, write_durably
-from clustertune.monitor.machine import COLUMNS, GPU_COLUMNS
+from clustertune.monitor.readings import COLUMNS, GPU_COLUMNS
 from clustertune.monitor.status import NodeStatus, RunStatus
 from clustertune.report.content import UNKNOWN, duration, moment, number, percent, size
 from clustertune.report.cost import WARN_SHARE
