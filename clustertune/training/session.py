@@ -319,6 +319,8 @@ class Session:
             on_checkpoint=self._on_checkpoint,
         )
         trainer.apart = self.apart
+        if self.rewards is not None and isinstance(trainer, RolloutTrainer):
+            self.rewards.beat = trainer.beat
         sharding.set_precision(trainer.accelerator, self.resolved.distribution.reduce_dtype)
         self.startup.end()
         self.notes += dict.fromkeys(loading.notes)  # a reference model's are the same
