@@ -20,7 +20,7 @@ TEMPLATE_SECONDS = 20.0
 which takes two at 262,144 tokens: it normalises the tokens that were added."""
 WAITS = 30
 """Times as long may a child be there at most: a busy machine computes late, a file system that hangs never answers."""
-_SAMPLE = "".join(map(chr, range(32, 127))) + " ß é 你好 🙂\n"
+_SAMPLE = "".join(map(chr, range(32, 127))) + " \u00df \u00e9 \u4f60\u597d \U0001f642\n"
 """What a tokenizer is tried with when it is loaded."""
 MEMORY = 8 << 30
 """Bytes that a template, or a tokenizer's normalisation, may take for a shard, whose text has 8 MiB."""

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from clustertune.data.prompts import OwnPrompts
 from clustertune.data.tokenizer import BoundedTokenizer
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.recipe.load import did_you_mean
-from clustertune.recipe.schema import Eval
+from clustertune.recipe.schema import OWN_PROMPTS, Eval
 from clustertune.recipe.tasks import with_rows
 from clustertune.replaced import replaced
 
@@ -109,14 +110,23 @@ def local_data_sets() -> Iterator[dict[str, str]]:
         yield places
 
 
-def load(names: Sequence[str], own: Mapping[str, Path], settings: Eval) -> tuple[dict[str, Any], dict[str, str]]:
+def load(
+    names: Sequence[str], own: Mapping[str, Path], settings: Eval, prompts: OwnPrompts | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
     """lm-eval's tasks, set as ``settings`` say, as its ``evaluate`` takes them; and where their data sets came from.
 
-    ``own``: task files that replace lm-eval's own of the same name. Raises UserError.
+    ``own``: task files that replace lm-eval's own of the same name. ``prompts``: one's own, a task more. Raises UserError.
     """
-    tasks = manager([name for name in names if name not in own])
-    with local_data_sets() as places:
-        loaded: dict[str, Any] = tasks.load([str(own.get(name, name)) for name in names])
+    loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
+    places: dict[str, str] = {}
+    if names:
+        tasks = manager([name for name in names if name not in own])
+        with local_data_sets() as places:
+            loaded = tasks.load([str(own.get(name, name)) for name in names])
+    if prompts is not None:
+        from clustertune.evaluate.own_prompts import OwnTask
+
+        loaded["tasks"][OWN_PROMPTS] = OwnTask(prompts)
     problems = []
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False):

@@ -28,7 +28,19 @@ from clustertune.recipe.parameters import (
     matches,
     narrowest,
 )
-from clustertune.recipe.schema import FORMATS, Eval, Recipe
+from clustertune.recipe.schema import (
+    FORMATS,
+    OWN_PROMPTS,
+    REWARD_OPTIONS,
+    Data,
+    Eval,
+    Model,
+    Recipe,
+    Reward,
+    Section,
+    Slurm,
+    read_section,
+)
 from clustertune.recipe.tasks import find_task, unknown_tasks
 from clustertune.recipe.values import Values, model_facts
 from clustertune.recipe.yamlfile import KeyPath
@@ -51,8 +63,10 @@ def check_schema(values: Mapping[str, Any], location: Callable[[KeyPath], str]) 
     try:
         Recipe.model_validate(values)
     except ValidationError as error:
-        yield from schema_findings(Recipe, error, _MISSING)
+        for path, text, fix in schema_findings(Recipe, error, _MISSING):
+            yield path, text, fix if fix or len(path) > 1 else _section_of(path[0])
     yield from _check_scores(values)
+    yield from check_reward(values)
     model, data = values.get("model"), values.get("data")
     if isinstance(model, dict):
         if model.get("weights", "hub") == "hub" and not model.get("path"):
@@ -60,7 +74,7 @@ def check_schema(values: Mapping[str, Any], location: Callable[[KeyPath], str]) 
         if model.get("weights") == "random" and model.get("path"):
             yield ("model", "path"), "given, while weights: random makes the weights", "leave out one"
     if isinstance(data, dict):
-        yield from _check_data(data, dpo=values.get("trainer") == "dpo")
+        yield from _check_data(data, str(values.get("trainer") or "sft"))
         other = data.get("format") not in (None, "oasst-tree")
         language, form = ("data", "language"), ("data", "format")
         # A format that is laid over a recipe's own (data.format=alpaca) leaves its language without effect: prepare says so.
@@ -68,7 +82,28 @@ def check_schema(values: Mapping[str, Any], location: Callable[[KeyPath], str]) 
             yield language, f"{data['format']} rows carry no language", "leave it out"
 
 
-def _check_data(data: Mapping[str, Any], *, dpo: bool) -> Iterator[Found]:
+_OWN_SECTIONS: dict[str, type[Section]] = {"eval": Eval, "slurm": Slurm, "data": Data, "model": Model}
+
+
+def _section_of(name: str) -> str | None:
+    """Where a setting stands that was written at the top level, as a trainer's program takes it; None: nothing is known."""
+    keys = {
+        "train": facts("trl")["fields"],
+        "lora": facts("peft")["fields"],
+        **{section: model.model_fields for section, model in _OWN_SECTIONS.items()},
+    }
+    known = {key: section for section, names in reversed(keys.items()) for key in names}
+    close = nearest(name, known)
+    return close and f"did you mean {known[close]}.{close}?"
+
+
+_READS = {"sft": "conversations and text", "dpo": "pairs of answers", "grpo": "prompts"}
+"""What each trainer is given."""
+_READER = {"preference": "dpo", "prompt": "grpo"}
+"""Formats that one trainer alone takes; all others are for ``sft``."""
+
+
+def _check_data(data: Mapping[str, Any], trainer: str) -> Iterator[Found]:
     """Each set of rows has a format and, where it comes from the Hub, a revision; a mixture has them in its parts alone."""
     sources = data.get("sources")
     mixed = isinstance(sources, list) and bool(sources)
@@ -85,9 +120,11 @@ def _check_data(data: Mapping[str, Any], *, dpo: bool) -> Iterator[Found]:
             yield (*path, "format"), "missing", _MISSING["data", "format"]
         if not part.get("input"):
             yield from _demand_revision(part, path, "a local input needs none")
-        if (part.get("format") == "preference") != dpo and part.get("format") in FORMATS:
-            text = f"{part['format']}: trainer: {'dpo takes' if dpo else 'sft does not take'} pairs of answers"
-            yield (*path, "format"), text, "write " + ("format: preference, or trainer: sft" if dpo else "trainer: dpo")
+        reader = _READER.get(str(part.get("format")), "sft")
+        if part.get("format") in FORMATS and trainer in _READS and trainer != reader:
+            own = [name for name, taker in _READER.items() if taker == trainer]
+            fix = f"write {f'format: {own[0]}, or ' if own else ''}trainer: {reader}"
+            yield (*path, "format"), f"{part['format']}: trainer: {trainer} takes {_READS[trainer]}", fix
 
 
 def _check_scores(values: Mapping[str, Any]) -> Iterator[Found]:
@@ -102,10 +139,11 @@ def _check_scores(values: Mapping[str, Any]) -> Iterator[Found]:
         yield ("eval", "tasks"), f"lm-eval has no task {task!r}", fix
     for path in (("eval", "pass_mark"), ("eval", "pass_difference"), ("expect", "tasks")):
         scores = sections[path[0]].get(path[1])
+        known_here = [*tasks, *([OWN_PROMPTS] if sections["eval"].get("data") else [])]
         for task, metrics in scores.items() if isinstance(scores, dict) else ():
             part_of_a_group = any(str(task).startswith(f"{group}_") for group in tasks)
-            if task not in tasks and not part_of_a_group and nearest(str(task), tasks):
-                yield (*path, str(task)), "no task of this name in eval.tasks", did_you_mean(str(task), tasks)
+            if task not in known_here and not part_of_a_group and nearest(str(task), known_here):
+                yield (*path, str(task)), "no task of this name in eval.tasks", did_you_mean(str(task), known_here)
             known = found.metrics if (found := find_task(str(task))) else ()
             filtered = {name.partition(",")[0] for name in known if "," in name}
             for metric in metrics if known and isinstance(metrics, dict) else ():
@@ -152,11 +190,11 @@ class NativeSection:
 
 def train_section(trainer: str = "sft") -> NativeSection:
     """The section ``train`` of a recipe with this ``trainer``."""
-    rules, dpo = native_rules, trainer == "dpo"
-    owned = rules.TRAIN_OWNED | acc.TRAIN_OWNED | (rules.DPO_OWNED if dpo else {})
-    ranges = rules.TRAIN_RANGES | (rules.DPO_RANGES if dpo else {})
+    rules = native_rules
+    owned = rules.TRAIN_OWNED | acc.TRAIN_OWNED | rules.OWNED[trainer]
+    ranges = rules.TRAIN_RANGES | {"dpo": rules.DPO_RANGES, "grpo": rules.GRPO_RANGES}.get(trainer, {})
     fields, own = train_fields(trainer), frozenset({"global_batch_size"})
-    return NativeSection("train", "DPOConfig" if dpo else "SFTConfig", fields, owned, rules.TRAIN_REMOVED, ranges, own)
+    return NativeSection("train", f"{trainer.upper()}Config", fields, owned, rules.TRAIN_REMOVED, ranges, own)
 
 
 def lora_section() -> NativeSection:
@@ -207,7 +245,7 @@ def check_train(train: Mapping[str, Any]) -> Iterator[Found]:
         yield ("train", "lr_scheduler_type"), text, "write eval_strategy: steps"
     if train.get("dataloader_prefetch_factor") is not None and not train.get("dataloader_num_workers"):
         yield ("train", "dataloader_prefetch_factor"), "needs dataloader_num_workers of at least 1", None
-    if train.get("packing") and train["max_length"] is None:
+    if train.get("packing") and train.get("max_length") is None:
         yield ("train", "max_length"), "empty, while packing fills sequences to it", "write a number of tokens"
     if train.get("save_only_model"):
         yield ("train", "save_only_model"), "true: a run could not be resumed", "leave it out"
@@ -343,6 +381,98 @@ def check_dpo(train: Mapping[str, Any], accelerate: Mapping[str, Any], *, megatr
         yield _mesh(axis), text, "leave it out: FSDP2 shards over all ranks"
     if kind == "DEEPSPEED":
         text = "DeepSpeed has no reference model here: trainer: dpo is sharded by FSDP2"
+        yield ("accelerate", acc.TYPE), text, f"{acc.USE_FSDP2}, or MULTI_GPU"
+
+
+def check_reward(values: Mapping[str, Any]) -> Iterator[Found]:
+    """The sections ``reward`` and ``rollout`` against ``trainer``, whatever else of the recipe is wrong."""
+    grpo, given = values.get("trainer") == "grpo", values.get("reward")
+    if grpo and given is None:
+        known = ", ".join(REWARD_OPTIONS)
+        fix = f"write reward: [{next(iter(REWARD_OPTIONS))}]; there are {known}, and module:function of the recipe folder"
+        yield ("reward",), "missing: trainer: grpo learns by rewards", fix
+    for key in ("reward", "rollout") if not grpo else ():
+        if values.get(key) is not None:
+            yield (key,), f"trainer: {values.get('trainer') or 'sft'} does not read it", "write trainer: grpo, or leave it out"
+    if values.get("rollout") == "servers":
+        text = "servers: generation on servers beside the trainer is not built"
+        yield ("rollout",), text, "write rollout: colocate; train.use_vllm=true has vLLM generate on the GPUs that train"
+    names = [reward.name for reward in read_rewards(given)]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield ("reward",), f"{name} twice: rewards are logged by their names", "give each function a name of its own"
+    for at, reward in enumerate(read_rewards(given)):
+        yield from ((("reward", str(at)), text, fix) for text, fix in _check_options(reward))
+
+
+def read_rewards(given: Any) -> list[Reward]:
+    """The rewards of a recipe's values that can be read; the schema says what is wrong with the others."""
+    read = [read_section(Reward, one) for one in given] if isinstance(given, list) else []
+    return [reward for reward in read if reward is not None]
+
+
+def _check_options(reward: Reward) -> Iterator[tuple[str, str | None]]:
+    """What is wrong with what one of our rewards is told."""
+    told = reward.options
+    for key in ("column", "pattern", "extract"):
+        if reward.module is None and key in told and not (isinstance(told[key], str) and told[key]):
+            yield f"{key} {show_value(told[key])} is not a text", None
+    for key in ("pattern", "extract"):
+        if reward.module is None and isinstance(told.get(key), str):
+            try:
+                re.compile(told[key])
+            except re.error as error:
+                yield f"{key} is not a regular expression: {error}", "Python's form: docs.python.org/3/library/re.html"
+    if reward.function == "length":
+        ends = [told.get(key) for key in ("min", "max")]
+        if not any(is_number(end) for end in ends) or any(end is not None and not native_rules.is_whole(end) for end in ends):
+            yield "length needs min, max or both, whole numbers from 1", "write {function: length, max: 200}"
+        elif None not in ends and ends[0] > ends[1]:  # type: ignore[operator]
+            yield f"min {ends[0]} is greater than max {ends[1]}", None
+        if told.get("unit", "words") not in ("words", "characters"):
+            yield f"unit {show_value(told['unit'])}", "write words or characters"
+    if reward.function == "json_schema" and not isinstance(told.get("schema"), dict | None):
+        yield "schema is not a mapping", "write the JSON schema as YAML, or column: the rows' column that holds it"
+
+
+def check_grpo(
+    train: Mapping[str, Any], accelerate: Mapping[str, Any], batch: Any, world: int, *, megatron: bool
+) -> Iterator[Found]:
+    """What TRL's ``GRPOTrainer`` refuses in a rank, and what is not carried here with it.
+
+    ``batch``: ``global_batch_size``; ``world``: ranks.
+    """
+    known = facts("trl")["grpo"]
+    for key in ("loss_type", "importance_sampling_level"):
+        if train[key] not in known[key]:
+            fix = did_you_mean(str(train[key]), known[key])
+            yield ("train", key), f"{show_value(train[key])}: it takes {', '.join(known[key])}", fix
+    if train["loss_type"] == "cispo" and train.get("epsilon_high") is None:
+        yield ("train", "epsilon_high"), "missing: loss_type cispo clips at it alone", "write epsilon_high: 5.0"
+    if train["vllm_mode"] != "colocate":
+        yield ("train", "vllm_mode"), f"{train['vllm_mode']}: {native_rules.GRPO_OWNED['vllm_server_host']}", "leave it out"
+    if train["use_vllm"] and train["top_k"] is None:
+        yield ("train", "top_k"), "empty", "write 0 for all tokens"
+    group, micro = train["num_generations"], int(train["per_device_train_batch_size"])
+    if native_rules.is_whole(batch):
+        steps = train.get("steps_per_generation")
+        size = batch if steps is None else micro * world * steps
+        if size % group:
+            text = f"{size} completions are generated at a time, which {group} (train.num_generations) does not divide"
+            key = "global_batch_size" if steps is None else "steps_per_generation"
+            yield ("train", key), text, f"a multiple of {group}, or another train.num_generations"
+    each, passes = train.get("num_generations_eval") or group, int(train["per_device_eval_batch_size"]) * world
+    if train["eval_strategy"] != "no" and passes % each:
+        text = f"{train['per_device_eval_batch_size']} x {world} ranks is no multiple of the {each} answers to each prompt"
+        yield ("train", "per_device_eval_batch_size"), text, "write a multiple, or num_generations_eval: 1"
+    if megatron:
+        yield ("trainer",), "grpo: Megatron-Bridge is started for supervised fine-tuning alone", "write trainer: sft"
+        return
+    kind, sizes = acc.distributed_type(accelerate), acc.parallel_sizes(accelerate)
+    for axis in sorted({"tp", "cp", "sp"} & set(sizes)):
+        text = f"{sizes[axis]}: with trainer: grpo a rank generates and learns whole sequences"
+        yield _mesh(axis), text, "leave it out: FSDP2 shards over all ranks"
+    if kind == "DEEPSPEED":
+        text = "DeepSpeed was not tried with generation in the ranks: trainer: grpo is sharded by FSDP2"
         yield ("accelerate", acc.TYPE), text, f"{acc.USE_FSDP2}, or MULTI_GPU"
 
 
@@ -649,7 +779,7 @@ def _context(size: int, train: Mapping[str, Any], architecture: Mapping[str, Any
             fix = f"train.{key}=false, or cp size 1" if "packing" in key else "leave it out, or use cp size 1"
             yield ("train", key), f"{show_value(train[key])}: {what}", fix
     if architecture is not None:
-        length = train["max_length"]
+        length = native_rules.row_tokens(train)
         yield from ((_mesh("cp"), text, fix) for text, fix in _split_attention(size, length, architecture))
 
 

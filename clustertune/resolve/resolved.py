@@ -16,6 +16,9 @@ from clustertune.recipe.schema import CHOOSING, Recipe, is_address
 from clustertune.resolve import distribution as distributions
 from clustertune.resolve.distribution import Distribution
 
+EVAL_DATA = "eval.data"
+"""The key of the file of one's own prompts."""
+
 _WITHOUT_EFFECT = {
     "report_to", "run_name", "project", "disable_tqdm", "include_num_input_tokens_seen", "include_for_metrics",
     "per_device_eval_batch_size", "prediction_loss_only", "batch_eval_metrics", "metric_for_best_model", "greater_is_better",
@@ -79,7 +82,8 @@ class Resolved:
     origins: dict[str, str]
     """For each key path of the recipe: ``base NAME``, ``recipe``, ``tiny``, ``override`` or ``default``."""
     train_args: dict[str, Any]
-    """Keyword arguments of TRL's ``SFTConfig`` or ``DPOConfig``, after derivation, with TRL's defaults; None is left out."""
+    """Keyword arguments of TRL's ``SFTConfig``, ``DPOConfig`` or ``GRPOConfig`` (there with ``max_prompt_length``), after
+    derivation, with TRL's defaults; None is left out."""
     world_size: int
     """Ranks."""
     data_parallel_size: int
@@ -93,6 +97,8 @@ class Resolved:
     tiny: bool = False
     chat_template: str | None = None
     """The text of the recipe's own chat template."""
+    reward_code: dict[str, str] = field(default_factory=dict)
+    """The text of each file of the recipe folder that has a reward, by its name without ``.py``."""
     accelerate_overrides: dict[str, Any] = field(default_factory=dict)
     """What the command line laid over the accelerate file, by key path; null took a key out."""
     deepspeed: dict[str, Any] | None = None
@@ -126,6 +132,11 @@ class Resolved:
         return self.recipe.trainer == "dpo"
 
     @property
+    def is_grpo(self) -> bool:
+        """Whether the model's own answers to prompts are trained on, by their rewards."""
+        return self.recipe.trainer == "grpo"
+
+    @property
     def reduce_dtype(self) -> str | None:
         """``float32`` or ``bfloat16``: the type in which FSDP sums gradients; None where that is not a choice."""
         derived = (str(item.value) for item in self.derived if item.key == "reduce_dtype")
@@ -133,15 +144,16 @@ class Resolved:
 
     @property
     def inputs(self) -> dict[str, Path]:
-        """Files and folders of the data by their keys: as they stand where absolute, below the recipe folder where they exist
-        there, else from here. What comes from the Hub or an object store is not among them.
+        """Files and folders of the data, and of one's own prompts, by their keys: as they stand where absolute, below the
+        recipe folder where they exist there, else from here. What comes from the Hub or an object store is not among them.
         """
         found = {}
-        for key, part in self.recipe.data.keyed_parts():
-            if part.input is not None and not is_address(part.input):
-                given = expand_home(part.input)
+        named = [(f"{key}.input", part.input) for key, part in self.recipe.data.keyed_parts()]
+        for key, path in [*named, (EVAL_DATA, self.recipe.eval.data)]:
+            if path is not None and not is_address(path):
+                given = expand_home(path)
                 beside = Path(self.folder, given)
-                found[f"{key}.input"] = beside.resolve() if is_there(beside) else given.absolute()
+                found[key] = beside.resolve() if is_there(beside) else given.absolute()
         return found
 
     def with_staged(self, folder: Path) -> Resolved:
@@ -199,7 +211,8 @@ class Resolved:
         share = recomputed.model_dump(mode="json", exclude_none=True) if recomputed is not None else None
         extra = {"deepspeed": self.deepspeed, "megatron": recipe["megatron"], "ratio": share}
         extra["reduce_dtype"] = recipe["reduce_dtype"]
-        extra["trainer"] = "dpo" if self.is_dpo else None
+        extra["trainer"] = recipe["trainer"] if recipe["trainer"] != "sft" else None
+        extra |= {"reward": recipe["reward"], "reward_code": self.reward_code or None} if self.is_grpo else {}
         body |= {key: value for key, value in extra.items() if value is not None}
         return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

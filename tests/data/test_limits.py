@@ -19,9 +19,6 @@ from clustertune.errors import UserError
 PAIR = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
 FOREVER = "".join(f"{{%- for {name} in range(99999) %}}" for name in "abc") + "{%- endfor %}" * 3
 POWER = "{%- set x = 9 ** (9 ** 9) %}"
-LATE = "{%- set x = 9 ** (9 ** (messages|length + 9)) %}"
-"""As the one before, and not computed when the template is compiled."""
-LARGE = "{%- set x = 'word' * (10 ** 12) %}"
 SETTINGS = {"packing": False, "max_length": None, "assistant_only_loss": False}
 BODY = "{%- for m in messages %}{{ m.role + m.content }}{%- endfor %}"
 
@@ -46,20 +43,6 @@ def test_a_template_without_end_is_refused_as_it_is_loaded(tmp_path: Path, part:
     with pytest.raises(UserError) as caught:
         tokenizers.load_tokenizer(str(tmp_path), None, None, {})
     assert caught.value.problems[0].key == "model.chat_template"
-
-
-@pytest.mark.parametrize(("part", "processes"), [(LATE, 1), (FOREVER, 1), (LARGE, 1), (LARGE, 2)])
-def test_a_conversation_that_a_template_does_not_end_with_is_named(
-    run: Any, part: str, processes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(processes)))
-    rows = [{"messages": [{"role": "user", "content": f"question {n}"}, PAIR[1]]} for n in range(600)]
-    got = run(rows, format="messages", eval_fraction=0.01)
-    made = learnt()
-    made.chat_template = f"{{%- if messages[0].content == 'question 300' %}}{part}{{%- endif %}}{BODY}"
-    with pytest.raises(UserError) as caught:
-        tokens.make(got.out, made, SETTINGS, chunk=1 << 30 if processes == 1 else 40_000)
-    assert ".jsonl:" in str(caught.value.problems[0].file)
 
 
 def test_a_normalizer_that_grows_its_text_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,19 +134,3 @@ def test_a_worker_answers_one_request_after_the_other_and_ends_by_its_own_limits
     assert answer.found is None and answer.signal == signal.SIGVTALRM and worker.ended
     with pytest.raises(ProcessLookupError):
         os.kill(first["pid"], 0)
-
-
-def test_all_shards_of_a_process_are_made_in_one_child(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child for each would fill the tokenizer's caches anew: a third more CPU time."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
-    forks: list[list[int]] = []
-    fork, made = os.fork, learnt()
-    made.chat_template = BODY
-    rows = [{"messages": [{"role": "user", "content": f"question {n}"}, PAIR[1]]} for n in range(300)]
-    monkeypatch.setattr(os, "fork", lambda: forks[-1].append(1) or fork())
-    got = run(rows, format="messages")
-    for chunk in (1 << 30, 3000):
-        forks.append([])
-        tokens.shutil.rmtree(got.out / "tokens", ignore_errors=True)
-        tokens.make(got.out, made, SETTINGS, chunk=chunk)
-    assert len(forks[0]) == len(forks[1]) > 0
