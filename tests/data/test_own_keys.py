@@ -238,17 +238,19 @@ PARTS_ALONE = (
     "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}{{ part.text }}{% endfor %}{{ eos_token }}{% endfor %}"
 )
 NO_QUESTIONS = "{% for m in messages if m.role == 'assistant' %}{{ m.content + eos_token }}{% endfor %}"
+NO_TOOLS = "{% for m in messages if m.role != 'tool' %}{{ m.role + m.content + eos_token }}{% endfor %}"
 NO_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.role + m.content + eos_token }}{% endfor %}"
 
 
-@pytest.mark.parametrize(("template", "word"), [(PARTS_ALONE, "assistant messages"), (NO_QUESTIONS, "user messages")])
+@pytest.mark.parametrize(("template", "word"), [(PARTS_ALONE, "assistant"), (NO_QUESTIONS, "user"), (NO_TOOLS, "tool")])
 def test_a_template_that_leaves_texts_out_is_refused(run, template, word):
     """Such as one of a model with pictures, which takes lists of parts: of a text nothing but the end would be learnt."""
     deaf = train_tokenizer(["question"], 300, 512)
     deaf.chat_template = template
-    for row, name in (({"messages": PAIR}, "messages"), (WITH_OWN["preference"], "preference")):
+    used = [*PAIR, said("tool", "3"), PAIR[1]] if word == "tool" else PAIR  # a call may stand in the text: Hermes
+    for row, name in (({"messages": used}, "messages"), ({"prompt": used[:-1], "completion": used[-1:]}, "prompt-completion")):
         got = run([row] * 2, format=name)
-        with pytest.raises(UserError, match=word):
+        with pytest.raises(UserError, match=f"{word} messages"):
             tokens.make(got.out, deaf, {"packing": False, "max_length": None, "assistant_only_loss": False})
 
 
