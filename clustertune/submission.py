@@ -178,7 +178,7 @@ class Submission:
             base_model.check(str(folder), None, self.resolved)
         except UserError as error:
             found += error.problems
-        tokens = {key: self.resolved.train_args.get(key) for key in ("eos_token", "pad_token")}
+        tokens = {key: self.resolved.train_args[key] for key in ("eos_token", "pad_token")}
         known = ModelFolder(folder).vocabulary if any(tokens.values()) else None
         fix = f"name a token of {folder / 'tokenizer.json'}"
         for key, token in tokens.items():

@@ -101,7 +101,7 @@ def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int
     if ranks is None and (small or on_cpus) and asked > few:
         resolved = resolve.resolve(recipe, overrides or [], tiny=tiny, ranks=few)
         if on_cpus:
-            slow = "; train.bf16=false is faster on most CPUs" if resolved.train_args.get("bf16") else ""
+            slow = "; train.bf16=false is faster on most CPUs" if resolved.train_args["bf16"] else ""
             say(f"note: the recipe is for {asked} GPUs and there is none here: {few} processes train on the CPUs{slow}")
     elif ranks is None and not (small or on_cpus) and asked > gpus:
         fix = "use --tiny to run a scaled-down version, clustertune submit on a cluster, or --ranks N to force N processes"

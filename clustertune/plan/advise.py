@@ -78,7 +78,7 @@ def candidates(
 
 def _bases(start: Resolved) -> tuple[str, ...]:
     """How the base may be loaded: as it is where all of it is trained."""
-    if start.recipe.lora is None:
+    if start.lora is None:
         return ("",)
     own = quantization.of(start.train_args)
     return ("bf16", "nf4") if own is None or own.get("load_in_4bit") else ("bf16", "")

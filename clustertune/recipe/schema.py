@@ -422,7 +422,7 @@ class Push(Section):
 
 
 class Recipe(Section):
-    """One recipe, after its base and the overrides are laid over each other."""
+    """The sections of a recipe whose keys are clustertune's own, after its base and the overrides are laid over each other."""
 
     base: Annotated[list[str], BeforeValidator(named_bases)] | None = None
     """A file of ``recipes/_base``, without ``.yaml``, or several, the last the strongest; one level, never a chain."""
@@ -430,11 +430,6 @@ class Recipe(Section):
     data: Data
     trainer: Literal["sft", "dpo"] = "sft"
     """TRL's class that trains: ``SFTTrainer`` on conversations and text, or ``DPOTrainer`` on preferences."""
-    train: dict[str, Any]
-    """Fields of TRL's ``SFTConfig`` or ``DPOConfig``, and ``global_batch_size`` (sequences, or preferences, per optimizer step
-    over all ranks), from which gradient accumulation is derived."""
-    lora: dict[str, Any] | None = None
-    """Fields of PEFT's ``LoraConfig``; absent: all parameters are trained."""
     accelerate: Annotated[str, form(rf"{NAME}\.yaml", "the name of a .yaml file in the recipe folder")] = "accelerate.yaml"
     """The distribution: an accelerate configuration file in the recipe folder."""
     activation_checkpointing: ActivationCheckpointing | None = None
@@ -452,3 +447,13 @@ class Recipe(Section):
     budget: Budget | None = None
     push: Push | None = None
     save: Save | None = None
+
+
+class RecipeFile(Recipe):
+    """All that a recipe may say."""
+
+    train: dict[str, Any]
+    """Fields of TRL's ``SFTConfig`` or ``DPOConfig``, and ``global_batch_size`` (sequences, or preferences, per optimizer step
+    over all ranks), from which gradient accumulation is derived."""
+    lora: dict[str, Any] | None = None
+    """Fields of PEFT's ``LoraConfig``; absent: all parameters are trained."""

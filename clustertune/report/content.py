@@ -309,11 +309,13 @@ def recipe_rows(resolved: Any) -> list[Row]:
     """Key, value and origin of everything that the recipe sets."""
     origins = get(resolved, "origins") or {}
     rows = []
-    for key, value in flatten(get(resolved, "recipe")):
+    batch, train = get(resolved, "global_batch_size"), get(resolved, "train_args")
+    complete = {"train": {"global_batch_size": batch, **(train or {})}, "lora": get(resolved, "lora")}
+    for key, value in flatten({**(get(resolved, "recipe") or {}), **complete}):
         origin = get(origins, key)
         if origin is None:  # a value inside a mapping that was set as a whole
             origin = next((o for o in (get(origins, key.rsplit(".", n)[0]) for n in range(1, key.count(".") + 1)) if o), "")
-        if origin != "default":
+        if origin and origin != "default":  # TRL's and PEFT's own have none
             rows.append([key, plain(value), str(origin)])
     return rows
 

@@ -18,7 +18,6 @@ from clustertune.events import read_object
 from clustertune.manifest import write_durably
 from clustertune.report.content import WARM_UP, dataset_of, get, model_of
 from clustertune.report.metrics import Metrics, Steps, read_metrics
-from clustertune.resolve.resolved import recorded_precision
 
 FILE = "metrics.json"
 FIELDS = (
@@ -97,7 +96,7 @@ def describe(run: Mapping[str, Any], metrics: Metrics) -> dict[str, Any] | None:
         "model": model_of(resolved),
         "dataset": dataset_of(resolved),
         "fsdp": get(distributed, "type") == "FSDP",
-        "bf16": recorded_precision(resolved) == "bf16",
+        "bf16": get(resolved, "distribution", "mixed_precision") == "bf16",
         STEADY: round(per_step / steady, 2) if steady else None,
     }
 

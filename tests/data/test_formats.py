@@ -28,6 +28,7 @@ from clustertune.data.rows import BadRow, Rejects
 from clustertune.data.sequences import Sequences
 from clustertune.data.sources import split_of
 from clustertune.errors import ExitCode, UserError
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.schema import Data
 from tests.damage import failing, refused
 
@@ -303,7 +304,7 @@ def tokenizer():
 
 def rows_of(run, lines, rows, tokenizer, train=None, **data):
     got = run(lines(rows), language=None, **data)
-    tokens.make(got.out, tokenizer, {"packing": False, "max_length": None, **(train or {})})
+    tokens.make(got.out, tokenizer, train_defaults() | {"packing": False, "max_length": None, **(train or {})})
     found = Sequences(got.out / "tokens", "train")
     return got, [found[n] for n in range(len(found))]
 

@@ -106,17 +106,13 @@ def published(architecture: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("record", "dtype"),
-    [
-        ({"train_args": {}}, "bfloat16"), ({"train_args": {"bf16": False}}, "float32"),
-        ({"train_args": {"bf16": True}}, "bfloat16"), ({"distribution": {"mixed_precision": "no"}}, "float32"),
-    ],
-)  # fmt: skip
-def test_without_a_base_the_type_is_what_was_computed_in(tmp_path: Path, record: dict[str, Any], dtype: str) -> None:
-    """The first version recorded arguments alone, and one that leaves ``bf16`` out computes in bfloat16: TRL's default."""
+    ("train", "dtype"),
+    [({"bf16": None}, "bfloat16"), ({"bf16": False}, "float32"), ({"bf16": False, "fp16": True}, "float16")],
+)
+def test_without_a_base_the_type_is_what_was_computed_in(tmp_path: Path, train: dict[str, Any], dtype: str) -> None:
+    """TRL's default is bfloat16."""
     checkpoint = make(tmp_path / "ck", ARCHITECTURE)
-    recipe = json.loads((checkpoint / "recipe.json").read_text())
-    (checkpoint / "recipe.json").write_text(json.dumps(recipe | record))
+    write_recipe(checkpoint, None, train=train)
     assert whole.read_trained(checkpoint).dtype == dtype
 
 

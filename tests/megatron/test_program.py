@@ -194,7 +194,7 @@ def test_a_base_of_another_revision_is_converted_anew(run: RunDir, resolved: Res
 
 
 def test_a_model_that_trains_whole_is_exported_whole(run: RunDir, resolved: Resolved, loop: Loop) -> None:
-    whole = replace(resolved, recipe=resolved.recipe.model_copy(update={"lora": None}))
+    whole = replace(resolved, lora=None)
     code, _ = go(run, whole)
     assert code is ExitCode.OK and loop.called("save_hf_pretrained") and not loop.called("save_hf_adapter")
     assert loop.config.peft is None

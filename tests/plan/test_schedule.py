@@ -244,7 +244,7 @@ def test_a_rate_of_0_in_every_step_is_known_as_the_trainer_has_it(train: dict[st
     assert bool(find_idle_schedule(resolved)) is idle and check_schedule_end(resolved)
     steps, warm = train["max_steps"], train["warmup_steps"]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    kind = str(resolved.train_args.get("lr_scheduler_type") or "linear")
+    kind = str(resolved.train_args["lr_scheduler_type"] or "linear")
     scheduler = get_scheduler(kind, optimizer, math.ceil(warm * steps) if warm < 1 else int(warm), steps)
     rates = []
     for _ in range(steps):

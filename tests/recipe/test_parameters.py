@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from clustertune.recipe.architecture import common_names, find_problems, read_architecture, scale_down
+from clustertune.recipe.native_rules import filled, lora_defaults
 from clustertune.recipe.parameters import (
     KNOWN,
     adapter_modules,
@@ -204,7 +205,7 @@ def test_other_families_are_not_guessed() -> None:
     other = ARCHITECTURES["meta-llama/Llama-3.1-8B-Instruct"] | {"model_type": "mamba"}
     assert count(other) is None
     assert parameter_count(other) is None
-    assert lora_parameter_count(other, {"r": 8, "target_modules": ["q_proj"]}) is None
+    assert lora_parameter_count(other, filled(lora_defaults(), {"target_modules": ["q_proj"]})) is None
     assert uncounted(other).startswith("parameters of mamba cannot be counted here; known: cohere, deepseek_v2")
     crossed = ARCHITECTURES["openai-community/gpt2"] | {"add_cross_attention": True}
     assert count(crossed) is None
@@ -255,7 +256,7 @@ LORA: list[tuple[str, dict[str, Any]]] = [
 def test_lora_is_counted_as_peft_makes_it(name: str, lora: dict[str, Any]) -> None:
     """Fused experts, routers, Conv1D, latent attention; what PEFT refuses has no count."""
     body = scale_down(EVERY[name])
-    assert lora_parameter_count(body, {"r": 4, **lora}) == peft_count(body, {"r": 4, **lora})
+    assert lora_parameter_count(body, filled(lora_defaults(), {"r": 4, **lora})) == peft_count(body, {"r": 4, **lora})
 
 
 def test_lora_that_is_not_counted() -> None:
@@ -266,5 +267,5 @@ def test_lora_that_is_not_counted() -> None:
         {"target_modules": ["embed_tokens"]}, {"target_modules": []}, {"target_modules": None},
     )  # fmt: skip
     for more in others:
-        lora = {"r": 4, "target_modules": ["q_proj"], **more}
+        lora = lora_defaults() | {"r": 4, "target_modules": ["q_proj"], **more}
         assert lora_parameter_count(ARCHITECTURES["Qwen/Qwen3-30B-A3B"], lora) is None

@@ -14,6 +14,7 @@ from trl import SFTConfig
 
 from clustertune.data import tokenizer as tokens
 from clustertune.errors import ExitCode, UserError
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.resolve.distribution import mixed_precision
 from clustertune.resolve.resolve import resolve
 from clustertune.training import base_model, build, sharding
@@ -103,7 +104,7 @@ def test_one_reader_of_the_precision_says_what_trl_trains_in(bf16: bool | None, 
         return
     given = {key: value for key, value in (("bf16", bf16), ("fp16", fp16)) if value is not None}
     made = SFTConfig(output_dir="none", use_cpu=True, report_to="none", **given)
-    assert mixed_precision(given) == ("bf16" if made.bf16 else "fp16" if made.fp16 else "no")
+    assert mixed_precision(train_defaults() | given) == ("bf16" if made.bf16 else "fp16" if made.fp16 else "no")
 
 
 def test_recipes_train_in_bfloat16() -> None:
@@ -146,8 +147,8 @@ def check(
 
 def resolved(accelerate: dict[str, Any], *, lora: bool = True, train_args: Any = None) -> Any:
     plain = resolve("tiny-oasst2")
-    recipe = plain.recipe.model_copy(update={"lora": {"r": 4} if lora else None})
-    return replace(plain, accelerate=accelerate, deepspeed=None, train_args=train_args or {}, recipe=recipe)
+    train = train_defaults() | (train_args or {})
+    return replace(plain, accelerate=accelerate, deepspeed=None, train_args=train, lora=plain.lora if lora else None)
 
 
 @pytest.mark.parametrize(
