@@ -140,7 +140,7 @@ class Submission:
 
     def _not_reached(self) -> list[Problem]:
         """What prepare would ask the Hub for on a node that does not reach it: neither staged nor in the cache."""
-        from clustertune.doctor.recipe_context import snapshot
+        from clustertune.staging import needs
 
         recipe, internet = self.resolved.recipe, self.machine.network.internet
         if internet == "all" or self.resolved.tiny or recipe.staged:
@@ -163,7 +163,7 @@ class Submission:
                 fix=fix,
             )
             for kind, name, revision in asked
-            if (folder := snapshot(hub, kind, str(name), revision)) is not None and not is_there(folder)
+            if revision is not None and not is_there(needs.snapshot(hub, kind, str(name), revision))
         ]
 
     def _base_problems(self) -> list[Problem]:

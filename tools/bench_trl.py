@@ -24,7 +24,6 @@ from typing import Any
 from clustertune import secrets
 from clustertune.chain import Chain
 from clustertune.events import read_object
-from clustertune.launch.node import accelerate_command
 from clustertune.process import end
 from clustertune.rundir import RunDir
 from clustertune.training.bench_schedule import BenchSchedule, result_file
@@ -100,7 +99,11 @@ def plain_trl(folder: Path, arguments: argparse.Namespace, out: Path) -> Records
     out.mkdir(parents=True)
     (out / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
     program = [str(out / "settings.json"), str(out)]
-    command = accelerate_command(run, resolved, program, start=(str(Path(__file__).absolute()),))
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run.accelerate_file.absolute()),
+        "--num_processes", str(resolved.world_size), "--num_machines", "1", "--main_process_port", "0",
+        "--log_dir", os.devnull, str(Path(__file__).absolute()), *program,
+    ]  # fmt: skip
     # The model is a folder; the user's tokens are none of another program's business.
     known = {key: value for key, value in os.environ.items() if key not in secrets.SECRET}
     with (out / "log.txt").open("wb") as log:
@@ -210,7 +213,7 @@ def train(settings: Path, out: Path) -> None:
 
     from clustertune.data.tokenizer import load_tokenizer
     from clustertune.training import packing
-    from clustertune.training.measure import Stopwatch
+    from clustertune.training.stopwatch import Stopwatch
 
     class Baseline(SFTTrainer):  # type: ignore[misc]
         """Counts its tokens, and is TRL's own otherwise."""

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from clustertune import close_working_folder, console, secrets
 from clustertune.arguments import (
@@ -51,19 +52,51 @@ with deferred():
     from clustertune import chain, rank
     from clustertune import merge as merging
     from clustertune.cli import preparing
+    from clustertune.data import prompts as own_prompts
     from clustertune.evaluate import run as evaluation
     from clustertune.evaluate import scores
     from clustertune.export import whole
     from clustertune.launch import cluster_paths, node
     from clustertune.plan import schedule
-    from clustertune.recipe import library_facts
+    from clustertune.recipe import library_facts, schema
     from clustertune.report import page
     from clustertune.resolve import megatron, resolve
     from clustertune.resolve import show as view
     from clustertune.resolve import tiny as scaled_down
     from clustertune.staging import bundle
 
+GROUPS = {
+    "Use it": ("new", "run", "submit", "sweep", "eval", "chat", "serve", "push"),
+    "Look at it": ("show", "plan", "doctor", "watch", "runs", "report", "compare", "bench"),
+    "A stage by itself": ("prepare", "export", "merge", "checkpoint"),
+    "Cluster": ("show-cluster", "setup", "nccl-check", "stage", "demo-slurm", "sky"),
+}
+"""The commands as ``--help`` lists them."""
+IMAGES = "Images of containers are made by make build-sif and make build-image: docs/containers.md"
+
+
+class _Grouped(TyperGroup):
+    """Lists the commands in groups."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """As click's, a section for each of :data:`GROUPS`."""
+        found = {
+            name: command for name in self.list_commands(ctx) if (command := self.get_command(ctx, name)) and not command.hidden
+        }
+        grouped = {title: [name for name in names if name in found] for title, names in GROUPS.items()}
+        if others := [name for name in found if not any(name in names for names in grouped.values())]:
+            grouped["Others"] = others
+        width = max(map(len, found), default=0)
+        for title, names in grouped.items():
+            with formatter.section(title):
+                room = formatter.width - width - 4
+                formatter.write_dl([(name.ljust(width), found[name].get_short_help_str(room)) for name in names])
+        formatter.write_paragraph()
+        formatter.write_text(IMAGES)
+
+
 app = typer.Typer(
+    cls=_Grouped,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -224,7 +257,7 @@ def train(
     attempt: Annotated[int, typer.Option(min=1, help="Number of this attempt, the same for every rank.")],
     quiet: Annotated[bool, typer.Option("--quiet", help="Write to the log only.")] = False,
 ) -> None:
-    """Train as one rank: what accelerate launch starts."""
+    """Train as one rank: what every launcher starts."""
     RunDir(run_dir).read()
     raise typer.Exit(rank.main(run_dir, attempt, quiet=quiet))
 
@@ -272,7 +305,8 @@ def evaluate(
         str | None, typer.Option(metavar="LIST", help="lm-eval tasks, separated by commas. Default: that of a recipe.")
     ] = None,
     data: Annotated[
-        Path | None, path_option("Rows for a task that reads a file. Default: the Hub's or the project's own.", metavar="FILE")
+        Path | None,
+        path_option("Your own prompts (.jsonl, .csv, .txt), or rows of the task.", metavar="FILE"),
     ] = None,
     base: Annotated[Path | None, path_option("Second model, scored on the same prompts and compared.", metavar="MODEL")] = None,
     adapter: Annotated[Path | None, path_option("A LoRA adapter, applied without merging.")] = None,
@@ -295,6 +329,9 @@ def evaluate(
     model = newest_merged(below) if model is None else merged_or_model(model)
     given: dict[str, Any] = {"num_fewshot": num_fewshot, "max_gen_toks": max_gen_toks, "batch_size": batch_size, "limit": limit}
     given |= {} if tasks is None else {"tasks": tasks.split(",")}
+    prompts = None
+    if data is not None and own_prompts.are_own(data, given.get("tasks", [schema.FIRST_TASK])):
+        prompts, given, data = data, {"tasks": [], **given, "data": str(data.absolute())}, None
     settings = eval_settings({**given, "apply_chat_template": apply_chat_template, "backend": backend.value})
     used = {**settings.model_dump(mode="json"), "device": device}
     beside = {"adapter": str(adapter.resolve()) if adapter else None, "base": str(base.resolve()) if base else None}
@@ -305,6 +342,7 @@ def evaluate(
         folder,
         settings=settings,
         data=data,
+        prompts=prompts,
         device=device,
         adapter=adapter and existing_folder(adapter, "an adapter"),
         base=base and existing_folder(base, "the base model"),

@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 import typer
 
-from clustertune import console
 from clustertune.arguments import AsJson, ClusterOption, path_argument, path_option, takes
 from clustertune.check.rule import EXIT
 from clustertune.cli.deferred import deferred
@@ -29,7 +28,7 @@ with deferred():
     from clustertune import job as job_program
     from clustertune.cluster import ignoring, load, schema
     from clustertune.launch import allocation, cluster_paths, slurm
-    from clustertune.nccl_check import link_check, link_context, link_node, link_records, link_schedule, link_table, nccl_log
+    from clustertune.nccl_check import link_check, link_measure, link_rules, link_table, nccl_log
     from clustertune.recipe import load as recipe_load
 GPU_SECONDS, CPU_SECONDS = 300.0, 60.0
 WAIT_SECONDS = 5.0
@@ -113,8 +112,8 @@ def _usage(args: NcclCheckArguments) -> Iterator[Problem]:
     if args.files and not args.logs:
         yield wrong("FILE", f"{args.files[0]}: files are read only with --logs", "clustertune nccl-check --logs FILE...")
     for key, text, known in (
-        ("--collectives", args.collectives, link_context.COLLECTIVES),
-        ("--scopes", args.scopes, link_schedule.SCOPES),
+        ("--collectives", args.collectives, link_rules.COLLECTIVES),
+        ("--scopes", args.scopes, link_measure.SCOPES),
     ):
         for word in text.split(",") if text is not None else []:
             if word not in known:
@@ -152,23 +151,17 @@ def _judge_logs(args: NcclCheckArguments) -> int:
         log = nccl_log.read_files(files)
     if not log.lines and not log.faults and not log.versions:
         raise UserError(Problem("no line of NCCL", file=", ".join(files), fix="run the job with NCCL_DEBUG=INFO"))
-    measured_before = {"schema": link_records.SCHEMA, **({"expected": link_check.expected(cluster)} if cluster else {})}
+    measured_before = {"schema": link_measure.SCHEMA, **({"expected": link_check.expected(cluster)} if cluster else {})}
     _, judged = link_check.judged(measured_before, log, left_out)
-    document = {"schema": link_records.SCHEMA, "logs": files, "log": nccl_log.as_dict(log), "verdict": judged}
-
-    def show() -> None:
-        for line in nccl_log.summary(log):
-            say(line)
-        link_table.verdict(judged, console.stderr)
-
-    reply(args.as_json, document, show)
+    document = {"schema": link_measure.SCHEMA, "logs": files, "log": nccl_log.as_dict(log), "verdict": judged}
+    reply(args.as_json, document, *nccl_log.summary(log), *link_table.verdict(judged))
     return EXIT[judged["status"]]
 
 
 # --- where and what ----------------------------------------------------------------------------------------------------
 
 
-def _target(args: NcclCheckArguments, cluster: schema.Cluster) -> tuple[link_check.CheckTarget, link_schedule.CheckOptions]:
+def _target(args: NcclCheckArguments, cluster: schema.Cluster) -> tuple[link_check.CheckTarget, link_measure.CheckOptions]:
     """Where it runs and what it measures. Raises UserError."""
     if os.environ.get("SLURM_JOB_ID"):
         given = allocation.read()
@@ -184,10 +177,10 @@ def _target(args: NcclCheckArguments, cluster: schema.Cluster) -> tuple[link_che
     return link_check.local_target(name, cluster), options
 
 
-def _options(args: NcclCheckArguments, gpus: int, cpus: int, nodes: int, where: str) -> link_schedule.CheckOptions:
+def _options(args: NcclCheckArguments, gpus: int, cpus: int, nodes: int, where: str) -> link_measure.CheckOptions:
     """``gpus`` and ``cpus`` are those of one node. Raises UserError."""
     backend, why, ranks = _backend(args, gpus, nodes)
-    return link_schedule.CheckOptions(
+    return link_measure.CheckOptions(
         backend=backend,
         backend_why=why,
         ranks_per_node=ranks,
@@ -196,9 +189,9 @@ def _options(args: NcclCheckArguments, gpus: int, cpus: int, nodes: int, where: 
         largest=link_table.parse_size(args.largest) if args.largest else link_check.largest_for(backend, nodes),
         # In their own order, which is that of importance.
         collectives=tuple(
-            name for name in link_context.COLLECTIVES if args.collectives is None or name in args.collectives.split(",")
+            name for name in link_rules.COLLECTIVES if args.collectives is None or name in args.collectives.split(",")
         ),
-        scopes=tuple(name for name in link_schedule.SCOPES if args.scopes is None or name in args.scopes.split(",")),
+        scopes=tuple(name for name in link_measure.SCOPES if args.scopes is None or name in args.scopes.split(",")),
         place=where,
     )
 
@@ -285,7 +278,7 @@ def _await(args: NcclCheckArguments, job: str, folder: Path) -> int:
 
 def _tell(args: NcclCheckArguments, found: dict[str, Any]) -> None:
     """The document on stdout, or its table for people."""
-    reply(args.as_json, found, lambda: link_table.render(found, console.stderr))
+    reply(args.as_json, found, lambda: link_table.show(found))
 
 
 def arguments(args: NcclCheckArguments, cluster: schema.Cluster) -> list[str]:
@@ -304,16 +297,16 @@ def arguments(args: NcclCheckArguments, cluster: schema.Cluster) -> list[str]:
 
 
 def _check(
-    args: NcclCheckArguments, cluster: schema.Cluster, target: link_check.CheckTarget, options: link_schedule.CheckOptions
+    args: NcclCheckArguments, cluster: schema.Cluster, target: link_check.CheckTarget, options: link_measure.CheckOptions
 ) -> int:
     folder, began = new_folder(args, cluster, where=target), time.monotonic()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         where = f"{options.backend} on {', '.join(target.hosts[:4])}{' ...' if len(target.hosts) > 4 else ''}"
-        say(f"{where}: {options.seconds:g} s of measuring, over within {options.seconds + link_schedule.MARGIN_SECONDS:g} s")
+        say(f"{where}: {options.seconds:g} s of measuring, over within {options.seconds + link_measure.MARGIN_SECONDS:g} s")
         part = link_check.measure(target, options, folder)
         found = link_check.document(target, options, part, time.monotonic() - began)
-        link_check.judge(found, cluster, link_records.logs(part))
+        link_check.judge(found, cluster, part.logs())
         link_check.write(found, folder / link_check.RESULT)
     except OSError as error:
         raise storage_error(error, "cannot hold the check", error.filename or folder) from None
@@ -339,19 +332,19 @@ def _keep(args: NcclCheckArguments, cluster: schema.Cluster, found: dict[str, An
         say(f"note: {known.problems[0]}")
 
 
-def _show(target: link_check.CheckTarget, options: link_schedule.CheckOptions, args: NcclCheckArguments) -> None:
+def _show(target: link_check.CheckTarget, options: link_measure.CheckOptions, args: NcclCheckArguments) -> None:
     """What would be run: hosts, environment, command, sizes."""
     setup = link_check.make_setup(target, options)
     command = target.command(new_folder(args, target.cluster, "NEW", target) / link_check.RECORDS)
-    debug = link_node.DEBUG if options.backend == "nccl" else {}
+    debug = link_measure.DEBUG if options.backend == "nccl" else {}
     if args.as_json:
         emit_json({"setup": {**vars(setup), "environment": {**setup.environment, **debug}}, "command": command})
         return
     lines = [
         f"{options.backend} ({options.backend_why}): {setup.world_size} ranks on {', '.join(target.hosts)}",
-        f"scopes {', '.join(link_schedule.shapes(setup))}; collectives {', '.join(setup.collectives)}",
+        f"scopes {', '.join(link_measure.shapes(setup))}; collectives {', '.join(setup.collectives)}",
         f"sizes up to {link_table.show_size(setup.largest)}; "
-        f"{setup.seconds:g} s of measuring; the check ends after at most {setup.seconds + link_schedule.MARGIN_SECONDS:g} s",
+        f"{setup.seconds:g} s of measuring; the check ends after at most {setup.seconds + link_measure.MARGIN_SECONDS:g} s",
         "# environment of every rank",
         *(f"{name}={value}" for name, value in {**setup.environment, **debug}.items()),
         f"$ {shlex.join(command)}",

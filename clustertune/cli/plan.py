@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 import re
 import shlex
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from clustertune.console import emit_json, reply, say, show
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.host.system import GIB
 from clustertune.manifest import replace_ours
+from clustertune.recipe.native_rules import row_tokens
 
 if TYPE_CHECKING:
     from clustertune.plan.calibration import CalibratedCluster
@@ -42,7 +42,7 @@ with deferred():
     from clustertune.plan import predict as prediction
     from clustertune.recipe import load as recipe_load
     from clustertune.report import compare as runs_page
-    from clustertune.report import content, metrics
+    from clustertune.report import metrics
     from clustertune.resolve import overrides as recipe_source
     from clustertune.resolve import resolve
     from clustertune.simulate import compare as simulation_compare
@@ -208,7 +208,7 @@ def _simulate(found: Plan, args: PlanArguments) -> tuple[Plan, Simulation]:
     """The simulation, and the plan of what was simulated: of the same depth, of full rows. Says how far it is on stderr."""
     resolved = found.resolved if args.depth is None else simulator.with_depth(found.resolved, args.depth)
     ranks = simulator.read_ranks(args.ranks, resolved)
-    longest = known_lengths.Lengths((int(resolved.train_args["max_length"]),), "full rows")
+    longest = known_lengths.Lengths((int(row_tokens(resolved.train_args)),), "full rows")
     same = prediction.make_plan(resolved, found.machine, found.constants, lengths=longest, sure=False)
     return same, simulator.simulate(
         resolved, found.machine, ranks=ranks, tell=lambda body: console.say(simulator.progress(body))
@@ -359,10 +359,10 @@ def _observe(calibrated: CalibratedCluster, folder: Path, lengths: Lengths | Non
 
     run = RunDir(folder)
     resolved = run.resolved()
-    steps = [s for s in metrics.read_metrics(run.metrics).steps if s.seconds and 0 < s.seconds < math.inf]
-    times = [float(s.seconds or 0) for s in steps[content.WARM_UP :]]
+    steps = metrics.read_metrics(run.metrics).steps
+    times = steps.steady()
     if len(times) < 3:
-        text = f"has {len(steps)} timed steps; 5 are needed, 20 suffice"
+        text = f"has {len(list(steps.timed()))} timed steps; 5 are needed, 20 suffice"
         raise UserError(text, file=str(run.metrics), key="step", fix="let the run continue, or give another")
     peaks = [s.memory_bytes for s in steps if s.memory_bytes]
     where = calibrated.machine(resolved.recipe.slurm.nodes)

@@ -9,13 +9,13 @@ import typer
 
 from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, existing_run, path_option
 from clustertune.cli.deferred import deferred
-from clustertune.console import aligned, reply, say
+from clustertune.console import aligned, duration, reply, say
 from clustertune.errors import UserError, raise_if
 from clustertune.rundir import STAGES, RunDir
 
 with deferred():
     from clustertune import submission
-    from clustertune.launch import submit as jobs
+    from clustertune.report import state as states
 
 
 def add(app: typer.Typer) -> None:
@@ -64,17 +64,18 @@ def _show_status(path: Path, as_json: bool) -> None:
     run = RunDir(existing_run(path))
     if not run.run_json.exists() and not (path / "jobs").is_dir():
         run.read()  # says that it is none
-    found = jobs.read_status(run)
+    found = states.read_status(run)
     reply(as_json, {"run_dir": str(path), **found.as_dict()}, lambda: _render(found), f"run folder: {path}")
 
 
-def _render(found: jobs.StagesStatus) -> None:
+def _render(found: states.StagesStatus) -> None:
     """A table whose lines are never broken: job states are looked for by programs and people alike."""
     names = ("stage", "job", "state", "time", "nodes", "restarts", "attempts", "step", "reason")
     lines: list[tuple[str, ...]] = [names]
     for row in found.rows:
         numbers = (str(row.restarts or ""), *("" if n is None else str(n) for n in (row.attempts, row.step)))
-        lines.append((row.stage, row.job or "", row.state, jobs.duration(row.seconds), row.nodes, *numbers, row.reason))
+        took = "" if row.seconds is None else duration(row.seconds)
+        lines.append((row.stage, row.job or "", row.state, took, row.nodes, *numbers, row.reason))
     used = [i for i in range(len(names)) if any(line[i] for line in lines[1:])]
     for text in aligned([[line[i] for i in used] for line in lines]):
         say(text)

@@ -71,6 +71,8 @@ class Conversation:
     """What the split goes by: the tree's id, or the hash of the example, so that a copy never lands in the other split."""
     split: str | None = None
     """The split that the input says, if it does."""
+    kind: str = ""
+    """Of a prompt, the kind of its first instruction: of every kind the same share is held out."""
 
 
 def messages_of(example: Mapping[str, Any]) -> list[Message]:
@@ -233,6 +235,11 @@ class _ConversationReader:
     def text(self, row: Mapping[str, Any]) -> Example:
         return {"text": check_text(row, "text")}
 
+    def prompt(self, row: Mapping[str, Any]) -> Example:
+        """All other columns stand below ``columns``, for the rewards: as they are, whatever they are called."""
+        more = {key: value for key, value in row.items() if key != "prompt" and value is not None}
+        return {"prompt": self._prompt(row), "columns": _value(more, "the row", dict)}
+
     def _prompt(self, row: Mapping[str, Any]) -> list[Message]:
         if not isinstance(row.get("prompt"), list):
             return [{"role": "user", "content": check_text(row, "prompt")}]
@@ -299,6 +306,7 @@ _READ: dict[str, Callable[[_ConversationReader, Mapping[str, Any]], Example]] = 
     "alpaca": _ConversationReader.alpaca,
     "lima": _ConversationReader.lima,
     "text": _ConversationReader.text,
+    "prompt": _ConversationReader.prompt,
 }
 
 
@@ -356,11 +364,17 @@ def _answered(found: list[Message], column: str) -> list[Message]:
     return found
 
 
+def kind_of_prompt(example: Mapping[str, Any]) -> str:
+    """The first of a prompt's instructions (its column ``instruction_id_list``); empty where there is none."""
+    found = example.get("columns", {}).get("instruction_id_list")
+    return str(found[0]) if isinstance(found, list) and found else ""
+
+
 def recognise(row: Mapping[str, Any]) -> str | None:
     """The settings with which a row can be read, as a recipe has them; None where no format fits."""
     if {"message_id", "parent_id", "message_tree_id"} <= row.keys() or isinstance(row.get("prompt"), dict):
         return "data.format: oasst-tree"
-    for name in _READ:
+    for name in [name for name in _READ if name != "prompt"]:  # rows of other formats have prompts, too
         lists = [column for column, value in row.items() if isinstance(value, list)]
         column = {"messages": "messages", "sharegpt": "conversations"}.get(name)
         for other in dict.fromkeys((column, *lists)) if column else (None,):
@@ -387,7 +401,8 @@ def conversations(
             continue
         source = {"tree": f"{location.file}:{location.row}", "file": location.file, "row": location.row}
         body = example["messages"] if example.keys() == {"messages"} else example
-        yield Conversation(example, source, hashlib.sha256(json.dumps(body).encode()).hexdigest(), location.split)
+        key, kind = hashlib.sha256(json.dumps(body).encode()).hexdigest(), kind_of_prompt(example)
+        yield Conversation(example, source, key, location.split, kind)
 
 
 # --- oasst -------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from clustertune.check import report as reports
-from clustertune.check.machine import CONTAINER_STEP, STEP, Expects, Machine
+from clustertune.check.machine_context import CONTAINER_STEP, STEP, Expects, Machine
 from clustertune.check.nodes import JobNodes
 from clustertune.check.rule import FAIL, MACHINE, NODES, Finding, checks, worst
 from clustertune.cluster.ignoring import ignored

@@ -64,7 +64,7 @@ class CheckpointRecipe:
 
 
 def export(checkpoint: Path, out: Path, base: Path | None = None) -> dict[str, Any]:
-    """Write the adapter of one checkpoint folder, and the tokenizer that trained, to ``out`` and return a summary.
+    """Write the adapter of one checkpoint folder, and the tokenizer and the stop tokens of the training, to ``out``; a summary.
 
     ``base``: the base model's folder, whose tokenizer it was; None leaves it out where the training changed neither its EOS
     nor its chat template.
@@ -88,7 +88,9 @@ def export(checkpoint: Path, out: Path, base: Path | None = None) -> dict[str, A
 
         def write(stage: Path) -> dict[str, Any]:
             _write(stage, tensors, expected)
-            write_tokenizer(checkpoint, base, stage, trained)
+            ids = write_tokenizer(checkpoint, base, stage, trained, (companions.GENERATION,))
+            if base is not None and ids is not None:
+                companions.write_generation(base, stage, ids)
             return {
                 quantization.BASE: trained.base_quantization,
                 "tensors": len(tensors),
@@ -104,7 +106,7 @@ def export(checkpoint: Path, out: Path, base: Path | None = None) -> dict[str, A
 
 def _is_ours(name: str) -> bool:
     """Whether an export that was killed leaves such a file."""
-    return name in ADAPTER_FILES or companions.is_tokenizer(name)
+    return name in (*ADAPTER_FILES, companions.GENERATION) or companions.is_tokenizer(name)
 
 
 def write_tokenizer(

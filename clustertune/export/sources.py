@@ -1,9 +1,7 @@
-"""Reading chosen tensors out of a checkpoint that is not trusted: hash first, restricted unpickler, no process group.
+"""Reading chosen tensors out of a checkpoint that is not trusted: hash first, no pickle of torch's, no process group.
 
-torch writes the index of a distributed checkpoint (``.metadata``) as a pickle and reads it with a plain ``pickle.load``,
-which runs whatever stands in it; its shards carry no checksum that is looked at (199 of 200 single-bit flips load
-without a message). :mod:`clustertune.checkpoint.restricted` reads the index, ours or torch's, and the shards are hashed
-before they are read.
+The shards carry no checksum that torch looks at (199 of 200 single-bit flips load without a message): they are hashed before
+they are read.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import hashlib
 import json
 import logging
 import math
-import pickle
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.serialization import safe_globals
 
-from clustertune.checkpoint import restricted
+from clustertune.checkpoint.shards import ShardReader, parse_index
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import Manifest, find_problem
 from clustertune.recipe.deepspeed_keys import ALIGNMENT
@@ -38,19 +35,6 @@ MODEL_FOLDER = "pytorch_model_fsdp_0"
 ADAPTER_FILE = "adapter_model.safetensors"
 _FLOATING = {"F64", "F32", "F16", "BF16"}
 INDEX = f"{MODEL_FOLDER}/.metadata"
-
-
-class _IndexedReader(dcp.FileSystemReader):  # type: ignore[misc]
-    """torch's reader over an index that has been verified and unpickled already, so that the file is not opened again."""
-
-    def __init__(self, folder: Path, index: Metadata) -> None:
-        super().__init__(folder)
-        self._index = index
-
-    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        return self._index
-
-    read_data = restricted.read_data
 
 
 class ShardedSource:
@@ -69,15 +53,15 @@ class ShardedSource:
         ]
 
     def _read_index(self) -> Metadata:
-        """Unpickle the very bytes whose hash the manifest gives."""
+        """Parse the very bytes whose hash the manifest gives."""
         path = self.checkpoint / INDEX
         data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() != self.manifest.files[INDEX].sha256:
             raise UserError("content differs from the manifest's SHA-256", file=str(path))
         try:
-            return restricted.read_index(data)
-        except pickle.UnpicklingError as error:
-            raise UserError(f"not the index of a torch distributed checkpoint: {error}", file=str(path)) from None
+            return parse_index(data)
+        except ValueError as error:
+            raise UserError(f"not the index of a checkpoint: {error}", file=str(path)) from None
 
     def files_of(self, keys: Iterable[str]) -> tuple[list[str], list[Problem]]:
         """The shard files, relative to the checkpoint, that hold the given keys; and what is wrong with their places."""
@@ -86,7 +70,7 @@ class ShardedSource:
             if index.fqn not in wanted:
                 continue
             name = f"{MODEL_FOLDER}/{info.relative_path}"
-            if name in self.manifest.files and not getattr(info, "transform_descriptors", None):
+            if name in self.manifest.files:
                 files.add(name)
             else:
                 message = f"{index.fqn} lies in {info.relative_path!r}, which is not a plain file of this checkpoint"
@@ -102,7 +86,7 @@ class ShardedSource:
             )
             for stored in wanted.values()
         }
-        reader = _IndexedReader(self.checkpoint / MODEL_FOLDER, self._index)
+        reader = ShardReader(self.checkpoint / MODEL_FOLDER, self._index)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "torch.distributed is unavailable or uninitialized, assuming single process"
             logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)

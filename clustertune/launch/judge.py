@@ -24,7 +24,7 @@ AGAIN = "the same command resumes from the newest whole checkpoint"
 _RANK_KILLED = re.compile(r"exitcode\s*: -\d+\b")
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):.*?rank\s*: (\d+) .*?exitcode\s*: (-?\d+)", re.DOTALL)
 """How torch's launcher reports the rank that failed first on its node."""
-_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|another process is utilizing it", re.IGNORECASE)
+_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,10 @@
-"""How a Megatron recipe is started: the same step on every node, in NVIDIA's image, by torchrun in the place of accelerate."""
+"""How a Megatron recipe is started: the same step and launcher on every node, in NVIDIA's image."""
 
 from __future__ import annotations
-
-import os
-import sys
-from collections.abc import Sequence
 
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem
 from clustertune.launch.image import Stack, too_old
-from clustertune.launch.plan import AttemptPlan
 from clustertune.resolve.resolved import Resolved
 
 KEY = "container.megatron"
@@ -59,20 +54,3 @@ def judge(seen: Stack, image: str) -> list[Problem]:
     if text := too_old(seen.python):
         found.append(Problem(text, file=image, key=KEY, fix=fix))
     return found
-
-
-def torchrun_command(program: Sequence[str], plan: AttemptPlan, node: int, address: str, port: int) -> list[str]:
-    """The ranks of node ``node`` by torch's own launcher: NVIDIA's image is not asked for an accelerate configuration.
-
-    With several nodes the rendezvous is static: node 0 listens at ``address:port``. ``--log_dir``: as for accelerate.
-    """
-    nodes = len(plan.nodes)
-    rendezvous = (
-        ["--rdzv_backend", "static", "--master_addr", address, "--master_port", str(port)] if nodes > 1 else ["--standalone"]
-    )
-    return [
-        sys.executable, "-m", "torch.distributed.run",
-        "--nnodes", str(nodes), "--nproc_per_node", str(plan.ranks_per_node), "--node_rank", str(node),
-        "--max_restarts", "0", "--log_dir", os.devnull, *rendezvous,
-        "--module", "clustertune", *program,
-    ]  # fmt: skip

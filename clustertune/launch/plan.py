@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.events import read_object
 from clustertune.manifest import write_durably
 
 PLAN = "plan.json"
@@ -94,14 +95,52 @@ class AttemptPlan:
             raise UserError(f"no plan of an attempt: {error}", file=str(folder / PLAN)) from None
 
 
-def read_attempts(run_path: Path) -> list[tuple[Path, AttemptPlan]]:
-    """The folders of the attempts that had a plan, oldest first."""
+@dataclass(frozen=True)
+class PastAttempt:
+    """One attempt that had a plan, as its folder tells."""
+
+    folder: Path
+    plan: AttemptPlan
+    outcome: dict[str, Any]
+    """How it ended, as the one who started it judged; empty where that was not written: it runs, or its starter was killed."""
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None without an outcome."""
+        code = self.outcome.get("code")
+        return code if isinstance(code, int) else None
+
+    @property
+    def messages(self) -> tuple[str, ...]:
+        """What went wrong, the most important first."""
+        problems = self.outcome.get("problems")
+        found = (one.get("message") for one in (problems if isinstance(problems, list) else ()) if isinstance(one, dict))
+        return tuple(str(message) for message in found if message)
+
+    @property
+    def ended_outside(self) -> bool:
+        """By what is not in the job: no outcome was written, a node was gone, a port was taken, or it was asked to stop."""
+        reasons = ("asked", "nodes_gone", "port_taken")
+        return not self.outcome or any(self.outcome.get(reason) for reason in reasons)
+
+    @property
+    def seconds(self) -> float:
+        """How long it lived, by the times of its files: the ranks write heartbeats and logs until they end."""
+        try:
+            newest = max(entry.stat().st_mtime for entry in self.folder.iterdir())
+            return max(0.0, newest - (self.folder / PLAN).stat().st_mtime)
+        except (OSError, ValueError):
+            return 0.0
+
+
+def read_attempts(run_path: Path) -> list[PastAttempt]:
+    """The attempts of a run that had a plan, oldest first."""
     folder, found = run_path / "attempts", []
     for path in folder.iterdir() if folder.is_dir() else []:
         if path.name.isdigit():
             with contextlib.suppress(UserError):
-                found.append((path, AttemptPlan.read(path)))
-    return sorted(found, key=lambda attempt: int(attempt[0].name))
+                found.append(PastAttempt(path, AttemptPlan.read(path), read_object(path / OUTCOME)))
+    return sorted(found, key=lambda attempt: int(attempt.folder.name))
 
 
 def newest_attempt(run_path: Path) -> int:

@@ -11,17 +11,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from clustertune.console import duration
 from clustertune.manifest import require_replaceable, write_durably
 from clustertune.monitor.machine import COLUMNS, GPU_COLUMNS
 from clustertune.monitor.status import NodeStatus, RunStatus
-from clustertune.report.content import UNKNOWN, duration, moment, number, percent, size
+from clustertune.report.content import UNKNOWN, moment, number, percent, size
 from clustertune.report.cost import WARN_SHARE
-from clustertune.report.page import render, time_axis, training_plots
+from clustertune.report.page import render, time_axis, tone_of, training_plots
 
 _TEMPLATE = Path(__file__).with_name("live.html.jinja")
 FILE = "live.html"
 RELOAD_SECONDS = 5
-TONES = {"trained": "good", "finished": "good", "training": "good", "failed": "warn", "stopped": "warn", "lost": "warn"}
+UNDER_WAY = ("waiting", "training", "evaluating")
 HOTTEST_C = 90.0
 """Where the scale of temperatures ends: data-centre GPUs slow themselves down at about that (nvidia-smi -q -d TEMPERATURE)."""
 
@@ -29,16 +30,20 @@ HOTTEST_C = 90.0
 def draw(status: RunStatus, now: float | None = None) -> str:
     """The page. Plots are those of the report; what nothing was measured of is left out."""
     moment_ = time.time() if now is None else now
-    alerts = len(status.alerts)
+    alerts, evaluated = len(status.alerts), status.evaluation
     running = status.state == "training"
     restarts = [a.start_step for a in status.metrics.attempts[1:] if a.start_step is not None]
     values = {
-        "reload": RELOAD_SECONDS if status.state in ("waiting", "training") else None,
+        "reload": RELOAD_SECONDS if status.state in UNDER_WAY else None,
         "title": f"{f'({alerts}!) ' if alerts else ''}{status.recipe or status.title}",
         "heading": status.recipe or status.title,
         "status": status,
-        "tone": TONES.get(status.state, "plain"),
-        "share": None if not status.step or not status.steps else min(1.0, status.step / status.steps),
+        "tone": tone_of(status.state),
+        "share": min(1.0, evaluated.done / max(1, evaluated.total))
+        if evaluated
+        else None
+        if not status.step or not status.steps
+        else min(1.0, status.step / status.steps),
         "tiles": [{"name": name, "value": value, "note": note} for name, value, note in tiles(status)],
         "plots": [plot for plot in training_plots(status.metrics, restarts, _band(status)) if plot],
         "heat": list(_heat(status.nodes)),
@@ -53,6 +58,9 @@ def tiles(status: RunStatus) -> Iterator[tuple[str, str, str]]:
     """The figures that come first: name, value, and what it is held against."""
     cost, rates, budget = status.cost.training, status.cost.rates, status.budget
     planned = status.planned_hours
+    if (found := status.evaluation) is not None:
+        left = "" if found.eta_s is None else f"about {duration(found.eta_s)} left"
+        yield "Evaluation", f"{number(found.done)} of {number(found.total)}", f"{found.model} model{', ' if left else ''}{left}"
     pace = f"{duration(status.step_s)} a step" if status.step_s else ""
     yield "Step", f"{number(status.step)} of {number(status.steps)}", pace
     if status.planned_step_s and status.step_s:

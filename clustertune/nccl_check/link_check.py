@@ -29,13 +29,18 @@ from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import environment
 from clustertune.launch.shape import JobShape
 from clustertune.manifest import write_durably
-from clustertune.nccl_check import link_records
 from clustertune.nccl_check.gpu_pairs import start
-from clustertune.nccl_check.link_node import FACTS_SECONDS
-from clustertune.nccl_check.link_records import SCHEMA
-from clustertune.nccl_check.link_schedule import LAUNCHED, MARGIN_SECONDS, CheckOptions, Setup
+from clustertune.nccl_check.link_measure import (
+    FACTS_SECONDS,
+    LAUNCHED,
+    MARGIN_SECONDS,
+    SCHEMA,
+    CheckOptions,
+    CheckRecords,
+    Setup,
+)
+from clustertune.nccl_check.link_rules import headline_of, judge_log
 from clustertune.nccl_check.nccl_log import Log, read
-from clustertune.nccl_check.verdict import headline_of, judge_log
 from clustertune.plan.measured import SUFFIX, beside, read_measured
 from clustertune.process import kill_group
 from clustertune.recipe.schema import parse_minutes
@@ -43,7 +48,7 @@ from clustertune.tree import ROOT
 
 # --- where it runs ----------------------------------------------------------------------------------------------------
 
-NODE_MODULE = "clustertune.nccl_check.link_node"
+NODE_MODULE = "clustertune.nccl_check.link_measure"
 SLACK_SECONDS = 15.0
 """For the start of a step, of a container, and of Python, and for their end."""
 RECORDS = "records"
@@ -85,7 +90,7 @@ def job_target(allocation: Allocation, cluster: Cluster, environ: Mapping[str, s
 def run_ranks(target: CheckTarget, folder: Path, setup: Setup) -> None:
     """Run all ranks to their end, or end them after ``setup.most_seconds``. Raises OSError where a folder cannot be written."""
     setup.write(folder)
-    limit = min(setup.limit + SLACK_SECONDS + (FACTS_SECONDS if setup.facts else 0), setup.most_seconds)
+    limit = min(setup.limit + SLACK_SECONDS + FACTS_SECONDS, setup.most_seconds)
     child = start(target.command(folder), folder / LAUNCHED, signal.SIGTERM, cwd=ROOT)
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -143,22 +148,19 @@ def make_setup(target: CheckTarget, options: CheckOptions) -> Setup:
     )
 
 
-def measure(target: CheckTarget, options: CheckOptions, folder: Path) -> link_records.CheckRecords:
+def measure(target: CheckTarget, options: CheckOptions, folder: Path) -> CheckRecords:
     """Start all ranks once and return what they measured; it ends with the first thing that hangs.
 
     Raises OSError where the folder cannot be written.
     """
     setup = make_setup(target, options)
     run_ranks(target, folder / RECORDS, setup)
-    return link_records.read_records(folder / RECORDS, setup)
+    return CheckRecords(folder / RECORDS, setup)
 
 
-def document(target: CheckTarget, options: CheckOptions, part: link_records.CheckRecords, seconds: float) -> dict[str, Any]:
-    """What was found, without a verdict: :mod:`clustertune.nccl_check.link_records` explains each key."""
-    measured = link_records.measurements(part)
-    hung, problems = link_records.faults(part)
-    logs = link_records.logs(part)
-    found: dict[str, Any] = {
+def document(target: CheckTarget, options: CheckOptions, part: CheckRecords, seconds: float) -> dict[str, Any]:
+    """What was found, without a verdict: :mod:`clustertune.nccl_check.link_measure` explains each key."""
+    about = {
         "schema": SCHEMA,
         "cluster": target.cluster.name,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -166,32 +168,23 @@ def document(target: CheckTarget, options: CheckOptions, part: link_records.Chec
         "gpus_per_node": options.ranks_per_node,
         "backend": options.backend,
         "backend_why": options.backend_why,
-        "transport": transport(options.backend, part, logs),
+        "transport": transport(options.backend, part),
         "hosts": list(target.hosts),
         "seconds": round(seconds, 1),
-        "connect_s": part.connected,
-        **measured,
-        "p2p_probe": [entry for node in part.nodes for entry in node.get("probe", [])],
-        "hung": hung,
-        "left_out": link_records.left_out(part, measured),
-        "problems": problems,
-        "facts": link_records.facts(part),
-        "software": link_records.software(part),
-        "environment": link_records.steering(part),
     }
     if part.setup.interface:
-        found["interface"] = part.setup.interface
-    return found
+        about["interface"] = part.setup.interface
+    return {**about, **part.document()}
 
 
-def transport(backend: str, part: link_records.CheckRecords, logs: Mapping[str, str]) -> str:
+def transport(backend: str, part: CheckRecords) -> str:
     """How bytes go between nodes (inside one where there is one), as NCCL says; of gloo the interface that it was given."""
     if backend == "nccl":
-        log = read(logs.values())
+        log = read(part.logs())
         between = [f"NET/{plugin}" for plugin, _ in log.between().most_common()] if len(part.setup.hosts) > 1 else []
-        return ", ".join(between or [name for name, _ in log.transports.most_common(3)])[:200]
-    interface = link_records.steering(part).get("GLOO_SOCKET_IFNAME", "")
-    return f"gloo TCP on {interface}"[:200] if interface else "gloo TCP"
+        return ", ".join(between or [name for name, _ in log.transports.most_common(3)])
+    interface = part.environment.get("GLOO_SOCKET_IFNAME", "")
+    return f"gloo TCP on {interface}" if interface else "gloo TCP"
 
 
 def expected(cluster: Cluster) -> dict[str, Any]:
@@ -233,12 +226,12 @@ def _carries(key: str, nominal: float, reached: float, facts: LinkFacts | Networ
     }
 
 
-def judge(found: dict[str, Any], cluster: Cluster, logs: Mapping[str, str]) -> list[Finding]:
+def judge(found: dict[str, Any], cluster: Cluster, logs: Sequence[str]) -> list[Finding]:
     """Put what is expected and the verdict into a document; its findings."""
     found["expected"] = expected(cluster)
     if why := not_judged(found, cluster):
         found["not_judged"] = why
-    findings, found["verdict"] = judged(found, read(logs.values()), ignored(cluster))
+    findings, found["verdict"] = judged(found, read(logs), ignored(cluster))
     return findings
 
 
@@ -371,7 +364,7 @@ def before_job(target: CheckTarget, options: CheckOptions, folder: Path) -> Link
                 text = str(entry["message"] or f"{entry['collective']} did not end")[:300]
                 found["problems"].append({"node": target.hosts[0], "message": f"{why}: {text}"})
             found["hung"] = []
-        findings = judge(found, target.cluster, link_records.logs(part))
+        findings = judge(found, target.cluster, part.logs())
         write(found, folder / RESULT)
         status, headline = found["verdict"]["status"], found["verdict"]["headline"]
         if why and status != FAIL:

@@ -12,15 +12,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storing
+from clustertune.console import make_table
+from clustertune.errors import Problem, UserError, collect_problems, raise_if, storing
 from clustertune.report import cost, forms, plots, telemetry
 from clustertune.report.content import dataset_of, get, is_number, model_of
 from clustertune.report.metrics import Metrics, read_metrics
 from clustertune.report.page import render
-from clustertune.report.source import FIELDS, STEADY, describe, nodes_of, steady_step
+from clustertune.report.source import FIELDS, STEADY, describe, nodes_of
+from clustertune.report.state import RunState, read_stages, state_of
 from clustertune.resolve import distribution as distributions
+from clustertune.rundir import RunDir
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -242,46 +246,40 @@ def _run(path: Path) -> ComparedRun:
         "nodes": nodes,
         "interconnect": _interconnect(run, nodes),
         "distribution": distributions.format_distribution(run.get("distributed")),
-        "status": _state(metrics),
     }
     if metrics.steps:
         last = metrics.steps[-1]
         peaks = metrics.steps.known("memory_bytes")
         entry.values |= {
-            "step_s": steady_step(metrics.steps), "steps": last.step, "loss": last.loss,
+            "step_s": median(times) if (times := metrics.steps.steady()) else None, "steps": last.step, "loss": last.loss,
             "peak_gib": max(peaks) / 2**30 if peaks else None,
         }  # fmt: skip
     nodes_measured = telemetry.TelemetryReader(path / telemetry.FOLDER).read()
-    counted = cost.of_run(path, run, metrics, nodes_measured, time.time())
+    now = time.time()
+    counted = cost.of_run(path, run, metrics, nodes_measured, now)
+    folder = RunDir(path)
+    state = state_of(folder, read_stages(folder, metrics), metrics, counted.attempts, now)
+    entry.values["status"] = str(state)
     spent, gpu_hours = counted.training, None if counted.on_cpu else counted.training.gpu_hours
     if spent.seconds:
         entry.values |= {"hours": spent.seconds / 3600, "gpu_hours": gpu_hours, "usd": spent.usd, "kwh": spent.kwh}
     entry.values["cluster"] = get(run, "cluster", "name")
-    entry.notes += _of_a_run(run, metrics, entry)
+    entry.notes += _of_a_run(run, metrics, entry, state)
     _all_ranks(entry)
     return entry
 
 
-def _of_a_run(run: Mapping[str, Any], metrics: Metrics, entry: ComparedRun) -> Iterator[str]:
+def _of_a_run(run: Mapping[str, Any], metrics: Metrics, entry: ComparedRun, state: RunState) -> Iterator[str]:
     if not metrics.steps:
         yield "has no step in metrics.jsonl: nothing was trained, or the file is gone"
     elif entry.values.get(STEADY) is None:
         yield "has too few timed steps for a steady rate"
     if metrics.unreadable_lines:
         yield f"{metrics.unreadable_lines} unreadable lines in metrics.jsonl were skipped"
-    if entry.values["status"] not in ("finished", "not started"):
-        yield f"is not finished ({entry.values['status']}): its figures are of the steps that it took"
+    if metrics.steps and not state.is_trained:
+        yield f"is not finished ({state}): its figures are of the steps that it took"
     if get(run, "recipe", "tiny"):
         yield "was run with --tiny: a scaled-down model with random weights"
-
-
-def _state(metrics: Metrics) -> str:
-    if not metrics.attempts:
-        return "not started"
-    code = metrics.attempts[-1].exit_code
-    if code is None:
-        return "killed, or still running"
-    return "finished" if code == ExitCode.OK else f"stopped, exit {code}"
 
 
 def _interconnect(run: Mapping[str, Any], nodes: int) -> str | None:
@@ -306,12 +304,9 @@ def cells(found: Comparison) -> list[list[str]]:
 
 def table(found: Comparison) -> Table:
     """For a terminal."""
-    from rich.table import Table
     from rich.text import Text
 
-    made = Table(show_edge=False, header_style="bold")
-    for title in ("", *(entry.name for entry in found.entries)):
-        made.add_column(Text(title), overflow="fold")
+    made = make_table("", *(entry.name for entry in found.entries), text_columns=1 + len(found.entries))
     for row in cells(found):
         made.add_row(*(Text(cell) for cell in row))
     return made

@@ -17,6 +17,9 @@ from clustertune.recipe.schema import Recipe, is_address
 from clustertune.resolve import distribution as distributions
 from clustertune.resolve.distribution import Distribution
 
+EVAL_DATA = "eval.data"
+"""The key of the file of one's own prompts."""
+
 _WITHOUT_EFFECT = {
     "report_to", "run_name", "project", "disable_tqdm", "include_num_input_tokens_seen", "include_for_metrics",
     "per_device_eval_batch_size", "prediction_loss_only", "batch_eval_metrics", "metric_for_best_model", "greater_is_better",
@@ -75,8 +78,8 @@ class Resolved:
     global_batch_size: int
     """Sequences, or preferences, of an optimizer step over all ranks."""
     train_args: dict[str, Any]
-    """Keyword arguments of TRL's ``SFTConfig`` or ``DPOConfig``, after derivation: all that a recipe may state, TRL's default
-    where it does not."""
+    """Keyword arguments of TRL's ``SFTConfig``, ``DPOConfig`` or ``GRPOConfig`` (there with ``max_prompt_length``), after
+    derivation: all that a recipe may state, TRL's default where it does not."""
     lora: dict[str, Any] | None
     """The same of PEFT's ``LoraConfig``; None: all parameters are trained."""
     origins: dict[str, str]
@@ -94,6 +97,8 @@ class Resolved:
     tiny: bool = False
     chat_template: str | None = None
     """The text of the recipe's own chat template."""
+    reward_code: dict[str, str] = field(default_factory=dict)
+    """The text of each file of the recipe folder that has a reward, by its name without ``.py``."""
     accelerate_overrides: dict[str, Any] = field(default_factory=dict)
     """What the command line laid over the accelerate file, by key path; null took a key out."""
     deepspeed: dict[str, Any] | None = None
@@ -123,16 +128,22 @@ class Resolved:
         return self.recipe.trainer == "dpo"
 
     @property
+    def is_grpo(self) -> bool:
+        """Whether the model's own answers to prompts are trained on, by their rewards."""
+        return self.recipe.trainer == "grpo"
+
+    @property
     def inputs(self) -> dict[str, Path]:
-        """Files and folders of the data by their keys: as they stand where absolute, below the recipe folder where they exist
-        there, else from here. What comes from the Hub or an object store is not among them.
+        """Files and folders of the data, and of one's own prompts, by their keys: as they stand where absolute, below the
+        recipe folder where they exist there, else from here. What comes from the Hub or an object store is not among them.
         """
         found = {}
-        for key, part in self.recipe.data.keyed_parts():
-            if part.input is not None and not is_address(part.input):
-                given = expand_home(part.input)
+        named = [(f"{key}.input", part.input) for key, part in self.recipe.data.keyed_parts()]
+        for key, path in [*named, (EVAL_DATA, self.recipe.eval.data)]:
+            if path is not None and not is_address(path):
+                given = expand_home(path)
                 beside = Path(self.folder, given)
-                found[f"{key}.input"] = beside.resolve() if is_there(beside) else given.absolute()
+                found[key] = beside.resolve() if is_there(beside) else given.absolute()
         return found
 
     def with_staged(self, folder: Path) -> Resolved:
@@ -168,6 +179,8 @@ class Resolved:
             body["accelerate"] = acc.without_sizes(self.accelerate)
         else:
             body["world_size"] = self.world_size
+        if self.is_grpo:
+            body |= {"reward": recipe["reward"], "reward_code": self.reward_code}
         return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def counts(self, key: str) -> bool:

@@ -280,7 +280,7 @@ class _Simulated:
 
     def end_step(self, step: int) -> None:
         trainer = self.trainer
-        trainer.agree(0, trainer.clock.take())
+        trainer.end_step()
         if step == 1:
             gc.collect()
             self.memory.rename("optimizer states", _KEPT)

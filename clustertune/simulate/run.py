@@ -32,6 +32,9 @@ def refusals(resolved: Resolved) -> Iterator[Problem]:
         yield Problem(f"{engine} allocates behind torch's dispatcher and cannot be simulated", file=file, fix=_INSTEAD)
     elif used.kind not in ("FSDP2", "NO") and used.world_size > 1:
         yield Problem(f"{used.kind} reduces in C++ code that needs data, and cannot be simulated", file=file, fix=_INSTEAD)
+    if resolved.is_grpo:
+        text = "trainer: grpo: answers cannot be generated without data"
+        yield Problem(text, file=f"{resolved.name}/recipe.yaml", fix=_INSTEAD)
     if used.compiled:
         fix = f"simulate it uncompiled: accelerate.{acc.COMPILER}=null"
         yield Problem("code that Inductor compiles cannot be simulated", file=file, fix=fix)

@@ -46,6 +46,9 @@ def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> TrainArgument
     if values["use_liger_kernel"]:
         values |= {"use_liger_kernel": False, "liger_kernel_config": None}
         notes.append("use_liger_kernel off: its kernels need a GPU")
+    if values.get("use_vllm"):  # GRPO's alone
+        values["use_vllm"] = False
+        notes.append("use_vllm off: TRL starts vLLM on GPUs; transformers generates")
     if values["activation_offloading"]:
         values["activation_offloading"] = False
         # TRL 1.16 asks for the accelerator's streams (trl/models/activation_offloading.py:152), which a CPU has not.
@@ -56,16 +59,17 @@ def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> TrainArgument
 def trl_arguments(
     resolved: Resolved, folder: Path, fitted: TrainArguments, changes: Mapping[str, Any] = MappingProxyType({})
 ) -> Any:
-    """TRL's ``SFTConfig`` or ``DPOConfig`` with the arguments that it has; ``changes`` take the place of the recipe's."""
+    """TRL's configuration for the trainer with the arguments that it has; ``changes`` take the place of the recipe's."""
     import trl
 
     from clustertune.data import sequences
 
-    values = {**fitted.values, **(sequences.PAIRS if resolved.is_dpo else sequences.TRAINER), **changes}
+    kind = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "grpo": trl.GRPOConfig}[resolved.recipe.trainer]
+    values = {**fitted.values, **(sequences.TRAINER if resolved.recipe.trainer == "sft" else sequences.PAIRS)}
+    values |= {"reward_weights": [reward.weight for reward in resolved.recipe.reward or ()], **changes}
     if values["padding_free"] and not values["packing"]:
         values["max_length"] = None  # TRL asks for it: the rows are cut already
     del values["pad_token"]  # TRL 1.16 deprecates its own: the tokenizer carries it
-    kind = trl.DPOConfig if resolved.is_dpo else trl.SFTConfig
     return kind(output_dir=str(folder), **{key: value for key, value in values.items() if key in kind.__dataclass_fields__})
 
 

@@ -279,7 +279,7 @@ def check(found: FoundSharding, distribution: Distribution) -> None:
     wanted, world_size = distribution.type, distribution.world_size
     if found.world_size != world_size:
         text = f"{found.world_size} ranks are connected, the recipe resolved to {world_size}"
-        fix = "start every rank with one launcher: accelerate launch --num_processes, or srun through run.sbatch"
+        fix = "start every rank with one launcher: clustertune run, submit or launch/torchrun.sh"
         problems.append(Problem(text, fix=fix))
     same = {wanted, "MULTI_CPU"} if wanted == "MULTI_GPU" and found.device == "cpu" else {wanted}
     if found.type not in same and not (world_size == 1 and found.type != "DEEPSPEED"):

@@ -15,7 +15,6 @@ from clustertune import chain
 from clustertune import job as program
 from clustertune.cli import job as command
 from clustertune.cluster.load import load_cluster
-from clustertune.errors import UserError
 from clustertune.evaluate.servers import JOB, ServingJob
 from clustertune.launch import allocation, cluster_paths, progress, serving, step
 from clustertune.recipe import tasks
@@ -77,21 +76,6 @@ def test_a_job_reads_what_its_submission_recorded(recipe: Path) -> None:
     assert found.cluster is not None and found.cluster.slurm is not None and found.cluster.slurm.partition == "gpu"
     run.write_own_files(found.resolved)
     assert {file: file.read_text() for file in files} == files and len(files) == 1, "what accelerate launch reads"
-
-
-def test_the_same_submission_has_the_same_number_and_another_keeps_the_one_before(recipe: Path) -> None:
-    """A job that waits is still told what its own submission decided."""
-    assert sent(recipe) == sent(recipe) == 1
-    edit(recipe.parents[1] / "mine.yaml", "partition: ", "partition: other-")
-    assert sent(recipe) == 2
-    assert sent(recipe, "slurm.time=00:10:00") == 3
-    run = RunDir(recipe.parents[1] / "run")
-    clusters: list[Any] = [run.description(number).cluster for number in (1, 2, 3)]
-    assert [cluster.slurm.partition for cluster in clusters] == ["gpu", "other-gpu", "other-gpu"]
-    assert [one["description"] for one in run.read()["earlier"]] == [1, 2]
-    assert run.read()["jobs"]["train"]["minutes"] == 10 and run.read()["earlier"][1]["jobs"]["train"]["minutes"] == 30
-    with pytest.raises(UserError, match="no description 9"):
-        run.description(9)
 
 
 def test_the_job_command_reads_no_file_of_the_recipe(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,10 @@ from typer.testing import CliRunner
 
 from clustertune.cli import submit as command
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import cluster_paths, shape, slurm, submit
-from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.launch import shape, slurm, submit
+from clustertune.report import state
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import STAGES, RunDir
-from clustertune.submission import Submission
 from clustertune.testbed.cluster import TemporaryCluster as Temporary
 from tests.launch.machines import OURS, machine
 from tests.slurm import slurm as slurm_cluster
@@ -175,33 +174,7 @@ def test_live_jobs_are_found_and_strangers_are_not(tmp_path: Path) -> None:
     assert submit.live_jobs(tmp_path, shown("RUNNING", tmp_path / "other")) == []
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"jobs": [1]}', '{"jobs": {}}x'])
-def test_a_damaged_list_of_jobs(tmp_path: Path, text: str) -> None:
-    """Not known is not the same as none: two chains would run in one folder."""
-    (tmp_path / "jobs").mkdir()
-    (tmp_path / "jobs" / "jobs.json").write_text(text)
-    with pytest.raises(UserError, match="submit again"):
-        submit.read_jobs(tmp_path)
-
-
 # --- where the run lies -------------------------------------------------------------------------------------------------
-
-MOUNTS = """\
-21 1 8:1 / / rw shared:1 - ext4 /dev/sda1 rw
-30 21 0:5 / /pool rw - fuse.mergerfs pool rw
-31 21 0:6 / /nfs/a\\040b rw - nfs4 server:/x rw
-"""
-
-
-def test_folders_that_the_nodes_do_not_see() -> None:
-    """The job would fail on the second node, hours after it was submitted."""
-    shared = machine(storage={"shared": "/data"})
-    places = [("the run folder", Path(p)) for p in ("/tmp/x", "/pool/x", "/nfs/a b/x", "/data/x", "/database")]
-    found = cluster_paths.find_unshared(places, shared, "n1", MOUNTS)
-    assert [problem.file for problem in found] == ["/tmp/x", "/database"]
-    assert "ext4" in found[0].message
-    assert cluster_paths.find_unshared(places, shared, "elsewhere", MOUNTS) == []
-    assert cluster_paths.find_unshared(places, machine(), "n1", MOUNTS) == []
 
 
 # --- the command -------------------------------------------------------------------------------------------------------
@@ -323,17 +296,6 @@ def test_slurm_takes_every_header(slurm_cluster: Temporary, tmp_path: Path) -> N
         assert done.returncode == 0, done.stderr
 
 
-def test_the_run_folder_is_the_same_for_every_job(tmp_path: Path) -> None:
-    """A tiny run takes the cluster's size: each job gets it as overrides, or its own allocation would name another run."""
-    found = Submission.make("llama405b-oasst2", [], True, "local", tmp_path / "run", None, "report")
-    words = shape.tiny_size("llama405b-oasst2", [], found.machine)
-    for job in found.jobs:
-        assert set(words) <= set(job.arguments)
-        overrides = [word for word in job.arguments[1:] if "=" in word and not word.startswith("-")]
-        assert resolve("llama405b-oasst2", overrides, tiny=True).fingerprint() == found.resolved.fingerprint()
-    assert RunDir(found.path).stage("prepare") is None
-
-
 # --- the status of a run's jobs ----------------------------------------------------------------------------------------
 
 
@@ -362,75 +324,18 @@ def away(words: Sequence[str]) -> str:
     raise slurm.Unreachable(Problem("scontrol: Unable to contact slurm controller"), ExitCode.AGAIN)
 
 
-def states(found: submit.StagesStatus) -> dict[str, str]:
+def by_stage(found: state.StagesStatus) -> dict[str, str]:
     return {row.stage: row.state for row in found.rows}
-
-
-def test_live_and_forgotten_jobs(tmp_path: Path) -> None:
-    """The controller drops ended jobs after MinJobAge; what they finished stands in the run folder."""
-    run = submitted(tmp_path)
-    run.finish_stage("prepare", 7.0)
-    found = submit.read_status(run, controller(run, {"102": "RUNNING", "103": "PENDING"}))
-    assert states(found) == {
-        "prepare": "done", "train": "RUNNING", "export": "PENDING", "merge": "-", "eval": "-", "report": "-",
-    }  # fmt: skip
-    train = found.rows[1]
-    assert (train.job, train.nodes, train.restarts, train.seconds) == ("102", "n[1-2]", 2, 90_005)
-    assert found.live
-    assert found.rows[2].seconds is None
-
-
-def test_a_held_job_says_how_it_goes_on(tmp_path: Path) -> None:
-    """Slurm holds a requeued job whose start failed, and no message is sent."""
-    run = submitted(tmp_path)
-    ask = controller(run, {"102": "PENDING"})
-    held = submit.read_status(run, lambda words: ask(words).replace("Reason=None", "Reason=launch_failed_requeued_held"))
-    assert held.rows[1].reason == "launch_failed_requeued_held -> scontrol release 102"
-
-
-def test_forgotten_without_a_record(tmp_path: Path) -> None:
-    """It failed, and nothing but the last attempt's outcome tells why."""
-    run = submitted(tmp_path)
-    attempt = tmp_path / "attempts" / "0001"
-    attempt.mkdir(parents=True)
-    AttemptPlan(1, (Node("n1", "n1"),), 1).write(attempt)
-    (attempt / "outcome.json").write_text(json.dumps({"code": 75, "problems": [{"message": "rank 3 failed first"}]}))
-    (tmp_path / "attempts" / "0002").mkdir()  # taken by a restarted job, which never planned it
-    for name, whole in (("step-000020", True), ("step-000040.a2", True), ("step-000060", False)):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        if whole:
-            (tmp_path / "checkpoints" / name / "MANIFEST.json").write_text("{}")
-    train = submit.read_status(run, controller(run, {})).rows[1]
-    assert (train.state, train.reason, train.attempts, train.step) == (submit.FORGOTTEN, "rank 3 failed first", 1, 40)
 
 
 def test_a_record_is_not_the_controllers_word(tmp_path: Path) -> None:
     """A stage that was asked for again and failed is not done; without a controller, said once, the record is all there is."""
     run = submitted(tmp_path)
     run.finish_stage("prepare", 7.0)
-    assert states(submit.read_status(run, controller(run, {"101": "FAILED"})))["prepare"] == "FAILED"
-    found = submit.read_status(run, away)
-    assert (states(found)["prepare"], states(found)["train"]) == ("done", submit.UNKNOWN)
+    assert by_stage(state.read_status(run, controller(run, {"101": "FAILED"})))["prepare"] == "FAILED"
+    found = state.read_status(run, away)
+    assert (by_stage(found)["prepare"], by_stage(found)["train"]) == ("done", state.UNKNOWN)
     assert found.note is not None and not found.live
-
-
-@pytest.mark.parametrize("text", ["{", '{"problems": 1}', '{"problems": [1]}', "[]"])
-def test_a_damaged_outcome_is_passed_over(tmp_path: Path, text: str) -> None:
-    """A status is asked for when something went wrong: it must not fall over what went wrong."""
-    attempt = tmp_path / "attempts" / "0001"
-    attempt.mkdir(parents=True)
-    AttemptPlan(1, (Node("n1", "n1"),), 1).write(attempt)
-    (attempt / "outcome.json").write_text(text)
-    assert submit.last_outcome(tmp_path) == ""
-
-
-def test_what_a_person_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line a stage, never broken: states are searched for."""
-    run = submitted(tmp_path)
-    command._render(submit.read_status(run, controller(run, {"101": "COMPLETED", "102": "RUNNING", "103": "PENDING"})))
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].split() == ["stage", "job", "state", "time", "nodes", "restarts", "attempts"]
-    assert [line.split()[1:3] for line in lines[1:4]] == [["101", "COMPLETED"], ["102", "RUNNING"], ["103", "PENDING"]]
 
 
 def test_on_a_real_slurm(slurm_cluster: Temporary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,11 +346,11 @@ def test_on_a_real_slurm(slurm_cluster: Temporary, tmp_path: Path, monkeypatch: 
     run, ask = RunDir(tmp_path / "a b"), cluster_call(slurm_cluster)
     entries = submit.submit_all(run.path, jobs_for(run.path, ["prepare", "train"]), sender(slurm_cluster), ask)
     slurm_cluster.wait(entries[0]["id"], "RUNNING")
-    found = submit.read_status(run, ask)
-    assert states(found)["prepare"] == "RUNNING"
+    found = state.read_status(run, ask)
+    assert by_stage(found)["prepare"] == "RUNNING"
     assert (found.rows[1].state, found.rows[1].reason, found.rows[1].seconds) == ("PENDING", "Dependency", None)
     assert found.rows[0].nodes
     slurm.cancel([entry["id"] for entry in entries], ask)
     for entry in entries:
         slurm_cluster.wait(entry["id"], "CANCELLED")
-    assert not submit.read_status(run, ask).live
+    assert not state.read_status(run, ask).live

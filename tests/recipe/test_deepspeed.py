@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from clustertune.recipe import deepspeed_keys
 from clustertune.resolve import show
 from clustertune.resolve.resolve import resolve
 from tests.recipe.conftest import Refuse
@@ -96,31 +95,3 @@ def test_each_mistake_is_named(
     problems = refused(write(zero, **top), FULL if "nvme" in str(zero.get("offload_param")) else [])
     assert [(p.key, p.file.split("/")[-1]) for p in problems if p.file] == [(key, "ds.json")], [str(p) for p in problems]
     assert says in str(problems[0])
-
-
-def test_all_are_told_at_once(write: Write, refused: Refuse) -> None:
-    """One look at the file, not one for each mistake."""
-    problems = refused(write({"stage": 2, "offload_param": {"device": "cpu"}}, gradient_clipping=3, typo=1), [])
-    assert {p.key for p in problems} == {"typo", "zero_optimization.offload_param.device", "gradient_clipping"}
-
-
-def test_an_offloaded_optimizer_stays_what_it_is(write: Write, refused: Refuse) -> None:
-    """accelerate replaces what it does not know by Adam, without a word."""
-    cpu = {"offload_optimizer": {"device": "cpu"}}
-    assert resolve(write(cpu)).deepspeed is not None
-    [problem] = refused(write(cpu), ["train.optim=adafactor"])
-    assert problem.key == "zero_optimization.offload_optimizer.device" and "Adam without a message" in problem.message
-    assert resolve(write(cpu, zero_force_ds_cpu_optimizer=False), ["train.optim=adafactor"]).deepspeed is not None
-
-
-def test_the_command_line_may_name_a_disk(write: Write, refused: Refuse) -> None:
-    """A path in the recipe's file would be one site's; who starts a run may know this one's."""
-    word = "deepspeed.zero_optimization.offload_param.nvme_path"
-    resolved = resolve(write({"offload_param": PARAMS}), [*FULL, f"{word}=/local/nvme"])
-    assert deepspeed_keys.get(resolved.deepspeed or {}, "zero_optimization.offload_param.nvme_path") == "/local/nvme"
-    assert refused(write({"offload_param": PARAMS}), [*FULL, f"{word}=nvme"])[0].file == "command line"
-
-
-def test_precision_beside_the_file(write: Write, refused: Refuse) -> None:
-    """accelerate refuses mixed_precision beside a deepspeed_config_file, on every rank, after the queue."""
-    assert "accelerate.mixed_precision" in [p.key for p in refused(write(), ["accelerate.mixed_precision=bf16"])]

@@ -146,12 +146,6 @@ def test_what_is_refused(
 # --- the array ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("numbers", "text"), [([3], "3"), ([0, 1, 2, 3], "0-3"), ([7, 0, 1, 3], "0-1,3,7")])
-def test_indices(numbers: list[int], text: str) -> None:
-    """As --array takes them: a grid of hundreds stays one short line."""
-    assert array.indices([Point(n, "r", (), False, Path(), {}) for n in numbers]) == text
-
-
 RECORD = """\
 JobId=4{0} ArrayJobId=41 ArrayTaskId={0} JobName=tiny-oasst2-sweep
    UserId=root(0) GroupId=root(0) MCS_label=N/A

@@ -96,6 +96,7 @@ def test_every_stage_trains_as_one_process(bench: Bench, name: str) -> None:
     assert found["offload_param"] == found["offload_optimizer"] == ("cpu" if name == "zero3-offload" else "none")
 
 
+@pytest.mark.jobs
 def test_a_damaged_part_is_passed_over_and_the_rest_goes_on_the_same(bench: Bench, trained: Path, copy: Path) -> None:
     """A byte of rank 1's part of the last checkpoint; the one before it leads to the same bytes."""
     [part] = newest(copy).glob("global_step3/*zero_pp_rank_1_mp_rank_00_optim_states.pt")

@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 
 from clustertune.errors import ExitCode, UserError
-from clustertune.launch.node import accelerate_command
-from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
-from clustertune.rundir import RunDir
 from clustertune.training import deepspeed
 from tests.command import REPO
 from tests.damage import refused
@@ -50,16 +47,6 @@ def test_a_job_s_own_folder_holds_it(resolved: Resolved, tmp_path: Path, monkeyp
     assert deepspeed.set_environment(resolved, "run", cuda=True) == []
     assert os.environ[PARAM] == str(job / "swap") and (job / "swap").stat().st_mode & 0o777 == 0o700
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(job / "extensions") and "DS_ACCELERATOR" not in os.environ
-
-
-def test_without_a_cluster_file_it_says_where(resolved: Resolved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another program's cache folder is not the job's."""
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr("atexit.register", lambda *_, **__: None)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    [note] = deepspeed.set_environment(resolved, "run", cuda=False)
-    assert "storage.scratch" in note and os.environ[PARAM] == str(tmp_path / "clustertune-run" / "swap")
-    assert os.environ["DS_ACCELERATOR"] == "cpu" and "TORCH_EXTENSIONS_DIR" not in os.environ
 
 
 def test_a_disk_that_is_too_small_or_no_folder_is_told_before_the_model_is_loaded(
@@ -99,20 +86,3 @@ def test_without_a_gpu_nothing_is_compiled(
     assert config["zero_optimization"]["offload_param"]["device"] == device
     assert config.get("zero_force_ds_cpu_optimizer") is (False if notes else None)
     assert deepspeed.fit_to_cpu(SimpleNamespace(deepspeed_plugin=None)) == []
-
-
-def test_ranks_of_several_nodes_are_started_by_us(resolved: Resolved, tmp_path: Path) -> None:
-    """accelerate's default for DeepSpeed is pdsh with a hostfile, from one node to all others."""
-    nodes, key = (Node("a", "10.0.0.1"), Node("b", "10.0.0.2")), "--deepspeed_multinode_launcher"
-    for recipe, count, ours in ((resolved, 2, True), (resolved, 1, False), (resolve("tiny-oasst2"), 2, False)):
-        place = (1, "10.0.0.1", 29500) if count == 2 else ()
-        words = accelerate_command(RunDir(tmp_path), recipe, [], AttemptPlan(1, nodes[:count], 2 // count), *place)
-        assert words[words.index(key) + 1] == "standard" if ours else key not in words
-
-
-def test_accelerate_fills_the_place_from_these_variables() -> None:
-    """With another name there, "auto" would become a folder called none in each rank's working folder."""
-    import accelerate.utils.dataclasses as module
-
-    text = Path(module.__file__).read_text()
-    assert all(f'"{name}"' in text for name in deepspeed.NVME_VARIABLES.values())
