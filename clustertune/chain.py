@@ -25,9 +25,9 @@ from clustertune.console import say, show_error
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
 from clustertune.launch import image, progress
 from clustertune.launch.agent import Agent, measured
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.judge import Outcome, conclude
 from clustertune.launch.node import ranks_command
-from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.manifest import hash_file
 from clustertune.megatron import inputs
 from clustertune.monitor import live
@@ -37,7 +37,7 @@ from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES, RunDir
 from clustertune.staging import bundle, needs
 from clustertune.storage import storage_cause
-from clustertune.training.events import EventLog
+from clustertune.training.event_log import EventLog
 from clustertune.tree import IS_INSTALLED, ROOT
 
 MARKS = {"pass_mark", "pass_difference", "stall_seconds"}

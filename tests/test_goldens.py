@@ -12,7 +12,7 @@ from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
-from clustertune.submission import Submission
+from clustertune.submission import SubmissionPlan, plan_submission
 from tests import goldens
 from tests.goldens import GOLDEN, PLANS, RUNS
 from tests.launch.machines import REPO, cluster_of
@@ -85,8 +85,8 @@ def test_every_recipe_fits_the_machine_that_it_is_for(case: tuple[str, ...]) -> 
 
 
 @cache
-def submission(recipe: str, tiny: bool) -> Submission:
-    return Submission.make(recipe, [], tiny, cluster_of(recipe), REPO / "runs" / "X", None, "report")
+def submission(recipe: str, tiny: bool) -> SubmissionPlan:
+    return plan_submission(recipe, [], tiny, cluster_of(recipe), REPO / "runs" / "X", None, "report")
 
 
 @pytest.mark.parametrize(("name", "tiny"), RUNS)

@@ -13,7 +13,7 @@ import pytest
 from clustertune import manifest
 from clustertune.errors import Problem, UserError
 from clustertune.monitor.sampler import TelemetryWriter, append
-from clustertune.training.events import EventLog
+from clustertune.training.event_log import EventLog
 from tests.faults import CALLS, fault_at, sweep
 
 

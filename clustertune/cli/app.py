@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import io
 import logging
@@ -77,6 +78,19 @@ IMAGES = "Images of containers are made by make build-sif and make build-image: 
 
 class _Grouped(TyperGroup):
     """Lists the commands in groups."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As typer's, which would suggest what only programs start: a mistyped name is compared with what people start."""
+        name, *others = args
+        if name in ("train", "fit", "finetune", "fine-tune") and others and not others[0].startswith("-"):
+            fix = f"clustertune run {others[0]} runs all stages, --to train the first two; clustertune submit does so on Slurm"
+            raise UserError("training has no command of its own", file="command line", key=name, fix=fix)
+        if name not in self.commands and not name.startswith("-"):
+            known = [one for names in GROUPS.values() for one in names]
+            close = ["run" if one == "train" else one for one in difflib.get_close_matches(name, [*known, "train"], n=1)]
+            fix = f"did you mean {close[0]}?" if close else "clustertune --help lists all"
+            raise UserError("there is no such command", file="command line", key=name, fix=fix)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """As click's, a section for each of :data:`GROUPS`."""
@@ -370,8 +384,19 @@ def _summarise(summary: dict[str, Any], as_json: bool) -> None:
     reply(as_json, summary, *lines)
 
 
-_GROUPS = ("submit", "sweep", "new", "plan", "clusterfile", "rehearse", "doctor", "nccl_check", "setup", "stage")
-_MORE = ("launchers", "watch", "talk", "push", "bench", "compare", "job", "checkpoint")
+_GROUPS = (
+    "submit_command",
+    "sweep",
+    "new",
+    "plan_command",
+    "clusterfile",
+    "rehearse",
+    "doctor",
+    "nccl_check",
+    "setup",
+    "stage",
+)
+_MORE = ("launchers", "watch", "talk", "push", "bench", "compare_runs", "job_command", "checkpoint")
 for name in (*_GROUPS, *_MORE):  # in the order of --help
     importlib.import_module(f"clustertune.cli.{name}").add(app)
 
@@ -482,6 +507,8 @@ def _usage(error: typer.TyperException) -> UserError:
     fix = f"usage: {usage}; --help explains"
     if (key := getattr(error, "option_name", "").lstrip("-")) and "section.key=value" in usage:
         fix = _as_override(key) or fix
+    if key.replace("-", "_") in ("resume", "resume_from_checkpoint", "continue"):
+        fix = "the same command again goes on from the newest checkpoint, without an option"
     known = UserError(text, file="command line", fix=fix, code=ExitCode.CONFIG)
     show_error(known)
     return known

@@ -194,6 +194,8 @@ class Rewards:
         self._stack = contextlib.ExitStack()
         self._child: StandingChild | None = None
         self._late = 0
+        self.beat: Callable[[], None] = lambda: None
+        """Called before each answer that ours judge: a sign of life."""
         for reward in rewards:
             if (package := PACKAGES.get(reward.function)) and importlib.util.find_spec(package) is None:
                 text = f"needs the Python package {package}, which is not installed"
@@ -241,6 +243,7 @@ class Rewards:
     def _ask(self, reward: Reward, prompt: str, answer: str, row: Mapping[str, Any]) -> float:
         """What one answer is worth. Raises UserError where a row that ``prepare`` let through cannot be judged."""
         assert self._child is not None
+        self.beat()
         if self._child.ended:
             self._child = StandingChild(_judge_one)
         found = self._child.ask([reward.function, reward.options, prompt, answer, dict(row)]).found

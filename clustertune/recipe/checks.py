@@ -28,7 +28,19 @@ from clustertune.recipe.parameters import (
     matches,
     narrowest,
 )
-from clustertune.recipe.schema import FORMATS, OWN_PROMPTS, REWARD_OPTIONS, Eval, RecipeFile, Reward, read_section
+from clustertune.recipe.schema import (
+    FORMATS,
+    OWN_PROMPTS,
+    REWARD_OPTIONS,
+    Data,
+    Eval,
+    Model,
+    RecipeFile,
+    Reward,
+    Section,
+    Slurm,
+    read_section,
+)
 from clustertune.recipe.tasks import find_task, unknown_tasks
 from clustertune.recipe.values import Values, model_facts
 from clustertune.recipe.yamlfile import KeyPath
@@ -51,7 +63,8 @@ def check_schema(values: Mapping[str, Any], location: Callable[[KeyPath], str]) 
     try:
         RecipeFile.model_validate(values)
     except ValidationError as error:
-        yield from schema_findings(RecipeFile, error, _MISSING)
+        for path, text, fix in schema_findings(RecipeFile, error, _MISSING):
+            yield path, text, fix if fix or len(path) > 1 else _section_of(path[0])
     yield from _check_scores(values)
     yield from check_reward(values)
     model, data = values.get("model"), values.get("data")
@@ -67,6 +80,21 @@ def check_schema(values: Mapping[str, Any], location: Callable[[KeyPath], str]) 
         # A format that is laid over a recipe's own (data.format=alpaca) leaves its language without effect: prepare says so.
         if data.get("language") and other and location(language).rsplit(":", 1)[0] == location(form).rsplit(":", 1)[0]:
             yield language, f"{data['format']} rows carry no language", "leave it out"
+
+
+_OWN_SECTIONS: dict[str, type[Section]] = {"eval": Eval, "slurm": Slurm, "data": Data, "model": Model}
+
+
+def _section_of(name: str) -> str | None:
+    """Where a setting stands that was written at the top level, as a trainer's program takes it; None: nothing is known."""
+    keys = {
+        "train": facts("trl")["fields"],
+        "lora": facts("peft")["fields"],
+        **{section: model.model_fields for section, model in _OWN_SECTIONS.items()},
+    }
+    known = {key: section for section, names in reversed(keys.items()) for key in names}
+    close = nearest(name, known)
+    return close and f"did you mean {known[close]}.{close}?"
 
 
 _READS = {"sft": "conversations and text", "dpo": "pairs of answers", "grpo": "prompts"}

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertune.launch.plan import read_attempts
+from clustertune.launch.attempt import read_attempts
 from clustertune.manifest import write_durably
 from clustertune.recipe.native_rules import MAX_PROMPT, row_tokens
 from clustertune.report.content import dataset_of, get, model_of

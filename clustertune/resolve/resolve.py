@@ -276,7 +276,7 @@ class _Resolution:
             key = "max_completion_length" if self.trainer == "grpo" else "max_length"
             text = f"{length} tokens, the model has {positions} positions (max_position_embeddings)"
             text = f"with {MAX_PROMPT} {text}" if self.trainer == "grpo" else text
-            self.report([(("train", key), text, None)])
+            self.report([(("train", key), text, f"write at most {positions}" if self.trainer != "grpo" else None)])
         answer = evaluation.get("max_gen_toks") if isinstance(evaluation, dict) else None
         if positions and isinstance(answer, int | float) and answer >= positions:
             text = f"{answer:.0f} tokens of answer leave no room for a prompt in this model's {positions} positions"

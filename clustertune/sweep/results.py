@@ -13,7 +13,7 @@ from clustertune.console import aligned, duration
 from clustertune.errors import UserError
 from clustertune.evaluate.scores import metrics as scores_of
 from clustertune.evaluate.scores import read_result, shown
-from clustertune.launch.plan import read_attempts
+from clustertune.launch.attempt import read_attempts
 from clustertune.recipe.schema import FIRST_TASK
 from clustertune.recipe.tasks import first_task
 from clustertune.report.content import UNKNOWN, number

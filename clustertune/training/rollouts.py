@@ -114,8 +114,12 @@ class RolloutTrainer(ReferenceTrainer, GRPOTrainer):  # type: ignore[misc]
     def _phase(self) -> str:
         return "train" if self.model.training else "eval"
 
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+    def beat(self) -> None:
+        """A sign of life while answers are made and judged."""
         self.heartbeat(self._phase, self.state.global_step)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        self.beat()
         parted = self.clock.part("generation") if self.model.training else contextlib.nullcontext()
         with parted, replaced(grpo_trainer, unwrap_model_for_generation=self._for_generation):
             made = super()._generate(*args, **kwargs)
@@ -155,7 +159,7 @@ class RolloutTrainer(ReferenceTrainer, GRPOTrainer):  # type: ignore[misc]
             return super()._generate_and_score_completions(inputs)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any) -> Any:
-        self.heartbeat(self._phase, self.state.global_step)
+        self.beat()
         training = self.model.training
         with self.clock.part("reward") if training else contextlib.nullcontext():
             rewards = super()._calculate_rewards(inputs, prompts, completions, *args)

@@ -23,9 +23,9 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
 from clustertune.recipe.architecture import scale_down
 from clustertune.resolve.kernels import attention_of
-from clustertune.training import base_model, build, deepspeed, figures, kernels, packing, recompute, sharding, tracker
+from clustertune.training import base_model, build, compiling, deepspeed_engine, figures, packing, recompute, sharding, tracker
 from clustertune.training.collectives import Group, check_world
-from clustertune.training.events import EventLog, TrainingConsole
+from clustertune.training.event_log import EventLog, TrainingConsole
 from clustertune.training.heartbeat import Attempt
 from clustertune.training.loading import Loading
 from clustertune.training.rollouts import RolloutTrainer
@@ -64,7 +64,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self._session = session
         self._began = time.perf_counter()
         self._seconds, self._steps = 0.0, 0
-        self._compiled = kernels.Compiled()
+        self._compiled = compiling.Compiled()
         self.tokens = 0.0
         """Trained by the last log line."""
 
@@ -116,7 +116,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             self._tell_compiled(state.global_step)
 
     def _tell_compiled(self, step: int) -> None:
-        known, found = self._compiled, kernels.read()
+        known, found = self._compiled, compiling.read()
         if (found.graphs, found.given_up) == (known.graphs, known.given_up):
             return
         self._compiled = found
@@ -181,7 +181,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def _write_step(self, state: TrainerState, logs: dict[str, Any]) -> None:
         steps = max(self._steps, 1)
-        tokens, rate = float(logs.get("num_tokens", 0.0)), float(logs.get("tokens_per_second", 0.0))
+        # A step that learns from the answers of the one before brings no new tokens.
+        tokens, rate = float(logs.get("num_tokens", self.tokens)), float(logs.get("tokens_per_second", 0.0))
         stragglers = self.trainer.figures.stragglers() if self.trainer.figures is not None else {}
         assert self._session.log is not None
         self._session.log.write(
@@ -234,14 +235,14 @@ class Session:
         self.startup = Startup()
         self.startup.begin("process group")
         resolved, cuda = attempt.resolved, torch.cuda.is_available()
-        self.notes = attempt.notes + kernels.set_environment(resolved.distribution)
+        self.notes = attempt.notes + compiling.set_environment(resolved.distribution)
         build.check_packages(resolved.train_args, cuda=cuda)
-        deepspeed.prepare(resolved)
+        deepspeed_engine.prepare(resolved)
         packing.register()
         fitted = build.fit_to_device(resolved.train_args, cuda=cuda)
         # With the section save the trainer asks it, but at the end.
         self.args = build.trl_arguments(resolved, self.run_path, fitted, {"save_steps": NEVER} if resolved.recipe.save else {})
-        self.notes += deepspeed.fit_to_cpu(self.args) + fitted.notes
+        self.notes += deepspeed_engine.fit_to_cpu(self.args) + fitted.notes
         self.group = Group()
         check_world(self.group, resolved.world_size, attempt.plan)
         self.apart = Group.apart()  # now, not at the first save: where it cannot be made, no weights are read
@@ -308,6 +309,8 @@ class Session:
             on_checkpoint=self._on_checkpoint,
         )
         trainer.apart = self.apart
+        if self.rewards is not None and isinstance(trainer, RolloutTrainer):
+            self.rewards.beat = trainer.beat
         sharding.set_precision(trainer.accelerator, self.resolved.distribution.reduce_dtype)
         self.startup.end()
         self.notes += dict.fromkeys(loading.notes)  # a reference model's are the same
@@ -350,7 +353,7 @@ class Session:
         found = sharding.inspect(trainer.model_wrapped, trainer.accelerator, self.group.gather)
         sharding.check(found, resolved.distribution)
         if (engine := trainer.engine) is not None:
-            facts["deepspeed"] = deepspeed.check(engine, resolved)
+            facts["deepspeed"] = deepspeed_engine.check(engine, resolved)
         facts["recomputed_layers"] = str(recompute.apply(trainer.model, resolved))
         figures.attach(trainer, resolved, recompute.layers_of, facts["gpu0"])
         steps = trainer.state.max_steps
@@ -386,8 +389,8 @@ class Session:
             sample = trainer.train_dataset.select(range(min(LABEL_SAMPLE, len(trainer.train_dataset))))
             rows = ({"input_ids": row["chosen_ids"]} for row in sample) if self.resolved.is_dpo else sample
             check_labels(rows, {tokenizer.eos_token_id})
-        trainable = sum(deepspeed.elements(p) for p in trainer.model.parameters() if p.requires_grad)
-        total = sum(deepspeed.elements(p) for p in trainer.model.parameters())
+        trainable = sum(deepspeed_engine.elements(p) for p in trainer.model.parameters() if p.requires_grad)
+        total = sum(deepspeed_engine.elements(p) for p in trainer.model.parameters())
         attention = attention_of(self.args.to_dict())
         self.facts |= {"trainable_parameters": trainable, "total_parameters": total, "attention": attention}
         self.facts |= build.machine_facts()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from clustertune import manifest
 from clustertune.checkpoint import store
 from clustertune.errors import ExitCode, UserError
-from clustertune.launch.plan import check_fence
+from clustertune.launch.attempt import check_fence
 from tests.damage import failing, flip
 
 

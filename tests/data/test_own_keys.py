@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from clustertune.data import tokens
-from clustertune.data.chats import WEIGHTS, read
+from clustertune.data.chats import MASKS, WEIGHTS, read
 from clustertune.data.local_model import train_tokenizer
 from clustertune.data.prepare import prepare
 from clustertune.data.rows import BadRow
@@ -197,6 +197,25 @@ def test_an_answer_that_is_not_to_be_learnt_like_the_rest_refuses_its_row(run, k
         read("prompt-completion", {"prompt": "q", "completion": [PAIR[1] | {key: value}]})
     for plain_value in (1, 1.0, True, None):
         assert read("messages", {"messages": [PAIR[0], PAIR[1] | {key: plain_value}]}) == {"messages": PAIR}
+
+
+@pytest.mark.parametrize("key", MASKS)
+def test_a_masked_answer_refuses_its_row(key):
+    for value in (1, True, "yes"):
+        with pytest.raises(BadRow, match=key):
+            read("messages", {"messages": [PAIR[0], PAIR[1] | {key: value}]})
+    for plain_value in (0, False, None, ""):
+        assert read("messages", {"messages": [PAIR[0], PAIR[1] | {key: plain_value}]}) == {"messages": PAIR}
+
+
+@pytest.mark.parametrize("label", [False, "False", "false"])
+def test_a_completion_that_is_not_wanted_is_not_learnt(label):
+    """KTO's data (TRL's unpaired preference): taken as prompt and completion the model would learn what it should leave."""
+    row = {"prompt": "q", "completion": "a"}
+    with pytest.raises(BadRow, match="label"):
+        read("prompt-completion", row | {"label": label})
+    for other in (True, "true", None, 0, "positive"):
+        assert read("prompt-completion", row | {"label": other}) == read("prompt-completion", row)
 
 
 def test_a_question_that_is_not_to_be_learnt_is_refused_where_questions_are_learnt(run, tokenizer):

@@ -13,15 +13,15 @@ import yaml
 
 from clustertune import chain
 from clustertune import job as program
-from clustertune.cli import job as command
+from clustertune.cli import job_command as command
 from clustertune.cluster.load import load_cluster
 from clustertune.evaluate.servers import JOB, ServingJob
-from clustertune.launch import allocation, cluster_paths, progress, serving, step
+from clustertune.launch import allocation, cluster_paths, progress, serving, srun
 from clustertune.recipe import tasks
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
-from clustertune.submission import Submission
+from clustertune.submission import SubmissionPlan, plan_submission
 from tests.command import REPO
 
 
@@ -34,9 +34,9 @@ def recipe(tmp_path: Path) -> Path:
     return tmp_path / "recipes" / "tiny-oasst2"
 
 
-def submitted(recipe: Path, *words: str) -> Submission:
+def submitted(recipe: Path, *words: str) -> SubmissionPlan:
     cluster = str(recipe.parents[1] / "mine.yaml")
-    return Submission.make(str(recipe), list(words), True, cluster, recipe.parents[1] / "run", None, "report")
+    return plan_submission(str(recipe), list(words), True, cluster, recipe.parents[1] / "run", None, "report")
 
 
 def start_job(monkeypatch: pytest.MonkeyPatch, given: allocation.Allocation, *words: Any, **named: Any) -> None:
@@ -125,7 +125,7 @@ def test_a_job_starts_the_servers_that_its_submission_recorded(
         assert not plan.sigterm_asks and plan.limit_minutes == 600.0, "what ranks must know of Slurm"
 
     monkeypatch.setattr(program.JobChain, "go", go)
-    monkeypatch.setattr(step, "begin", lambda command: subprocess.Popen(["sleep", "60"]))
+    monkeypatch.setattr(srun, "begin", lambda command: subprocess.Popen(["sleep", "60"]))
     monkeypatch.setattr(chain, "keep_forecast", lambda *words: None)
     monkeypatch.setattr(program, "check_image", lambda *words: None)
     given = allocation.Allocation("7", 0, ("n1",), 8, 8, 1, None, limit_minutes=600.0)

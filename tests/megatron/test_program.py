@@ -20,7 +20,7 @@ from clustertune.checkpoint import store
 from clustertune.data.local_model import make_local_model
 from clustertune.errors import ExitCode, UserError
 from clustertune.export.export import export
-from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.megatron import inputs, program
 from clustertune.megatron.bridge import Bridge
 from clustertune.process import StopFlag

@@ -12,7 +12,7 @@ import pytest
 
 from clustertune import rank
 from clustertune.errors import ExitCode
-from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.plan.schedule import NODE_MTBF_HOURS, best_seconds, seconds_between_ends
 from clustertune.report import cost
 from clustertune.report.metrics import Metrics, read_metrics

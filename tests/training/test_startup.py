@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clustertune.errors import UserError
-from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.training import build
 from clustertune.training.session import Session, Watch
 from clustertune.training.startup import Startup

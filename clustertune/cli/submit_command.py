@@ -49,15 +49,15 @@ def submit(
         return
     if recipe is None:
         raise UserError("a recipe is missing", file="command line", fix="clustertune submit RECIPE, or --status RUN")
-    plan = submission.Submission.make(recipe, overrides or [], tiny, cluster, run_dir, first, last)
-    problems = plan.find_problems(dry_run)
+    plan = submission.plan_submission(recipe, overrides or [], tiny, cluster, run_dir, first, last)
+    problems, image, notes = submission.check(plan, dry_run=dry_run)
     raise_if(problems)
-    for warning in plan.warnings():
+    for warning in submission.warnings(plan, notes):
         say(f"warning: {warning}")
     if dry_run:
-        plan.show(as_json, verbose)
+        submission.show(plan, as_json, verbose)
     else:
-        plan.send(as_json)
+        submission.send(plan, image, as_json)
 
 
 def _show_status(path: Path, as_json: bool) -> None:
