@@ -182,7 +182,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def _write_step(self, state: TrainerState, logs: dict[str, Any]) -> None:
         steps = max(self._steps, 1)
-        tokens, rate = float(logs.get("num_tokens", 0.0)), float(logs.get("tokens_per_second", 0.0))
+        # A step that learns from the answers of the one before brings no new tokens.
+        tokens, rate = float(logs.get("num_tokens", self.tokens)), float(logs.get("tokens_per_second", 0.0))
         stragglers = self.trainer.figures.stragglers() if self.trainer.figures is not None else {}
         assert self._session.log is not None
         self._session.log.write(

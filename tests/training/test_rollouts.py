@@ -73,8 +73,9 @@ def trl(path: Path, folder: Path) -> list[list[float]]:
     return [[log[key] for key in NAMES.values()] for log in trainer.state.log_history if "loss" in log]
 
 
-def curve(path: Path) -> list[list[float]]:
-    return [[event[key] for key in NAMES] for event in events(path, "step")]
+def curve(path: Path) -> list[list[float | None]]:
+    """A step that goes on with the answers of the one before has no new reward and length."""
+    return [[event.get(key) for key in NAMES] for event in events(path, "step")]
 
 
 @pytest.mark.parametrize("more", [pytest.param([], id="lora"), pytest.param(["train.beta=0.1", *FULL], id="full")])
@@ -105,6 +106,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(strategy: str, ranks: int, more:
     bench.end(killed, ranks, attempt=4)
     assert len(events(killed, "start")) == 4
     assert digests(killed) == digests(whole)
+    assert curve(whole)[-1][0] and [event["tokens"] for event in events(whole, "step")][-1] > 0
     names = ("eval_reward", "eval_reward_difference", "eval_reward_difference_error")
     assert [events(killed, "eval")[-1][n] for n in names] == [events(whole, "eval")[-1][n] for n in names]
     assert curve(killed)[-1] == curve(whole)[-1]
