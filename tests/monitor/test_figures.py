@@ -17,7 +17,8 @@ def figures(device: str | None = None) -> Figures:
 
 
 def ranks(*rows: dict[str, float]) -> list[list[float]]:
-    usual = {"data": 0.1, "forward_backward": 1.0, "optimizer": 0.1, "layers": 0.4, "computed": 1000.0, "real": 900.0}
+    usual = dict.fromkeys(COLUMNS, 0.0)
+    usual |= {"data": 0.1, "forward_backward": 1.0, "optimizer": 0.1, "layers": 0.4, "computed": 1000.0, "real": 900.0}
     return [[{**usual, **row}[name] for name in COLUMNS] for row in rows]
 
 
