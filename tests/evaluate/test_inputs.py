@@ -61,17 +61,3 @@ def test_without_a_network_our_own() -> None:
         found = room.choose_source(IFEVAL, None)
     assert found == (IFEVAL.folder / "prompts.jsonl", "clustertune-ifeval-smoke")
     assert attempts  # it did ask
-
-
-def test_the_cached_benchmark_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def find(repo: str, file: str, *, revision: str, repo_type: str) -> str:
-        asked.append((repo, file, revision, repo_type))
-        return str(tmp_path / "cached.jsonl")
-
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", find)
-    with forbid_network() as attempts:
-        assert room.choose_source(IFEVAL, None) == (tmp_path / "cached.jsonl", "google/IFEval")
-    assert attempts == []
-    assert asked == [("google/IFEval", GIVEN["hub"]["file"], GIVEN["hub"]["revision"], "dataset")]

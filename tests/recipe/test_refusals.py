@@ -15,13 +15,11 @@ from typer.testing import CliRunner
 from clustertune.cli.app import app
 from clustertune.errors import UserError
 from clustertune.recipe import checks
-from clustertune.recipe.library_facts import facts
 from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.values import model_facts
 from clustertune.resolve import kernels, show
 from clustertune.resolve.megatron import NOT_STARTED
 from clustertune.resolve.resolve import resolve
-from clustertune.resolve.resolved import Resolved
 from tests.command import run
 from tests.conftest import TINY_LLAMA
 from tests.recipe.conftest import readable
@@ -276,15 +274,6 @@ def test_whether_and_how_a_model_is_compiled(train: dict[str, Any], dynamo: dict
     assert ("as a whole" in warnings) == (expected == (True, False)), "a start of minutes"
 
 
-def test_packages_are_asked_for_where_there_are_gpus_only() -> None:
-    """A laptop trains with sdpa and without Liger, and needs neither package."""
-    train = {"use_liger_kernel": True, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
-    assert not list(kernels.needed(train, gpus=False))
-    found = {key: packages for key, _, packages in kernels.needed(train, gpus=True)}
-    assert found["train.use_liger_kernel"] == ("liger-kernel",)
-    assert found["train.model_init_kwargs.attn_implementation"] == ("flash-attn", "kernels")
-
-
 def test_a_ratio_says_alone_which_layers_are_recomputed() -> None:
     values = show.as_json(resolve(REFERENCE, [f"{OWN}.ratio=0.5"]))["values"]
     assert values[f"{OWN}.ratio"] == {"value": 0.5, "origin": "override"}
@@ -419,26 +408,6 @@ TOGETHER = {"label_smoothing": ["loss_type=[exo_pair]"], "use_weighting": ["use_
 def test_what_trl_refuses_in_a_rank_is_refused_before() -> None:
     for key, words in {**{key: [f"{key}={value}"] for key, value in OF_DPO.items()}, **TOGETHER}.items():
         assert list(refused(*(f"train.{word}" for word in words), recipe="tiny-dpo")) == [f"train.{key}"]
-
-
-def test_each_loss_of_trl_is_taken() -> None:
-    for loss in facts("trl")["dpo"]["loss_type"]:
-        smoothed = ["train.label_smoothing=0.01"] if loss == "exo_pair" else []
-        assert resolve("tiny-dpo", [f"train.loss_type=[{loss}]", *smoothed]).train_args["loss_type"] == [loss]
-    with pytest.raises(UserError, match="aot_unpaired"):
-        resolve("tiny-dpo", ["train.loss_type=[aot_unpaired]", "train.f_divergence_type=forward_kl"])
-
-
-def test_it_is_recorded_and_another_run() -> None:
-    """The same keys under the other trainer would resume from its checkpoints."""
-    made = resolve("tiny-dpo")
-    again = Resolved.from_dict(json.loads(json.dumps(made.as_dict())))
-    assert again.is_dpo and again.fingerprint() == made.fingerprint()
-    other = made.as_dict()
-    other["recipe"]["trainer"] = "sft"
-    assert Resolved.from_dict(other).fingerprint() != made.fingerprint()
-    assert any("lora_dropout" in text for text in resolve("tiny-dpo", ["train.disable_dropout=true"]).warnings)
-    assert not any("lora_dropout" in text for text in made.warnings)
 
 
 def test_the_plan_counts_both_answers_and_the_reference() -> None:
