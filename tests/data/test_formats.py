@@ -448,3 +448,11 @@ def test_the_hub_gives_what_the_same_files_give(hub, run, trees, lines, tmp_path
         assert (tmp_path / "out" / name).read_bytes() == (local.out / name).read_bytes()
     rejected = json.loads((tmp_path / "out" / "rejected.jsonl").read_text())
     assert (rejected["file"], rejected["line"], rejected["reason"]) == ("org/set/train", 17, "duplicate-id")
+
+
+def test_the_input_folder_is_never_the_output_folder(trees, lines, tmp_path):
+    folder = fill(tmp_path / "set", {"train.jsonl": lines(trees(0, 4))})
+    for given in (folder, folder / "train.jsonl"):
+        with pytest.raises(UserError, match="folder of the input"):
+            prepare(Data(name="x", format="oasst-tree"), recipe_folder=folder, seed=1, out=folder, input_path=given)
+    assert (folder / "train.jsonl").read_bytes() == lines(trees(0, 4))

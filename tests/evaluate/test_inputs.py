@@ -12,6 +12,7 @@ from huggingface_hub import constants
 
 from clustertune.errors import UserError
 from clustertune.evaluate import inputs as room
+from clustertune.evaluate.run import quiet
 from clustertune.recipe.tasks import read_task_file
 from tests.evaluate.conftest import IFEVAL, forbid_network
 
@@ -61,3 +62,25 @@ def test_without_a_network_our_own() -> None:
         found = room.choose_source(IFEVAL, None)
     assert found == (IFEVAL.folder / "prompts.jsonl", "clustertune-ifeval-smoke")
     assert attempts  # it did ask
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_reading_a_local_file_is_not_reported_to_anyone(guarded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the guard, datasets sends a request for each ``load_dataset("json")`` of a local file."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
+
+    def load() -> None:
+        datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
+
+    with forbid_network() as attempts:
+        if guarded:
+            with quiet():
+                load()
+        else:
+            load()
+    assert bool(attempts) is not guarded
+    assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS is True
