@@ -120,7 +120,7 @@ test-jobs: setup ## whole jobs under Slurm, torchrun and Ray, each with a fault:
 test-long: setup ## fault-injection campaigns: kills at random moments, large merges
 	@$(BIN)/python -m pytest -m long --timeout 3600
 
-campaign: setup ## hundreds of injected faults, for hours, resumable: make campaign [ONLY=FAULT] [HOURS=n]
+campaign: setup ## faults at random moments, for hours: make campaign [ONLY=FAULT] [HOURS=n]
 	@$(BIN)/python -m tools.campaign $(if $(value ONLY),--only '$(value ONLY)') $(if $(value HOURS),--hours '$(value HOURS)')
 
 bench: setup ## measure a recipe's training speed: make bench RECIPE=NAME

@@ -25,9 +25,9 @@ from clustertune.console import say, show_error
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
 from clustertune.launch import image, progress
 from clustertune.launch.agent import Agent, measured
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.judge import Outcome, conclude
 from clustertune.launch.node import ranks_command
-from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.manifest import hash_file
 from clustertune.megatron import inputs
 from clustertune.monitor import live
@@ -37,7 +37,7 @@ from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES, RunDir
 from clustertune.staging import bundle, needs
 from clustertune.storage import storage_cause
-from clustertune.training.events import EventLog
+from clustertune.training.event_log import EventLog
 from clustertune.tree import IS_INSTALLED, ROOT
 
 MARKS = {"pass_mark", "pass_difference", "stall_seconds"}
@@ -302,7 +302,7 @@ class Chain:
 
     def prepare(self) -> dict[str, Any]:
         """The conversations, the base model where the recipe makes its own, and the tokens that the ranks read."""
-        from clustertune.data import tokens
+        from clustertune.data import rollout_rows, tokens
         from clustertune.data.prepare import prepare
         from clustertune.data.tokenizer import load_tokenizer
         from clustertune.training import base_model
@@ -324,6 +324,8 @@ class Chain:
         base_model.check(*from_where, self.resolved)
         tokenizer = load_tokenizer(*from_where, self.resolved.chat_template, train_args, chats=recipe.data.has_chats)
         made = tokens.make(self.run.data, tokenizer, train_args, shared=self.run.shared_tokens)
+        if self.resolved.is_grpo:
+            rollout_rows.check(self.run.data, self.resolved)
         return {**found, **{key: made[key] for key in tokens.SUMMARY}}
 
     def train(self) -> dict[str, Any]:

@@ -29,7 +29,9 @@ def render(
     console.print()
     console.print(table)
     metrics = read_metrics(run.metrics)
-    name, found = "eval loss", content.eval_losses(metrics)
+    name, found = "reward of the held-out prompts", content.held_out_rewards(metrics)
+    if found is None:
+        name, found = "eval loss", content.eval_losses(metrics)
     if found is None:
         name, found = "training loss", content.train_losses(metrics)
     if found is not None:

@@ -80,15 +80,6 @@ def test_a_page_that_is_opened_as_a_file_has_its_search_and_a_window_of_1200_its
         assert widths and not [width for width in widths if 75 < width < 77], path
 
 
-def test_a_link_to_nothing_fails_the_build(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "index.md").write_text("[gone](gone.md)\n")
-    settings = re.sub(r"^nav:.*", "nav: [index.md]\n", (REPO / "mkdocs.yml").read_text(), flags=re.DOTALL | re.MULTILINE)
-    (tmp_path / "mkdocs.yml").write_text(settings.replace("hooks: [tools/docs_site.py]\n", ""))
-    done = build("--config-file", tmp_path / "mkdocs.yml", "--site-dir", tmp_path / "site")
-    assert done.returncode != 0 and "gone.md" in done.stderr
-
-
 def test_a_recorded_line_stays_text() -> None:
     """Program output is escaped, broken at the width, and later lines come later; committed pictures fetch and run nothing."""
     picture = svg([(0.0, "$ a <b>"), (1.5, "!" + "x y " * 60)], "t & u", moving=True)

@@ -213,7 +213,7 @@ def train(settings: Path, out: Path) -> None:
 
     from clustertune.data.tokenizer import load_tokenizer
     from clustertune.training import packing
-    from clustertune.training.measure import Stopwatch
+    from clustertune.training.stopwatch import Stopwatch
 
     class Baseline(SFTTrainer):  # type: ignore[misc]
         """Counts its tokens, and is TRL's own otherwise."""

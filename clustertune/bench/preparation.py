@@ -72,9 +72,13 @@ def make(request: BenchRequest) -> Bench:
     ranks = request.ranks
     whole = resolve(request.recipe, given, tiny=request.tiny, ranks=ranks)
     require_startable(whole)
-    if whole.is_dpo:
+    if whole.recipe.trainer != "sft":
         fix = "clustertune run RECIPE train.max_steps=20: the report has its step times"
-        raise UserError(Problem("dpo: bench measures supervised fine-tuning", file=request.recipe, key="trainer", fix=fix))
+        raise UserError(
+            Problem(
+                f"{whole.recipe.trainer}: bench measures supervised fine-tuning", file=request.recipe, key="trainer", fix=fix
+            )
+        )
     if ranks is None and (shrunk := _ranks_here(whole, request)) is not None:
         ranks = shrunk
         whole = resolve(request.recipe, given, tiny=request.tiny, ranks=ranks)

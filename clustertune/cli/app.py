@@ -388,8 +388,19 @@ def _summarise(summary: dict[str, Any], as_json: bool) -> None:
     reply(as_json, summary, *lines)
 
 
-_GROUPS = ("submit", "sweep", "new", "plan", "clusterfile", "rehearse", "doctor", "nccl_check", "setup", "stage")
-_MORE = ("launchers", "watch", "talk", "push", "bench", "compare", "job", "checkpoint")
+_GROUPS = (
+    "submit_command",
+    "sweep",
+    "new",
+    "plan_command",
+    "clusterfile",
+    "rehearse",
+    "doctor",
+    "nccl_check",
+    "setup",
+    "stage",
+)
+_MORE = ("launchers", "watch", "talk", "push", "bench", "compare_runs", "job_command", "checkpoint")
 for name in (*_GROUPS, *_MORE):  # in the order of --help
     importlib.import_module(f"clustertune.cli.{name}").add(app)
 

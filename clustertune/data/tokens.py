@@ -84,7 +84,11 @@ def made_from(dataset: Path, tokenizer: Any, train_args: Mapping[str, Any]) -> d
         "versions": versions(),
         **({} if encoder.completions else {"completion_only_loss": False}),
     }
-    return {"tokens": tokens, "rows": row_settings(train_args, pairs=bool(manifest.meta.get("pairs")))}
+    meta = manifest.meta
+    return {
+        "tokens": tokens,
+        "rows": row_settings(train_args, pairs=bool(meta.get("pairs")), prompts=bool(meta.get("prompts"))),
+    }
 
 
 def versions() -> dict[str, str]:
@@ -405,10 +409,10 @@ PIECE = np.dtype([("offset", "<i8"), ("length", "<i4")])
 Pieces = npt.NDArray[Any]
 
 
-def row_settings(train_args: Mapping[str, Any], *, pairs: bool = False) -> dict[str, Any]:
+def row_settings(train_args: Mapping[str, Any], *, pairs: bool = False, prompts: bool = False) -> dict[str, Any]:
     """What decides the rows beside the tokens, of a recipe's ``train`` section; a key that is not given has TRL's default.
 
-    ``pairs``: two conversations, a prompt with its chosen and with its rejected answer, are a row.
+    ``pairs``: two conversations, a prompt with its chosen and with its rejected answer, are a row. ``prompts``: none is cut.
     """
 
     def value(key: str) -> Any:
@@ -417,13 +421,14 @@ def row_settings(train_args: Mapping[str, Any], *, pairs: bool = False) -> dict[
     strategy = value("packing_strategy")
     eval_packing = value("packing") if value("eval_packing") is None else value("eval_packing")
     return {
-        "max_length": value("max_length"),
+        "max_length": None if prompts else value("max_length"),
         "truncation_mode": value("truncation_mode"),
         "packing": {"train": strategy if value("packing") else None, "eval": strategy if eval_packing else None},
         "shuffle_dataset": bool(value("shuffle_dataset")),
         "seed": int(value("seed")),
         "group": GROUP,
         **({"pairs": True} if pairs else {}),
+        **({"prompts": True} if prompts else {}),
     }
 
 
@@ -616,8 +621,8 @@ class Encoder:
     def encode(self, examples: list[Mapping[str, Any]]) -> Iterator[tuple[npt.NDArray[Any], tuple[int, ...]]]:
         """Tokens with their label bits, and length, first and last label and count of labels, of each conversation.
 
-        An example gives one; a preference gives two, prompt with chosen and prompt with rejected. As TRL 1.16 does it
-        (``tokenize_fn`` of sft_trainer.py and of dpo_trainer.py).
+        An example gives one; a preference gives two, prompt with chosen and prompt with rejected; a prompt alone gives one of
+        which each token counts as labelled. As TRL 1.16 does it (``tokenize_fn`` of sft_trainer.py and of dpo_trainer.py).
         """
         prompts = iter(self._render([(row["prompt"], _of_the_row(row)) for row in examples if "prompt" in row], whole=False))
         whole = iter(self._render([(turns, _of_the_row(row)) for row in examples for turns in _whole(row)], whole=True))
@@ -630,6 +635,9 @@ class Encoder:
             found = [next(whole) for _ in _whole(row)]
             if "prompt" in row:
                 prompt, _ = next(prompts)
+                if not found:  # the model answers it itself
+                    yield _head(prompt, np.ones(len(prompt), bool))
+                    continue
                 begin = min(_common(prompt, ids) for ids, _ in found)
                 if "rejected" in row or self.completions:
                     found = [(ids, mask & (np.arange(len(ids)) >= begin)) for ids, mask in found]

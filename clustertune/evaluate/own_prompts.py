@@ -54,8 +54,8 @@ class OwnTask(Task):  # type: ignore[misc]
         return [{"row": at, "messages": row.messages} for at, row in enumerate(self.prompts.rows)]
 
     def _row(self, doc: Mapping[str, Any]) -> OwnPrompt:
-        found: OwnPrompt = self.prompts.rows[doc["row"]]
-        return found
+        row: OwnPrompt = self.prompts.rows[doc["row"]]
+        return row
 
     def doc_to_text(self, doc: Mapping[str, Any]) -> str:
         return "\n\n".join(str(message["content"]) for message in doc["messages"])

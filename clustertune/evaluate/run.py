@@ -152,7 +152,8 @@ def _prepared(
         assert facts is not None
         name, why = choose(settings.backend, facts, device)
         _seed(own.seeds)
-        digest = tasks.digest(loaded, settings, own.seeds.numpy, facts.render if settings.apply_chat_template else None)
+        with facts.within_limits() as tokenizing:
+            digest = tasks.digest(loaded, settings, own.seeds.numpy, tokenizing)
         if (mine := loaded["tasks"].get(OWN_PROMPTS)) is not None:
             stack.callback(mine.close)
             raise_if(mine.find_problems(facts.max_length, facts.tokenizer.encode))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -224,7 +225,7 @@ def write_generation(base: Path, stage: Path, ids: Mapping[str, int]) -> None:
     What serves the base with the adapter takes the base's, which does not stop where the training does: it is the base's file
     that :func:`copy_tokenizer` put into ``stage``, else what transformers derives from the base's ``config.json``.
     """
-    config = _of_text(read_json(base / "config.json")) if (base / "config.json").is_file() else {}
+    config = _of_text(read_json(base / "config.json")) if os.path.lexists(base / "config.json") else {}
     own = stage / GENERATION
     held = read_json(own) if own.is_file() else {name: config[name] for name in _DERIVED if config.get(name) is not None}
     aligned = align(held, _fitting(config, ids))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from clustertune.export.expected import Expected
-    from clustertune.export.sources import Source, StoredTensor
+    from clustertune.export.tensor_sources import Source, StoredTensor
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 KIND = "adapter"
@@ -186,7 +186,7 @@ def collect(
     every shard whose content is not what the manifest says.
     """
     from clustertune.export.expected import build_expected
-    from clustertune.export.sources import open_source
+    from clustertune.export.tensor_sources import open_source
 
     if trained.lora is None:
         text = "the run trained all parameters: there is no adapter to export"

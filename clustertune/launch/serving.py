@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from clustertune.cluster.hardware import load_hardware
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
+from clustertune.plan.generation import BANDWIDTH_SHARE, LAYER_S
 from clustertune.recipe.parameters import weight_bytes
 from clustertune.recipe.tasks import find_task, first_task
 from clustertune.recipe.values import Values
@@ -30,14 +31,8 @@ FEWEST, MOST = 16, 256
 """Sequences that a server must hold at once, so that its GPUs are worth their price; and those that it is sent at most."""
 LONGEST = 16_384
 """Tokens of prompt and answer together at most: few-shot prompts fit, and the cache of one sequence stays small."""
-BANDWIDTH_SHARE = 0.2
-"""Of the memory bandwidth while tokens are generated. Published: 1,290 output tokens/s of a 405B model in FP8 on 8 MI325X at 50
-sequences (Vultr's vLLM cookbook, 2026) are 22 %; 75 tokens/s of Llama 3.1 8B in bfloat16 on one A100 40GB are 77 %
-(https://johnmusgrave.com/p/vllm-throughput-latency-sweep-on)."""
 READ_BYTES_S = 1e9
 """Reading the weights on one node, bytes/s: slow shared storage; assumed."""
-LAYER_S = 1e-3
-"""A decoder layer of a step in transformers' eager mode, where its kernels' start and not the memory decides; assumed."""
 START_S = 600.0
 """Processes, compilation, CUDA graphs and the client's imports; assumed."""
 OWN_LONGEST = 512

@@ -19,7 +19,7 @@ from clustertune import manifest, secrets
 from clustertune.checkpoint.store import KIND, CheckpointStore, close, find_open
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.megatron import bridge, inputs, settings
-from clustertune.training.events import EventLog
+from clustertune.training.event_log import EventLog
 from clustertune.training.heartbeat import Attempt
 
 if TYPE_CHECKING:

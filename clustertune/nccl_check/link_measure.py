@@ -71,6 +71,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from clustertune import bounded
 from clustertune.check.rule import listed
 from clustertune.errors import Problem, UserError
 from clustertune.events import read_events, read_object
@@ -195,7 +196,8 @@ class Setup(CheckOptions):
         path = folder / SETUP
         try:
             data = json.loads(path.read_bytes())
-            return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+            values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+            return cls(**values)
         except (OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
             fix = "is the folder on storage that all nodes see?"
             raise UserError(Problem(f"contains no setup of a check: {error}", file=str(path), fix=fix)) from None
@@ -294,7 +296,7 @@ def members(setup: Setup, scope: str, turn: int, rank: int) -> list[int]:
 
 # --- one node ---------------------------------------------------------------------------------------------------------
 
-FACTS_SECONDS = 10.0
+FACTS_SECONDS = 20.0
 LAST_WORDS_SECONDS = 5.0
 """How long the others of a node may continue after one of its ranks has failed: they find out by themselves, and say so."""
 PATIENCE_SECONDS = 60.0
@@ -307,29 +309,38 @@ DEBUG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,BOOTSTRAP,ENV,NET,GRAP
 
 def run_node(folder: Path, setup: Setup, node: int) -> int:
     """The node's part of a check. Returns 0 where all ranks ended by themselves, else 1. Raises OSError for a full disk."""
-    began, environ = time.monotonic(), {**os.environ, **setup.environment}
-    facts = {**collect(place=setup.place, seconds=FACTS_SECONDS).as_dict(), "hostname": setup.hosts[node]}
-    record: dict[str, Any] = {"codes": [], "probe": [], "problems": [], "facts": facts, "environment": steering(environ)}
+    began, environ, problems = time.monotonic(), {**os.environ, **setup.environment}, list[str]()
+    record: dict[str, Any] = {"codes": [], "probe": [], "problems": problems, "environment": steering(environ)}
     record["python"] = ".".join(map(str, sys.version_info[:3]))
-    try:
-        interfaces = sorted(name for _, name in socket.if_nameindex())
-        if setup.interface not in (None, *interfaces):  # gloo and NCCL report it with messages of their own, a minute later
-            names = ", ".join(interfaces)
-            record["problems"].append(f"there is no interface {setup.interface} (it has {names}): nothing was measured")
-            return 1
-        if setup.backend == "nccl" and setup.ranks_per_node > 1:
-            limit = max(10.0, setup.seconds / 3)
-            pairs = probe_pairs(setup.ranks_per_node, setup.backend, environ, limit, pairwise=setup.pairwise)
-            record["probe"] = [{"node": setup.hosts[node], **entry} for entry in pairs]
-            if any(
-                entry["status"] == "hung" for entry in pairs
-            ):  # the ranks would hang as well, and tell nothing of the network
-                environ["NCCL_P2P_DISABLE"] = "1"
-                record["problems"].append("two GPUs hung: measured on with NCCL_P2P_DISABLE=1")
-        record["codes"] = codes = _run_ranks(folder, setup, node, environ, began)
-        return int(any(code != 0 for code in codes))
-    finally:
-        write_durably(folder / NODE.format(node=node), json.dumps(record) + "\n")
+    look = lambda: collect(place=setup.place, seconds=FACTS_SECONDS / 2).as_dict()  # noqa: E731
+    with bounded.Pending(look, FACTS_SECONDS) as facts:  # a file system or a driver may not answer
+        try:
+            interfaces = sorted(name for _, name in socket.if_nameindex())
+            if setup.interface in (None, *interfaces):
+                record["probe"] = _probe_pairs(setup, node, environ, problems)
+                record["codes"] = _run_ranks(folder, setup, node, environ, began)
+            else:  # gloo and NCCL report it with messages of their own, a minute later
+                there = ", ".join(interfaces)
+                problems.append(f"there is no interface {setup.interface} (it has {there}): nothing was measured")
+            if found := facts.answer().found:
+                record["facts"] = {**found, "hostname": setup.hosts[node]}
+            else:
+                problems.append(f"its facts took longer than {FACTS_SECONDS:.0f} s, or could not be collected")
+        finally:
+            write_durably(folder / NODE.format(node=node), json.dumps(record) + "\n")
+    return int(not record["codes"] or any(code != 0 for code in record["codes"]))
+
+
+def _probe_pairs(setup: Setup, node: int, environ: dict[str, str], problems: list[str]) -> list[dict[str, Any]]:
+    """What pairs of this node's GPUs did. Where one hung, the ranks go without P2P: they would hang too, and tell nothing."""
+    if setup.backend != "nccl" or setup.ranks_per_node < 2:
+        return []
+    limit = max(10.0, setup.seconds / 3)
+    pairs = probe_pairs(setup.ranks_per_node, setup.backend, environ, limit, pairwise=setup.pairwise)
+    if any(entry["status"] == "hung" for entry in pairs):
+        environ["NCCL_P2P_DISABLE"] = "1"
+        problems.append("two GPUs hung: measured on with NCCL_P2P_DISABLE=1")
+    return [{"node": setup.hosts[node], **entry} for entry in pairs]
 
 
 def _run_ranks(folder: Path, setup: Setup, node: int, environ: Mapping[str, str], began: float) -> list[int | None]:

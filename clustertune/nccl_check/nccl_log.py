@@ -530,7 +530,8 @@ def _head(line: str, begin: int, end: int) -> tuple[str, str, str, str, int]:
     if who := next(_WHO.finditer(before), None):
         return who[1], who[2], who[3] or "", source, begin + who.start()
     gpu = _GPU.search(before)
-    return "", "", gpu[1] if gpu else "", source, begin + (gpu or place).start() if gpu or place else end
+    first = gpu or place
+    return "", "", gpu[1] if gpu else "", source, begin + first.start() if first else end
 
 
 # --- for people and programs -------------------------------------------------------------------------------------------

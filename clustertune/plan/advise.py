@@ -317,6 +317,7 @@ def _spent(one: Step) -> str:
         "exposed communication": one.exposed.value,
         "an idle pipeline": one.bubble.value,
         "the optimizer": one.optimizer.value,
+        "generating answers": one.generation.value if one.generation else 0.0,
     }
     name, value = max(parts.items(), key=lambda item: item[1])
     text = f"{value / one.seconds:.0%} {name}"
@@ -453,9 +454,10 @@ def _changes(plan: Plan) -> Iterator[_Change]:
         yield _Change("weights and optimizer state in host memory", [f"accelerate.{acc.key_of('offload_params')}=true"])
     if used.lora and not plan.shape.quantised and used.kind in ("FSDP2", "DDP", "NO"):
         yield _Change("a base quantised to NF4", loaded(start, "nf4"), same=False)
+    key = "train.max_completion_length" if plan.resolved.is_grpo else "train.max_length"
     for length in (4096, 2048, 1024, 512):
         if length < used.sequence:
-            yield _Change(f"sequences of {length} tokens", [f"train.max_length={length}"], same=False)
+            yield _Change(f"sequences of {length} tokens", [f"{key}={length}"], same=False)
 
 
 def _sharded(plan: Plan) -> Iterator[_Change]:

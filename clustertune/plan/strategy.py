@@ -15,6 +15,7 @@ from clustertune.errors import Problem, raise_if
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
 from clustertune.recipe.counted import LayerKind, ParameterCount
+from clustertune.recipe.native_rules import MAX_PROMPT, row_tokens
 from clustertune.recipe.quantization import Quantized
 from clustertune.resolve import kernels
 from clustertune.resolve.distribution import Distribution
@@ -223,6 +224,21 @@ REFERENCE = (
 TF32 = "float32 products are counted as TF32, half the speed of bfloat16; without train.tf32=true they are slower"
 
 
+@dataclass(frozen=True)
+class Rollouts:
+    """What a rank generates at a time, with ``trainer: grpo``."""
+
+    answers: int
+    prompt: int
+    """Tokens at most."""
+    completion: int
+    """Tokens at most."""
+    steps: float
+    """Optimizer steps that learn from one generation."""
+    vllm: float
+    """The share of the GPU's memory that vLLM takes; 0: transformers generates."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Strategy(Distribution, Sizes):
     """A distribution with what decides time and memory beside it. Sizes are counts of ranks."""
@@ -268,6 +284,8 @@ class Strategy(Distribution, Sizes):
     """Sequences of a row: 2 of a preference."""
     reference_bytes: float = 0.0
     """A parameter of a second, frozen model; 0: there is none."""
+    rollouts: Rollouts | None = None
+    """None: the model is not trained on its own answers."""
 
     @property
     def row(self) -> int:
@@ -298,6 +316,7 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
     notes += [WHOLE_LOSS] if smoothed else [FUSED_LOSS] if tiles and not stated.whole_logits else []
     notes += ["flex_attention is counted as flash attention"] if kernel == "flex_attention" else []
     notes += [REFERENCE[resolved.recipe.lora is None]] if resolved.is_dpo else []
+    compared = resolved.is_dpo or bool(resolved.is_grpo and args["beta"])  # with a reference
     notes += [TF32] if sizes.compute == "fp32" and not args.get("tf32") else []
     notes += [WHOLE_LOGITS] if stated.whole_logits else []
     if stated.reduce_dtype is not None:
@@ -329,15 +348,25 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
         tiled_loss=tiles,
         liger=trl and bool(args.get("use_liger_kernel")),
         holds_logits=stated.whole_logits,
-        second_forward="reference" if resolved.is_dpo else "metrics" if smoothed else "",
+        second_forward="reference" if compared else "metrics" if smoothed else "",
         answers=2 if resolved.is_dpo else 1,
-        reference_bytes=loaded_bytes(args) if resolved.is_dpo and resolved.recipe.lora is None else 0.0,
+        reference_bytes=loaded_bytes(args) if compared and resolved.recipe.lora is None else 0.0,
+        rollouts=_rollouts(args) if resolved.is_grpo else None,
     )
+
+
+def _rollouts(args: Mapping[str, Any]) -> Rollouts:
+    """TRL's rule: without ``steps_per_generation`` a generation is for one optimizer step (GRPOConfig.__post_init__)."""
+    accumulation = int(args["gradient_accumulation_steps"])
+    parts = int(args.get("steps_per_generation") or accumulation)
+    answers, steps = int(args["per_device_train_batch_size"]) * parts, parts * int(args["num_iterations"]) / accumulation
+    vllm = float(args["vllm_gpu_memory_utilization"]) if args["use_vllm"] else 0.0
+    return Rollouts(answers, int(args[MAX_PROMPT]), int(args["max_completion_length"]), steps, vllm)
 
 
 def _sequence(args: Mapping[str, Any]) -> int:
     """Tokens of a row: packed rows have this length, padded ones at most."""
-    return int(args["max_length"])
+    return int(row_tokens(args))
 
 
 def _recomputation_notes(resolved: Resolved) -> list[str]:

@@ -29,6 +29,7 @@ MARKS = {
     "evaluation": "e",
     "checkpoint": "c",
     "load": "l",
+    "generation": "g",
 }
 
 
@@ -108,8 +109,9 @@ def compare(one: Plan, other: Plan, wholes: Sequence[Mapping[str, str]], console
     for name in rows[0] | rows[1]:
         table.add_row(*map(Text, (name, rows[0].get(name, ""), rows[1].get(name, ""))))
     before, after = one.parts(), other.parts()
-    for name in before:
-        table.add_row(f"{name.replace('_', ' ')}, s per step", f"{before[name]:.3g}", f"{after.get(name, 0.0):.3g}")
+    for name in before | after:
+        seconds = (f"{parts.get(name, 0.0):.3g}" for parts in (before, after))
+        table.add_row(f"{name.replace('_', ' ')}, s per step", *seconds)
     console.print(table)
     ratio = one.step.seconds / other.step.seconds
     faster = other if ratio > 1 else one

@@ -3,6 +3,7 @@ it, with what carries it: refused before the queue."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,7 +28,19 @@ from clustertune.recipe.parameters import (
     matches,
     narrowest,
 )
-from clustertune.recipe.schema import FORMATS, OWN_PROMPTS, Data, Eval, Model, Recipe, Section, Slurm
+from clustertune.recipe.schema import (
+    FORMATS,
+    OWN_PROMPTS,
+    REWARD_OPTIONS,
+    Data,
+    Eval,
+    Model,
+    Recipe,
+    Reward,
+    Section,
+    Slurm,
+    read_section,
+)
 from clustertune.recipe.tasks import find_task, unknown_tasks
 from clustertune.recipe.values import Values, model_facts
 from clustertune.recipe.yamlfile import KeyPath
@@ -53,6 +66,7 @@ def check_schema(values: Mapping[str, Any], location: Callable[[KeyPath], str]) 
         for path, text, fix in schema_findings(Recipe, error, _MISSING):
             yield path, text, fix if fix or len(path) > 1 else _section_of(path[0])
     yield from _check_scores(values)
+    yield from check_reward(values)
     model, data = values.get("model"), values.get("data")
     if isinstance(model, dict):
         if model.get("weights", "hub") == "hub" and not model.get("path"):
@@ -60,7 +74,7 @@ def check_schema(values: Mapping[str, Any], location: Callable[[KeyPath], str]) 
         if model.get("weights") == "random" and model.get("path"):
             yield ("model", "path"), "given, while weights: random makes the weights", "leave out one"
     if isinstance(data, dict):
-        yield from _check_data(data, dpo=values.get("trainer") == "dpo")
+        yield from _check_data(data, str(values.get("trainer") or "sft"))
         other = data.get("format") not in (None, "oasst-tree")
         language, form = ("data", "language"), ("data", "format")
         # A format that is laid over a recipe's own (data.format=alpaca) leaves its language without effect: prepare says so.
@@ -83,7 +97,13 @@ def _section_of(name: str) -> str | None:
     return close and f"did you mean {known[close]}.{close}?"
 
 
-def _check_data(data: Mapping[str, Any], *, dpo: bool) -> Iterator[Found]:
+_READS = {"sft": "conversations and text", "dpo": "pairs of answers", "grpo": "prompts"}
+"""What each trainer is given."""
+_READER = {"preference": "dpo", "prompt": "grpo"}
+"""Formats that one trainer alone takes; all others are for ``sft``."""
+
+
+def _check_data(data: Mapping[str, Any], trainer: str) -> Iterator[Found]:
     """Each set of rows has a format and, where it comes from the Hub, a revision; a mixture has them in its parts alone."""
     sources = data.get("sources")
     mixed = isinstance(sources, list) and bool(sources)
@@ -100,9 +120,11 @@ def _check_data(data: Mapping[str, Any], *, dpo: bool) -> Iterator[Found]:
             yield (*path, "format"), "missing", _MISSING["data", "format"]
         if not part.get("input"):
             yield from _demand_revision(part, path, "a local input needs none")
-        if (part.get("format") == "preference") != dpo and part.get("format") in FORMATS:
-            text = f"{part['format']}: trainer: {'dpo takes' if dpo else 'sft does not take'} pairs of answers"
-            yield (*path, "format"), text, "write " + ("format: preference, or trainer: sft" if dpo else "trainer: dpo")
+        reader = _READER.get(str(part.get("format")), "sft")
+        if part.get("format") in FORMATS and trainer in _READS and trainer != reader:
+            own = [name for name, taker in _READER.items() if taker == trainer]
+            fix = f"write {f'format: {own[0]}, or ' if own else ''}trainer: {reader}"
+            yield (*path, "format"), f"{part['format']}: trainer: {trainer} takes {_READS[trainer]}", fix
 
 
 def _check_scores(values: Mapping[str, Any]) -> Iterator[Found]:
@@ -168,11 +190,11 @@ class NativeSection:
 
 def train_section(trainer: str = "sft") -> NativeSection:
     """The section ``train`` of a recipe with this ``trainer``."""
-    rules, dpo = native_rules, trainer == "dpo"
-    owned = rules.TRAIN_OWNED | acc.TRAIN_OWNED | (rules.DPO_OWNED if dpo else {})
-    ranges = rules.TRAIN_RANGES | (rules.DPO_RANGES if dpo else {})
+    rules = native_rules
+    owned = rules.TRAIN_OWNED | acc.TRAIN_OWNED | rules.OWNED[trainer]
+    ranges = rules.TRAIN_RANGES | {"dpo": rules.DPO_RANGES, "grpo": rules.GRPO_RANGES}.get(trainer, {})
     fields, own = train_fields(trainer), frozenset({"global_batch_size"})
-    return NativeSection("train", "DPOConfig" if dpo else "SFTConfig", fields, owned, rules.TRAIN_REMOVED, ranges, own)
+    return NativeSection("train", f"{trainer.upper()}Config", fields, owned, rules.TRAIN_REMOVED, ranges, own)
 
 
 def lora_section() -> NativeSection:
@@ -223,7 +245,7 @@ def check_train(train: Mapping[str, Any]) -> Iterator[Found]:
         yield ("train", "lr_scheduler_type"), text, "write eval_strategy: steps"
     if train.get("dataloader_prefetch_factor") is not None and not train.get("dataloader_num_workers"):
         yield ("train", "dataloader_prefetch_factor"), "needs dataloader_num_workers of at least 1", None
-    if train.get("packing") and train["max_length"] is None:
+    if train.get("packing") and train.get("max_length") is None:
         yield ("train", "max_length"), "empty, while packing fills sequences to it", "write a number of tokens"
     if train.get("save_only_model"):
         yield ("train", "save_only_model"), "true: a run could not be resumed", "leave it out"
@@ -245,14 +267,52 @@ _EVALUATED = ("loss", "runtime", "samples_per_second", "steps_per_second")
 """What ``Trainer.evaluate`` returns here, each behind ``eval_`` (transformers 5, ``evaluation_loop`` and ``speed_metrics``)."""
 
 
+_SCHEDULE_NEEDS = {
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
+    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
+    "warmup_stable_decay": ("num_decay_steps",),
+}
+"""Of which arguments a schedule needs exactly one (transformers 5.23, optimization.py)."""
+_SCHEDULE_RANGES: dict[str, tuple[Callable[[float, float], bool], str]] = {
+    **dict.fromkeys(("num_cycles", "power"), (lambda value, _: value > 0, "a rate that falls needs a number greater than 0")),
+    **dict.fromkeys(
+        ("lr_end", "min_lr"), (lambda value, rate: 0 <= value < rate, "it must be at least 0 and below train.learning_rate")
+    ),
+    **dict.fromkeys(
+        ("min_lr_rate", "min_lr_ratio", "warmup_lr_rate"),
+        (lambda value, _: 0 <= value < 1, "a share of the learning rate is at least 0 and below 1"),
+    ),
+    "factor": (lambda value, _: 0 < value < 1, "it must be above 0 and below 1"),
+    "timescale": (lambda value, _: value >= 1, "it must be at least 1 step"),
+    **dict.fromkeys(
+        ("num_decay_steps", "num_stable_steps", "patience", "cooldown"), (lambda value, _: value >= 0, "it must be at least 0")
+    ),
+}
+"""What arguments of schedules must be, and the learning rate: beyond, the rate grows, is negative, or divides by zero, most of
+it without a message."""
+
+
+def _outside(key: str, value: Any, rate: float) -> str | None:
+    """What an argument of a schedule must be and is not; None where it is, may be empty, or is not known."""
+    if key not in _SCHEDULE_RANGES or value is None:
+        return None
+    allowed, text = _SCHEDULE_RANGES[key]
+    return None if is_number(value) and allowed(value, rate) else text
+
+
 def _check_arguments(train: Mapping[str, Any]) -> Iterator[Found]:
     """Arguments of saving, schedule and optimizer: transformers ignores a key of ``optim_args`` that it does not know."""
     schedule, optimizer = str(train["lr_scheduler_type"]), str(train["optim"])
     known = facts("trl")["schedulers"][schedule]
-    for key, value in (train.get("lr_scheduler_kwargs") or {}).items():
-        if key == "num_cycles" and key in known and not (is_number(value) and value > 0):
-            text = f"num_cycles is {show_value(value)}: a rate that falls needs a number greater than 0"
-            yield ("train", "lr_scheduler_kwargs"), text, "leave it out: the schedule has a default"
+    arguments, rate = train.get("lr_scheduler_kwargs") or {}, train["learning_rate"]
+    if (one_of := _SCHEDULE_NEEDS.get(schedule)) and len(arguments.keys() & set(one_of)) != 1:
+        # transformers says so when the optimizer is made, which is once the weights are loaded.
+        text = f"the {schedule} schedule needs {'one of ' * (len(one_of) > 1)}{' and '.join(one_of)}"
+        yield ("train", "lr_scheduler_kwargs"), text, f"write {{{one_of[-1]}: {'0.1' if len(one_of) > 1 else 'STEPS'}}}"
+    for key, value in arguments.items():
+        if key in known and (needed := _outside(key, value, rate if is_number(rate) else math.inf)):
+            text = f"{key} is {show_value(value)}: {needed}"
+            yield ("train", "lr_scheduler_kwargs"), text, "see the function of this schedule in transformers/optimization.py"
         if key not in known:
             text = f"{show_value(key)} is not an argument of the {schedule} schedule; it takes {', '.join(known) or 'none'}"
             yield ("train", "lr_scheduler_kwargs"), text, did_you_mean(key, known) if known else "leave it out"
@@ -321,6 +381,98 @@ def check_dpo(train: Mapping[str, Any], accelerate: Mapping[str, Any], *, megatr
         yield _mesh(axis), text, "leave it out: FSDP2 shards over all ranks"
     if kind == "DEEPSPEED":
         text = "DeepSpeed has no reference model here: trainer: dpo is sharded by FSDP2"
+        yield ("accelerate", acc.TYPE), text, f"{acc.USE_FSDP2}, or MULTI_GPU"
+
+
+def check_reward(values: Mapping[str, Any]) -> Iterator[Found]:
+    """The sections ``reward`` and ``rollout`` against ``trainer``, whatever else of the recipe is wrong."""
+    grpo, given = values.get("trainer") == "grpo", values.get("reward")
+    if grpo and given is None:
+        known = ", ".join(REWARD_OPTIONS)
+        fix = f"write reward: [{next(iter(REWARD_OPTIONS))}]; there are {known}, and module:function of the recipe folder"
+        yield ("reward",), "missing: trainer: grpo learns by rewards", fix
+    for key in ("reward", "rollout") if not grpo else ():
+        if values.get(key) is not None:
+            yield (key,), f"trainer: {values.get('trainer') or 'sft'} does not read it", "write trainer: grpo, or leave it out"
+    if values.get("rollout") == "servers":
+        text = "servers: generation on servers beside the trainer is not built"
+        yield ("rollout",), text, "write rollout: colocate; train.use_vllm=true has vLLM generate on the GPUs that train"
+    names = [reward.name for reward in read_rewards(given)]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield ("reward",), f"{name} twice: rewards are logged by their names", "give each function a name of its own"
+    for at, reward in enumerate(read_rewards(given)):
+        yield from ((("reward", str(at)), text, fix) for text, fix in _check_options(reward))
+
+
+def read_rewards(given: Any) -> list[Reward]:
+    """The rewards of a recipe's values that can be read; the schema says what is wrong with the others."""
+    read = [read_section(Reward, one) for one in given] if isinstance(given, list) else []
+    return [reward for reward in read if reward is not None]
+
+
+def _check_options(reward: Reward) -> Iterator[tuple[str, str | None]]:
+    """What is wrong with what one of our rewards is told."""
+    told = reward.options
+    for key in ("column", "pattern", "extract"):
+        if reward.module is None and key in told and not (isinstance(told[key], str) and told[key]):
+            yield f"{key} {show_value(told[key])} is not a text", None
+    for key in ("pattern", "extract"):
+        if reward.module is None and isinstance(told.get(key), str):
+            try:
+                re.compile(told[key])
+            except re.error as error:
+                yield f"{key} is not a regular expression: {error}", "Python's form: docs.python.org/3/library/re.html"
+    if reward.function == "length":
+        ends = [told.get(key) for key in ("min", "max")]
+        if not any(is_number(end) for end in ends) or any(end is not None and not native_rules.is_whole(end) for end in ends):
+            yield "length needs min, max or both, whole numbers from 1", "write {function: length, max: 200}"
+        elif None not in ends and ends[0] > ends[1]:  # type: ignore[operator]
+            yield f"min {ends[0]} is greater than max {ends[1]}", None
+        if told.get("unit", "words") not in ("words", "characters"):
+            yield f"unit {show_value(told['unit'])}", "write words or characters"
+    if reward.function == "json_schema" and not isinstance(told.get("schema"), dict | None):
+        yield "schema is not a mapping", "write the JSON schema as YAML, or column: the rows' column that holds it"
+
+
+def check_grpo(
+    train: Mapping[str, Any], accelerate: Mapping[str, Any], batch: Any, world: int, *, megatron: bool
+) -> Iterator[Found]:
+    """What TRL's ``GRPOTrainer`` refuses in a rank, and what is not carried here with it.
+
+    ``batch``: ``global_batch_size``; ``world``: ranks.
+    """
+    known = facts("trl")["grpo"]
+    for key in ("loss_type", "importance_sampling_level"):
+        if train[key] not in known[key]:
+            fix = did_you_mean(str(train[key]), known[key])
+            yield ("train", key), f"{show_value(train[key])}: it takes {', '.join(known[key])}", fix
+    if train["loss_type"] == "cispo" and train.get("epsilon_high") is None:
+        yield ("train", "epsilon_high"), "missing: loss_type cispo clips at it alone", "write epsilon_high: 5.0"
+    if train["vllm_mode"] != "colocate":
+        yield ("train", "vllm_mode"), f"{train['vllm_mode']}: {native_rules.GRPO_OWNED['vllm_server_host']}", "leave it out"
+    if train["use_vllm"] and train["top_k"] is None:
+        yield ("train", "top_k"), "empty", "write 0 for all tokens"
+    group, micro = train["num_generations"], int(train["per_device_train_batch_size"])
+    if native_rules.is_whole(batch):
+        steps = train.get("steps_per_generation")
+        size = batch if steps is None else micro * world * steps
+        if size % group:
+            text = f"{size} completions are generated at a time, which {group} (train.num_generations) does not divide"
+            key = "global_batch_size" if steps is None else "steps_per_generation"
+            yield ("train", key), text, f"a multiple of {group}, or another train.num_generations"
+    each, passes = train.get("num_generations_eval") or group, int(train["per_device_eval_batch_size"]) * world
+    if train["eval_strategy"] != "no" and passes % each:
+        text = f"{train['per_device_eval_batch_size']} x {world} ranks is no multiple of the {each} answers to each prompt"
+        yield ("train", "per_device_eval_batch_size"), text, "write a multiple, or num_generations_eval: 1"
+    if megatron:
+        yield ("trainer",), "grpo: Megatron-Bridge is started for supervised fine-tuning alone", "write trainer: sft"
+        return
+    kind, sizes = acc.distributed_type(accelerate), acc.parallel_sizes(accelerate)
+    for axis in sorted({"tp", "cp", "sp"} & set(sizes)):
+        text = f"{sizes[axis]}: with trainer: grpo a rank generates and learns whole sequences"
+        yield _mesh(axis), text, "leave it out: FSDP2 shards over all ranks"
+    if kind == "DEEPSPEED":
+        text = "DeepSpeed was not tried with generation in the ranks: trainer: grpo is sharded by FSDP2"
         yield ("accelerate", acc.TYPE), text, f"{acc.USE_FSDP2}, or MULTI_GPU"
 
 
@@ -627,7 +779,7 @@ def _context(size: int, train: Mapping[str, Any], architecture: Mapping[str, Any
             fix = f"train.{key}=false, or cp size 1" if "packing" in key else "leave it out, or use cp size 1"
             yield ("train", key), f"{show_value(train[key])}: {what}", fix
     if architecture is not None:
-        length = train["max_length"]
+        length = native_rules.row_tokens(train)
         yield from ((_mesh("cp"), text, fix) for text, fix in _split_attention(size, length, architecture))
 
 

@@ -1,7 +1,8 @@
 """The schema of a recipe: what is trained, on what data, how it is judged. Keys that belong to TRL and PEFT stay theirs.
 
 ``train`` and ``lora`` are open mappings here: :mod:`clustertune.recipe.native_rules` checks their keys against the pinned
-``SFTConfig`` (``DPOConfig``) and ``LoraConfig``, so that a field which a new release removes is an error before the queue.
+``SFTConfig`` (``DPOConfig``, ``GRPOConfig``) and ``LoraConfig``, so that a field which a new release removes is an error before
+the queue.
 """
 
 from __future__ import annotations
@@ -147,6 +148,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "sharegpt": ("conversations", "system", *OF_THE_TEMPLATE),
     "prompt-completion": ("prompt", "completion", *OF_THE_TEMPLATE),
     "preference": ("prompt", "chosen", "rejected", *OF_THE_TEMPLATE),
+    "prompt": ("prompt",),
     "alpaca": ("instruction", "input", "output", "system", "history", *OF_THE_TEMPLATE),
     "oasst-tree": (
         *("message_id", "parent_id", "message_tree_id", "text", "role", "lang", "rank", "deleted", "review_result"),
@@ -155,7 +157,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "lima": ("conversations", *OF_THE_TEMPLATE),
     "text": ("text",),
 }
-"""The columns that each format reads; ``data.columns`` gives them other names."""
+"""The columns that each format reads; ``data.columns`` gives them other names. Of ``prompt`` all others are kept."""
 
 FORMATS = tuple(COLUMNS)
 
@@ -202,7 +204,7 @@ class DataSource(Section):
 
     @model_validator(mode="after")
     def _has_columns(self) -> DataSource:
-        if self.format and (other := sorted(set(self.columns or ()) - set(COLUMNS[self.format]))):
+        if self.format not in (None, "prompt") and (other := sorted(set(self.columns or ()) - set(COLUMNS[self.format]))):
             known = ", ".join(COLUMNS[self.format])
             raise ValueError(f"columns: {', '.join(other)}: {self.format} has no such column, it has {known}")
         return self
@@ -246,6 +248,11 @@ class Data(DataSource):
     def has_preferences(self) -> bool:
         """Whether all of it are pairs of answers; none is where others are."""
         return all(part.format == "preference" for part in self.parts)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether all of it are prompts, which the model answers itself; none is where others are."""
+        return all(part.format == "prompt" for part in self.parts)
 
     @property
     def has_chats(self) -> bool:
@@ -429,6 +436,57 @@ class Push(Section):
     """For everybody to see; a new repository is private without it."""
 
 
+REWARD_OPTIONS: dict[str, tuple[str, ...]] = {
+    "ifeval": (),
+    "exact_match": ("column", "extract"),
+    "regex": ("pattern", "column"),
+    "json_schema": ("schema", "column"),
+    "length": ("min", "max", "unit"),
+}
+"""Rewards that are here, each with what it can be told."""
+CODE = r"[A-Za-z_]\w{0,63}:[A-Za-z_]\w{0,63}"
+"""The form of a reward that the recipe brings: a file of its folder, without ``.py``, and a function in it."""
+
+
+class Reward(Section):
+    """One reward of a completion. ``function`` alone may stand for the section."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    function: str
+    """``ifeval``, ``exact_match``, ``regex``, ``json_schema``, ``length``, or ``module:function`` of the recipe folder."""
+    weight: Annotated[Number, Field(ge=-1000, le=1000)] = 1.0
+    """What the reward is multiplied by before all are added."""
+
+    @property
+    def name(self) -> str:
+        """What it is logged as: the function, without its module."""
+        return self.function.rpartition(":")[2]
+
+    @property
+    def module(self) -> str | None:
+        """The file of the recipe folder that has it, without ``.py``; None: it is one of ours."""
+        return self.function.partition(":")[0] if ":" in self.function else None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What it is told beside: of a function of the recipe's own, further keyword arguments."""
+        return dict(self.model_extra or {})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_a_name(cls, value: Any) -> Any:
+        return {"function": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _is_known(self) -> Reward:
+        known = REWARD_OPTIONS.get(self.function)
+        if known is None and not re.fullmatch(CODE, self.function):
+            raise ValueError(f"{self.function} is not one of {', '.join(REWARD_OPTIONS)}, nor module:function")
+        if known is not None and (other := sorted(self.options.keys() - set(known))):
+            raise ValueError(f"{', '.join(other)}: {self.function} takes {', '.join(known) or 'no options'}")
+        return self
+
+
 class Recipe(Section):
     """One recipe, after its base and the overrides are laid over each other."""
 
@@ -436,11 +494,16 @@ class Recipe(Section):
     """A file of ``recipes/_base``, without ``.yaml``, or several, the last the strongest; one level, never a chain."""
     model: Model
     data: Data
-    trainer: Literal["sft", "dpo"] = "sft"
-    """TRL's class that trains: ``SFTTrainer`` on conversations and text, or ``DPOTrainer`` on preferences."""
+    trainer: Literal["sft", "dpo", "grpo"] = "sft"
+    """TRL's class that trains: ``SFTTrainer`` on conversations and text, ``DPOTrainer`` on preferences, or ``GRPOTrainer`` on
+    the model's own answers to prompts, by their rewards."""
     train: dict[str, Any]
-    """Fields of TRL's ``SFTConfig`` or ``DPOConfig``, and ``global_batch_size`` (sequences, or preferences, per optimizer step
-    over all ranks), from which gradient accumulation is derived."""
+    """Fields of TRL's ``SFTConfig``, ``DPOConfig`` or ``GRPOConfig``, and ``global_batch_size`` (sequences, preferences or
+    completions per optimizer step over all ranks), from which gradient accumulation is derived."""
+    reward: Annotated[list[Reward], Field(min_length=1)] | None = None
+    """What answers are judged by, with ``trainer: grpo``: names, or ``{function: NAME, weight: 1.0, ...options}``."""
+    rollout: Literal["colocate", "servers"] = "colocate"
+    """Where answers are generated: ``colocate`` on the GPUs that train. ``servers`` beside them is not built."""
     lora: dict[str, Any] | None = None
     """Fields of PEFT's ``LoraConfig``; absent: all parameters are trained."""
     accelerate: Annotated[str, form(rf"{NAME}\.yaml", "the name of a .yaml file in the recipe folder")] = "accelerate.yaml"

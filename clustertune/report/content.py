@@ -14,12 +14,10 @@ from typing import Any
 from clustertune.errors import ExitCode
 from clustertune.evaluate import scores as evaluation
 from clustertune.recipe.schema import OWN_PROMPTS
-from clustertune.report.metrics import Metrics
+from clustertune.report.metrics import WARM_UP, Metrics
 
 Row = list[str]
 
-WARM_UP = 2
-"""First steps that hold compilation and first connections."""
 FORECAST = {
     "step_s": "seconds of a step",
     "tokens_per_s": "tokens per second",
@@ -35,13 +33,6 @@ _ENDS = {
     int(ExitCode.STORAGE): "stopped: storage",
     int(ExitCode.AGAIN): "interrupted, saved, continues with the same command",
     int(ExitCode.STOP): "stopped: loss or gradient norm not finite",
-}
-
-
-_BADGES = {
-    int(ExitCode.OK): {"text": "trained", "tone": "good"},
-    int(ExitCode.AGAIN): {"text": "interrupted", "tone": "plain"},
-    int(ExitCode.STOP): {"text": "stopped: not finite", "tone": "warn"},
 }
 
 
@@ -108,19 +99,6 @@ def on_cpu(document: Mapping[str, Any]) -> bool:
     return not any(get(document, *keys) for keys in gpus)
 
 
-def status_of(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """One word for the whole run, and its tone (``good``, ``warn``, ``plain``)."""
-    failed = [name for name, record in stages.items() if record.get("status") == "failed"]
-    if failed and failed[-1] != "train":
-        return {"text": f"{failed[-1]} failed", "tone": "warn"}
-    if not failed and get(stages, "eval", "status") in ("done", "reused"):
-        return {"text": "finished", "tone": "good"}
-    code = metrics.attempts[-1].exit_code if metrics.attempts else None
-    if code is not None:
-        return _BADGES.get(code, {"text": f"training failed, exit {code}", "tone": "warn"})
-    return {"text": "train failed", "tone": "warn"} if failed else {"text": "unfinished", "tone": "plain"}
-
-
 def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any, trained: Any) -> list[dict[str, str]]:
     """The figures that come first; ``trained`` is the number of trainable parameters, ``stages`` what each stage took."""
     found = []
@@ -132,7 +110,7 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any
     steps, evals = metrics.steps, metrics.evals
     if steps:
         add("Training loss", number(steps[-1].loss), f"step {steps[-1].step}, {number(steps[0].loss)} at step {steps[0].step}")
-    if evals:
+    if evals and evals[-1].eval_reward is None:
         first, last = evals[0], evals[-1]
         if len(evals) > 1:
             add("Eval loss", f"{number(first.eval_loss, 3)} → {number(last.eval_loss, 3)}", f"step {first.step} → {last.step}")
@@ -142,11 +120,8 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any
         add("Token accuracy", percent(last.eval_token_accuracy), note)
     elif steps:
         add("Token accuracy", percent(steps[-1].token_accuracy), "train")
-    if (pairs := evals[-1] if evals else None) and pairs.eval_reward_accuracy is not None:
-        note = f"eval pairs won by the chosen answer; margin {number(pairs.eval_reward_margin)}"
-        add("Reward accuracy", percent(pairs.eval_reward_accuracy), note)
-    elif steps and steps[-1].reward_accuracy is not None:
-        add("Reward accuracy", percent(steps[-1].reward_accuracy), f"train; margin {number(steps[-1].reward_margin)}")
+    for name, value, note in _rewards(metrics):
+        add(name, value, note)
     rates = steps.known("tokens_per_second")
     if rates and math.isfinite(rate := median(rates)):
         add("Tokens/s", number(float(round(rate))), f"median, {number(steps[-1].tokens)} tokens in all")
@@ -165,6 +140,22 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any
     return found
 
 
+def _rewards(metrics: Metrics) -> Iterator[tuple[str, str, str]]:
+    """Tiles of pairs of answers, and of the model's own answers."""
+    last, steps = metrics.evals[-1] if metrics.evals else None, metrics.steps
+    if last is not None and last.eval_reward_accuracy is not None:
+        note = f"eval pairs won by the chosen answer; margin {number(last.eval_reward_margin)}"
+        yield "Reward accuracy", percent(last.eval_reward_accuracy), note
+    elif last is not None and last.eval_reward is not None:
+        note = f"held-out prompts, step {last.step}"
+        if last.eval_reward_difference is not None:
+            error = number(last.eval_reward_difference_error, 2)
+            note += f": {last.eval_reward_difference:+.3f} ± {error} to the first"
+        yield "Reward", number(last.eval_reward, 3), note
+    elif steps and steps[-1].reward_accuracy is not None:
+        yield "Reward accuracy", percent(steps[-1].reward_accuracy), f"train; margin {number(steps[-1].reward_margin)}"
+
+
 def _is_part(scored: Any, name: str) -> bool:
     """A task or group that a larger group of the same evaluation sums up."""
     members = {other: set(get(detail, "members") or [other]) for other, detail in (get(scored, "details") or {}).items()}
@@ -178,11 +169,19 @@ def score(value: Any) -> str:
 
 
 def eval_losses(metrics: Metrics) -> tuple[str, list[float]] | None:
-    """The first and the last eval loss, behind when they were taken; None where nothing was evaluated.
+    """The first and the last eval loss, behind when they were taken; None where nothing was evaluated, and of answers that the
+    model draws anew, whose loss says nothing.
 
     Few recipes evaluate before the first step (``eval_on_start``): without that the first one is not a loss before training.
     """
-    found = [(record.step, record.eval_loss) for record in metrics.evals if record.eval_loss is not None]
+    of_losses = (record for record in metrics.evals if record.eval_reward is None)
+    found = [(record.step, record.eval_loss) for record in of_losses if record.eval_loss is not None]
+    return _between(found) if found else None
+
+
+def held_out_rewards(metrics: Metrics) -> tuple[str, list[float]] | None:
+    """The same of the reward of held-out prompts."""
+    found = [(record.step, record.eval_reward) for record in metrics.evals if record.eval_reward is not None]
     return _between(found) if found else None
 
 
@@ -237,7 +236,8 @@ def forecast(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, A
     Of steps the median behind the first two, which hold warm-up; None where nothing happened yet.
     """
     steps, peaks = metrics.steps, metrics.steps.known("memory_bytes")
-    times, rates = (steps.known(name, WARM_UP) or steps.known(name) for name in ("seconds", "tokens_per_second"))
+    times, rates = (steps.steady() or steps.known("seconds")), steps.known("tokens_per_second")
+    rates = steps.known("tokens_per_second", WARM_UP) or rates
     train_seconds = get(stages, "train", "seconds")
     reached = {
         "step_s": median(times) if times else None,
@@ -425,6 +425,7 @@ def warnings_of(run: Mapping[str, Any], metrics: Metrics, adapter: Any) -> list[
     bad = next((step for step, loss in losses if loss is not None and not math.isfinite(loss)), None)
     if bad is not None:
         found.append(f"The loss is not finite at step {bad}.")
+    found += [f"Alarm at {metrics.alarm}."] if metrics.alarm else []
     for source in (get(run, "recipe", "warnings"), get(adapter, "meta", "warnings")):
         found += [str(item) for item in source] if isinstance(source, list) else []
     return found

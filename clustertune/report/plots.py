@@ -206,36 +206,6 @@ def bars(
     return Plot(title, svg, heads, rows)
 
 
-def draw_sizes(
-    name: str,
-    series: Sequence[tuple[str, Sequence[tuple[int, float]]]],
-    *,
-    unit: str,
-    nominal: float | None,
-    show: Callable[[int], str],
-) -> str:
-    """Values over sizes in bytes, both scales logarithmic, a line for each of up to five series; the nominal value across.
-
-    ``show`` formats a size. Values of 0 are gaps: a logarithmic scale has no place for them.
-    """
-    styles = ((FIRST, "-"), (SECOND, "-"), (STRONG, "-"), (WARN, "--"), (INK, ":"))
-    with _figure(3.2) as (figure, axes):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        for (label, points), (colour, line) in zip(series, styles, strict=False):
-            values = [value if value > 0 else math.nan for _, value in points]
-            axes.plot([size for size, _ in points], values, line, color=colour, label=label, marker="o", markersize=3.5)
-        if nominal is not None and nominal > 0:
-            axes.axhline(nominal, color=INK, linewidth=1.1, linestyle=(0, (6, 3)), label=f"nominal {nominal:.4g}")
-        sizes = sorted({size for _, points in series for size, _ in points})
-        shown = sizes[:: max(1, len(sizes) // 5)]
-        axes.set_xticks(shown, [show(size) for size in shown])
-        axes.minorticks_off()
-        axes.set_ylabel(unit)
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0, handlelength=2.0)
-        return _to_svg(figure, name)
-
-
 def _finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe.findings import Found
+from clustertune.recipe.native_rules import row_tokens
 from clustertune.recipe.parameters import count
 from clustertune.recipe.values import Values, model_facts
 from clustertune.resolve.distribution import Distribution, mixed_precision
@@ -133,7 +134,7 @@ def mask_warnings(train: Mapping[str, Any], architecture: Mapping[str, Any]) -> 
     because = [f"the recipe names {named}"] if named else []
     because += [f"{PACKED} cannot compute it: {why}"] if why else []
     fix = "train.packing=false avoids it" if why else f"remove train.{_KEY} to use {PACKED}, which attends per conversation"
-    row = train["per_device_train_batch_size"] * train["max_length"]
+    row = train["per_device_train_batch_size"] * row_tokens(train)
     yield (
         f"{attention_of(train)} with packing uses a full {row:,} x {row:,} attention mask per micro batch and head "
         f"({'; '.join(because)}): {fix}"

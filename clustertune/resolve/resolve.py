@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -17,9 +18,9 @@ from clustertune.recipe import architecture as arch
 from clustertune.recipe import checks, quantization
 from clustertune.recipe.findings import Found
 from clustertune.recipe.load import COMMAND_LINE, DESCRIPTION, Layer, Layers, base_folder, find_folder, read_layers, same_model
-from clustertune.recipe.native_rules import show_value, train_defaults, usable
+from clustertune.recipe.native_rules import MAX_PROMPT, row_tokens, show_value, train_defaults, usable
 from clustertune.recipe.parameters import adapted_experts, expert_parameters, parameter_count
-from clustertune.recipe.schema import NAME, ActivationCheckpointing, Megatron, Recipe, read_section
+from clustertune.recipe.schema import NAME, ActivationCheckpointing, Megatron, Recipe, Reward, read_section
 from clustertune.recipe.yamlfile import Document, KeyPath, leaves, read_text, read_yaml
 from clustertune.resolve import deepspeed, kernels, megatron
 from clustertune.resolve.distribution import mixed_precision, recomputed_layers
@@ -111,6 +112,7 @@ class _Resolution:
     megatron: Megatron | None = None
     architecture: dict[str, Any] | None = None
     chat_template: str | None = None
+    reward_code: dict[str, str] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
     """The section as it is stated, in TRL's types."""
     lora: dict[str, Any] | None = None
@@ -129,7 +131,8 @@ class _Resolution:
     @property
     def trainer(self) -> str:
         """TRL's trainer; the schema says what is wrong with another word."""
-        return "dpo" if self.values.get("trainer") == "dpo" else "sft"
+        stated = self.values.get("trainer")
+        return stated if stated in ("dpo", "grpo") else "sft"
 
     def position(self, path: KeyPath) -> str:
         return self.layers.position(path, self.owners)
@@ -160,6 +163,26 @@ class _Resolution:
                 own, shared = folder / template, base_folder(folder) / template
                 is_shared = shared.is_file() and not own.is_file()
                 self.chat_template = read_text(shared, str(shared)) if is_shared else read_text(own, f"{shown}/{template}")
+        for at, reward in enumerate(checks.read_rewards(self.values.get("reward"))):
+            if reward.module is not None:
+                self._read_reward(folder, shown, at, reward)
+
+    def _read_reward(self, folder: Path, shown: str, at: int, reward: Reward) -> None:
+        """The file of the recipe folder that has a reward, whose text the run keeps. It is read, not run."""
+        assert reward.module is not None
+        named = f"{shown}/{reward.module}.py"
+        with collect_problems(self.problems):
+            text = read_text(folder / f"{reward.module}.py", named)
+            try:
+                body = ast.parse(text).body
+            except (SyntaxError, ValueError) as error:
+                raise UserError(Problem(f"is not Python: {error}", file=named)) from None
+            functions = [item.name for item in body if isinstance(item, ast.FunctionDef)]
+            if reward.name not in functions:
+                text = f"has no function {reward.name}"
+                fix = f"it has {', '.join(functions)}" if functions else "def it there, as TRL's reward functions are"
+                raise UserError(Problem(text, file=named, key=f"reward.{at}", fix=fix))
+            self.reward_code[reward.module] = text
 
     def _read_distribution(self, folder: Path, shown: str) -> None:
         """The accelerate file and DeepSpeed's, with what the command line lays over them."""
@@ -291,10 +314,12 @@ class _Resolution:
 
     def _check_lengths(self) -> None:
         positions = (self.architecture or {}).get("max_position_embeddings")
-        length, evaluation = self.args["max_length"], self.values.get("eval")
+        length, evaluation = row_tokens(self.args), self.values.get("eval")
         if positions and length and length > positions:
+            key = "max_completion_length" if self.trainer == "grpo" else "max_length"
             text = f"{length} tokens, the model has {positions} positions (max_position_embeddings)"
-            self.report([(("train", "max_length"), text, f"write at most {positions}")])
+            text = f"with {MAX_PROMPT} {text}" if self.trainer == "grpo" else text
+            self.report([(("train", key), text, f"write at most {positions}" if self.trainer != "grpo" else None)])
         answer = evaluation.get("max_gen_toks") if isinstance(evaluation, dict) else None
         if positions and isinstance(answer, int | float) and answer >= positions:
             text = f"{answer:.0f} tokens of answer leave no room for a prompt in this model's {positions} positions"
@@ -313,6 +338,9 @@ class _Resolution:
             del self.train["model_init_kwargs"]  # reported; what is checked below reads keys of it
         if self.trainer == "dpo":
             self.report(checks.check_dpo(self.args, distribution, megatron=self.megatron is not None))
+        if self.trainer == "grpo":
+            batch = given.get("global_batch_size")
+            self.report(checks.check_grpo(self.args, distribution, batch, self.world, megatron=self.megatron is not None))
         self._check_lengths()
         batch = {"global_batch_size": given.get("global_batch_size")}
         accumulated, more = accumulation(batch | self.args, self.world, self.dp)
@@ -464,6 +492,7 @@ class _Resolution:
             accelerate_file=self.accelerate_file,
             tiny=self.tiny,
             chat_template=self.chat_template,
+            reward_code=self.reward_code,
             accelerate_overrides=acc.flat(self.layers.file_overrides.get("accelerate")),
             deepspeed=self.deepspeed.data if self.deepspeed else None,
             deepspeed_overrides=self.deepspeed_overrides,

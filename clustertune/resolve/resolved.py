@@ -82,7 +82,8 @@ class Resolved:
     origins: dict[str, str]
     """For each key path of the recipe: ``base NAME``, ``recipe``, ``tiny``, ``override`` or ``default``."""
     train_args: dict[str, Any]
-    """Keyword arguments of TRL's ``SFTConfig`` or ``DPOConfig``, after derivation, with TRL's defaults; None is left out."""
+    """Keyword arguments of TRL's ``SFTConfig``, ``DPOConfig`` or ``GRPOConfig`` (there with ``max_prompt_length``), after
+    derivation, with TRL's defaults; None is left out."""
     world_size: int
     """Ranks."""
     data_parallel_size: int
@@ -96,6 +97,8 @@ class Resolved:
     tiny: bool = False
     chat_template: str | None = None
     """The text of the recipe's own chat template."""
+    reward_code: dict[str, str] = field(default_factory=dict)
+    """The text of each file of the recipe folder that has a reward, by its name without ``.py``."""
     accelerate_overrides: dict[str, Any] = field(default_factory=dict)
     """What the command line laid over the accelerate file, by key path; null took a key out."""
     deepspeed: dict[str, Any] | None = None
@@ -127,6 +130,11 @@ class Resolved:
     def is_dpo(self) -> bool:
         """Whether pairs of answers are trained on, beside a reference model."""
         return self.recipe.trainer == "dpo"
+
+    @property
+    def is_grpo(self) -> bool:
+        """Whether the model's own answers to prompts are trained on, by their rewards."""
+        return self.recipe.trainer == "grpo"
 
     @property
     def reduce_dtype(self) -> str | None:
@@ -203,7 +211,8 @@ class Resolved:
         share = recomputed.model_dump(mode="json", exclude_none=True) if recomputed is not None else None
         extra = {"deepspeed": self.deepspeed, "megatron": recipe["megatron"], "ratio": share}
         extra["reduce_dtype"] = recipe["reduce_dtype"]
-        extra["trainer"] = "dpo" if self.is_dpo else None
+        extra["trainer"] = recipe["trainer"] if recipe["trainer"] != "sft" else None
+        extra |= {"reward": recipe["reward"], "reward_code": self.reward_code or None} if self.is_grpo else {}
         body |= {key: value for key, value in extra.items() if value is not None}
         return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

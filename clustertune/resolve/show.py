@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SECTIONS = (
-    "base", "model", "data", "trainer", "train", "lora", "activation_checkpointing", "reduce_dtype", "accelerate", "megatron",
-    "slurm", "eval", "expect", "push",
+    "base", "model", "data", "trainer", "reward", "rollout", "train", "lora", "activation_checkpointing", "reduce_dtype",
+    "accelerate", "megatron", "slurm", "eval", "expect", "push",
 )  # fmt: skip
+
+_BY_TRAINER = {"trainer": ("dpo", "grpo"), "reward": ("grpo",), "rollout": ("grpo",)}
+"""Sections that only recipes with these trainers show."""
 
 
 def as_json(resolved: Resolved) -> dict[str, Any]:
@@ -76,7 +79,7 @@ def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
     for section in SECTIONS:
         if section == "accelerate" and not resolved.accelerate:
             continue  # Megatron's recipes have no such file
-        if section == "trainer" and not resolved.is_dpo:
+        if section in _BY_TRAINER and resolved.recipe.trainer not in _BY_TRAINER[section]:
             continue
         own = {key: item for key, item in derived.items() if key.split(".")[0] == section}
         for path, value in leaves(body[section], (section,)):

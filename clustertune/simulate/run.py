@@ -32,6 +32,9 @@ def refusals(resolved: Resolved) -> Iterator[Problem]:
         yield Problem(f"{engine} allocates behind torch's dispatcher and cannot be simulated", file=file, fix=_INSTEAD)
     elif used.kind not in ("FSDP2", "NO") and used.world_size > 1:
         yield Problem(f"{used.kind} reduces in C++ code that needs data, and cannot be simulated", file=file, fix=_INSTEAD)
+    if resolved.is_grpo:
+        text = "trainer: grpo: answers cannot be generated without data"
+        yield Problem(text, file=f"{resolved.name}/recipe.yaml", fix=_INSTEAD)
     if used.compiled:
         fix = f"simulate it uncompiled: accelerate.{acc.COMPILER}=null"
         yield Problem("code that Inductor compiles cannot be simulated", file=file, fix=fix)
@@ -119,9 +122,7 @@ def specification(resolved: Resolved, machine: PlanMachine, ranks: Sequence[int]
         "resolved": resolved.as_dict(),
         "library": None if library is None else str(library),
         "world": resolved.world_size,
-        "on_node": on_node,
-        "devices": on_node,
-        "ranks": [{"rank": rank, "local": rank % on_node} for rank in ranks],
+        "ranks": [{"rank": rank, "local": rank % on_node, "on_node": on_node} for rank in ranks],
         "gpu": {
             "name": machine.gpu,
             "memory": machine.usable_bytes,
@@ -152,6 +153,8 @@ def _run(folder: Path, spec: dict[str, Any], tell: Callable[[dict[str, Any]], No
                 body = json.loads(line)
                 if "found" in body:
                     found[int(body["rank"])] = body["found"]
+                elif "resumed" in body:
+                    found[int(body["rank"])]["resume"] = body["resumed"]
                 elif "error" in body or "signal" in body:
                     problems.append(_failed(body))
                 else:

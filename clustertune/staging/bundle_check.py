@@ -161,8 +161,9 @@ def load_model(resolved: Resolved) -> str:
     """Configuration, tokenizer and the header of every shard."""
     if resolved.recipe.model.weights == "random":
         return "the run makes its model itself"
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
+    from clustertune.data.tokenizer import open_tokenizer
     from clustertune.evaluate.model import check_weights
     from clustertune.merge.base import read_base
 
@@ -170,7 +171,7 @@ def load_model(resolved: Resolved) -> str:
     if folder is None:
         raise UserError("contains no model", file=str(resolved.recipe.staged), fix="stage the recipe again")
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-    AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    open_tokenizer(str(folder))
     raise_if(check_weights(folder))
     if resolved.recipe.lora is None:
         return f"{config.model_type}, weights are complete"
@@ -180,7 +181,8 @@ def load_model(resolved: Resolved) -> str:
 
 def load_tasks(resolved: Resolved, scratch: Path) -> str:
     """lm-eval's tasks on the prompts that the chain will score, with the sentence splitter."""
-    from clustertune.evaluate import inputs, punkt, run, tasks
+    from clustertune.data import punkt
+    from clustertune.evaluate import inputs, run, tasks
 
     evaluation, published = resolved.recipe.eval, resolved.recipe.model.weights == "hub"
     folder, prompts = Path(str(resolved.recipe.staged)), bundle.prompts(resolved)

@@ -45,6 +45,8 @@ def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> TrainArgument
     if values.pop("use_liger_kernel", None):
         values.pop("liger_kernel_config", None)
         notes.append("use_liger_kernel off: its kernels need a GPU")
+    if values.pop("use_vllm", None):
+        notes.append("use_vllm off: TRL starts vLLM on GPUs; transformers generates")
     if values.pop("activation_offloading", None):
         # TRL 1.16 asks for the accelerator's streams (trl/models/activation_offloading.py:152), which a CPU has not.
         notes.append("activation_offloading off: activations are in host memory already")
@@ -55,7 +57,7 @@ def configuration(resolved: Resolved) -> Any:
     """TRL's class of training arguments that a recipe names."""
     import trl
 
-    return trl.DPOConfig if resolved.is_dpo else trl.SFTConfig
+    return {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "grpo": trl.GRPOConfig}[resolved.recipe.trainer]
 
 
 _OLDER = {

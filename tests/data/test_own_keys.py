@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,9 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from clustertune.data import tokens
-from clustertune.data.chats import TAKEN, WEIGHTS, read
+from clustertune.data.chats import MASKS, WEIGHTS, read
 from clustertune.data.local_model import train_tokenizer
 from clustertune.data.prepare import prepare
 from clustertune.data.rows import BadRow
@@ -148,18 +146,6 @@ def without_json(kind: pa.DataType) -> pa.DataType:
     return pa.list_(without_json(kind.value_type)) if pa.types.is_list(kind) else kind
 
 
-def test_a_map_is_an_object_and_nulls_of_json_lines_stay(run, tmp_path):
-    arguments = pa.map_(pa.string(), pa.int64())
-    call = pa.struct([("name", pa.string()), ("arguments", arguments)])
-    kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(call))]))
-    row = [said("user", "q"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": [("x", 1), ("y", None)]}]}]
-    pq.write_table(pa.table({"messages": pa.array([row], kind)}), tmp_path / "rows.parquet")
-    json_row = [row[0], called("f", {"x": 1, "y": None})]
-    got, expected = run(path=tmp_path / "rows.parquet", format="messages"), run([{"messages": json_row}], format="messages")
-    assert plain(got) == plain(expected)
-    assert '"y": null' in plain(got)[0]
-
-
 # --- a row's own keys ---
 
 
@@ -196,14 +182,6 @@ def test_a_rows_own_arguments_reach_the_template(run, tokenizer, name):
     assert len(texts) == 3
 
 
-def test_a_row_sets_no_argument_of_the_renderer():
-    known = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"self", "kwargs", "documents"}
-    assert known <= TAKEN
-    for key in ("chat_template", "tokenize", "tools"):
-        with pytest.raises(BadRow, match=key):
-            read("messages", {"messages": PAIR, "chat_template_kwargs": {key: "x"}})
-
-
 @pytest.mark.parametrize("value", [0, 0.5, False, "no"])
 @pytest.mark.parametrize("key", WEIGHTS)
 def test_an_answer_that_is_not_to_be_learnt_like_the_rest_refuses_its_row(run, key, value):
@@ -218,6 +196,25 @@ def test_an_answer_that_is_not_to_be_learnt_like_the_rest_refuses_its_row(run, k
         read("prompt-completion", {"prompt": "q", "completion": [PAIR[1] | {key: value}]})
     for plain_value in (1, 1.0, True, None):
         assert read("messages", {"messages": [PAIR[0], PAIR[1] | {key: plain_value}]}) == {"messages": PAIR}
+
+
+@pytest.mark.parametrize("key", MASKS)
+def test_a_masked_answer_refuses_its_row(key):
+    for value in (1, True, "yes"):
+        with pytest.raises(BadRow, match=key):
+            read("messages", {"messages": [PAIR[0], PAIR[1] | {key: value}]})
+    for plain_value in (0, False, None, ""):
+        assert read("messages", {"messages": [PAIR[0], PAIR[1] | {key: plain_value}]}) == {"messages": PAIR}
+
+
+@pytest.mark.parametrize("label", [False, "False", "false"])
+def test_a_completion_that_is_not_wanted_is_not_learnt(label):
+    """KTO's data (TRL's unpaired preference): taken as prompt and completion the model would learn what it should leave."""
+    row = {"prompt": "q", "completion": "a"}
+    with pytest.raises(BadRow, match="label"):
+        read("prompt-completion", row | {"label": label})
+    for other in (True, "true", None, 0, "positive"):
+        assert read("prompt-completion", row | {"label": other}) == read("prompt-completion", row)
 
 
 def test_a_question_that_is_not_to_be_learnt_is_refused_where_questions_are_learnt(run, tokenizer):
@@ -236,39 +233,3 @@ def test_a_question_that_is_not_to_be_learnt_is_refused_where_questions_are_lear
 
 
 # --- answers of tools ---
-
-HERMES = [
-    said("system", "Call functions within <tool_call>."),
-    said("user", "question 1"),
-    said("assistant", '<tool_call>\n{"arguments": {"a": 1}, "name": "f"}\n</tool_call>'),
-    said("tool", '<tool_response>\n{"b": 2}\n</tool_response>'),
-    said("assistant", "answer 2"),
-]
-SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt"}
-
-
-@pytest.mark.parametrize("speaker", ["tool", "function_response", "observation", "tool_response"])
-def test_a_tools_answer_follows_a_call_within_the_text(speaker):
-    assert read("messages", {"messages": HERMES}) == {"messages": HERMES}
-    named = [one | ({"role": speaker} if one["role"] == "tool" else {}) for one in HERMES]
-    assert read("messages", {"messages": named}) == {"messages": HERMES}
-    entries = [{"from": SPEAKERS.get(one["role"], speaker), "value": one["content"]} for one in HERMES]
-    assert read("sharegpt", {"conversations": entries}) == {"messages": HERMES}
-
-
-def test_openais_older_calls_are_read():
-    call = {"name": "f", "arguments": '{"x": 1}'}
-    row = [said("user", "q"), {"role": "assistant", "content": None, "function_call": call},
-           {"role": "function", "name": "f", "content": "1"}, said("assistant", "a")]  # fmt: skip
-    assert read("messages", {"messages": row})["messages"] == [
-        row[0], called("f", {"x": 1}), said("tool", "1", name="f"), row[3]
-    ]  # fmt: skip
-
-
-def test_a_template_that_leaves_answers_of_tools_out_is_refused(run, tokenizer):
-    got = run([{"messages": HERMES}] * 2, format="messages")
-    tokens.make(got.out, tokenizer, {"packing": False, "max_length": None})
-    deaf = train_tokenizer(["question"], 300, 512)
-    deaf.chat_template = "{% for m in messages if m.role != 'tool' %}{{ m.role + m.content }}{% endfor %}"
-    with pytest.raises(UserError, match="tool messages"):
-        tokens.make(got.out, deaf, {"packing": False, "max_length": None, "assistant_only_loss": False})

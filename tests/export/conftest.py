@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from clustertune.checkpoint.shards import Planner, ShardWriter
 from clustertune.export.expected import build_expected
 from clustertune.manifest import MANIFEST, seal
 from tests.command import REPO, warm
@@ -44,12 +45,12 @@ def seal_checkpoint(checkpoint: Path, step: int = 2) -> Path:
     return checkpoint
 
 
-def save_shards(folder: Path, tensors: Mapping[str, torch.Tensor], *, file_per_tensor: bool = False) -> None:
-    """A torch distributed checkpoint with exactly these keys."""
+def save_shards(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """A distributed checkpoint with exactly these keys."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        writer = dcp.FileSystemWriter(folder, single_file_per_rank=not file_per_tensor)
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        dcp.save(dict(tensors), storage_writer=ShardWriter(folder), planner=Planner(), no_dist=True)
 
 
 def make_tensors(lora: Mapping[str, Any] = LORA, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -69,11 +70,10 @@ def make_checkpoint(tmp_path: Path) -> Maker:
         name: str = "step-000002",
         step: int = 2,
         lora: Mapping[str, Any] | None = LORA,
-        file_per_tensor: bool = False,
     ) -> Path:
         checkpoint = tmp_path / name
         tensors = make_tensors() if tensors is None else tensors
-        save_shards(checkpoint / "pytorch_model_fsdp_0", tensors, file_per_tensor=file_per_tensor)
+        save_shards(checkpoint / "pytorch_model_fsdp_0", tensors)
         write_recipe(checkpoint, lora)
         return seal_checkpoint(checkpoint, step)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -206,6 +207,18 @@ def test_a_base_that_cannot_be_seen_is_asked_for(tmp_path: Path) -> None:
     with refused("tokenizer"):
         export(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("how", ["lora", "full"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"])
+def test_a_pipe_in_place_of_a_base_s_file_is_refused(tmp_path: Path, how: str, name: str) -> None:
+    """Read it would wait for ever, and left out the export would stop elsewhere, or have another template."""
+    base = make_base(tmp_path / "base")
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", base, LORA if how == "lora" else None, None, eos_token=STOP)
+    (base / name).unlink()
+    os.mkfifo(base / name)
+    with refused("plain file"):
+        (export if how == "lora" else export_model)(checkpoint, tmp_path / "out", base)
 
 
 def test_an_adapter_with_an_older_template_keeps_it(tmp_path: Path) -> None:

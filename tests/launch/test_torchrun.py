@@ -21,8 +21,8 @@ from clustertune import chain, torchrun
 from clustertune.cli.launchers import resolve_for_nodes
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch import rendezvous
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.node import rank_program, ranks_command
-from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from clustertune.torchrun import RendezvousServer, TorchrunCall
@@ -81,7 +81,7 @@ def test_calls_in_any_order_meet(tmp_path: Path) -> None:
 HOST = """
 import sys, time
 from pathlib import Path
-from clustertune.launch.plan import Node
+from clustertune.launch.attempt import Node
 from clustertune.torchrun import RendezvousServer, TorchrunCall
 with RendezvousServer(TorchrunCall(Path("."), 0, 2, 1, Node("a", "b"), port=int(sys.argv[1]))) as server:
     server.gather()

@@ -27,16 +27,6 @@ def test_the_slowest_rank_counts(tmp_path: Path) -> None:
     assert (entry["ranks"], entry["iterations"], entry["correct"]) == (2, 20, True)
 
 
-def test_inside_the_nodes_the_slowest_node_counts(tmp_path: Path) -> None:
-    """``results`` is what a job on all nodes sees, ``per_node`` says whose fault it is."""
-    files = Files(tmp_path, setup(2, 2))
-    case = CollectiveCase("intra", "all_reduce", MIB, 20)
-    files.whole(1, case, {0: 0.001, 1: 0.001})
-    files.whole(1, case, {2: 0.010, 3: 0.002})
-    assert [(e["node"], e["median_s"]) for e in measured(files, "per_node")] == [("n1", 0.001), ("n2", 0.01)]
-    assert [(e["scope"], e["median_s"]) for e in measured(files)] == [("intra", 0.01)]
-
-
 def test_both_ways_of_a_pair(tmp_path: Path) -> None:
     """The sending node stands first, and all ranks of a node count together."""
     files = Files(tmp_path, setup(2, 2))
@@ -138,22 +128,6 @@ def test_a_torn_line_loses_itself_only(tmp_path: Path, torn: str) -> None:
     with (tmp_path / link_measure.RECORDS.format(rank=1)).open("a") as out:
         out.write(torn)
     assert len(measured(files)) == 1
-
-
-def test_an_empty_folder_is_a_lost_round(tmp_path: Path) -> None:
-    """The step never began: nothing raises, both nodes are named."""
-    part = CheckRecords(tmp_path, setup(2))
-    hung, problems = part.faults()
-    assert [entry["collective"] for entry in hung] == ["init"]
-    assert [entry["node"] for entry in problems] == ["n1", "n2"]
-    assert part.measurements() == {"results": [], "per_node": [], "per_pair": []}
-
-
-def test_facts_have_the_names_that_all_else_has(tmp_path: Path) -> None:
-    """A scheduler's name of a node may be another than its own: findings of both must meet."""
-    files = Files(tmp_path, setup(2))
-    (tmp_path / "node-1.json").write_text("{torn")
-    assert [f["hostname"] for f in CheckRecords(tmp_path, files.setup).document()["facts"]] == ["n1"]
 
 
 def test_a_long_log_is_judged_at_both_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

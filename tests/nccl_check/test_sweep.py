@@ -26,10 +26,8 @@ from clustertune.nccl_check.link_measure import (
     CollectiveCase,
     Setup,
     bus_factor,
-    members,
     run_node,
     schedule,
-    shapes,
     steering,
 )
 from clustertune.nccl_check.link_rules import COLLECTIVES
@@ -102,40 +100,12 @@ def test_slow_is_not_hung(rate: float, seconds: float) -> None:
         assert each * (case.iterations + case.warmup + 1) < wanted.case_seconds / 2 + each, case
 
 
-def test_no_time_at_all_is_told() -> None:
-    """A budget of nothing leaves out everything, and says so once for each."""
-    cases, left_out, _ = play(setup(2), even(1.0), seconds=0.0)
-    assert cases == []
-    assert {reason for *_, reason in left_out} <= {"no time was left", "would take 0 s, 0 s are left for it"}
-    assert len({entry[:3] for entry in left_out}) > 10
-
-
 def test_a_slow_scope_does_not_starve_the_others() -> None:
     """Two nodes on 10 Mbit/s: the links inside the nodes are measured with all sizes all the same."""
     wanted = setup(2, 2, largest=16 * MIB)
     cases, left_out, _ = play(wanted, lambda case: 10.0 if case.scope == "intra" else 0.00125, seconds=60.0)
     assert {c.bytes for c in cases if c.scope == "intra" and c.iterations == 20} >= {16 * MIB, MIB}
     assert any(scope == "world" for scope, *_ in left_out)
-
-
-def test_pairs_have_time_of_their_own() -> None:
-    """They find the slow node: large sizes of the world must not eat what is theirs."""
-    cases, _, _ = play(setup(5, largest=256 * MIB), even(0.02), seconds=60.0)
-    measured = {(c.turn, c.back) for c in cases if c.scope == "pair" and c.collective == "p2p" and c.bytes > MIB}
-    assert measured == {(turn, back) for turn in range(5) for back in (False, True)}
-
-
-def test_the_only_pair_has_time_of_its_own() -> None:
-    """One way at a time is the only look at a line that gloo cannot fill both ways."""
-    cases, _, _ = play(setup(2, largest=256 * MIB), even(0.005), seconds=20.0)
-    assert {c.back for c in cases if c.scope == "pair" and c.bytes >= MIB} == {False, True}
-
-
-def test_memory_bounds_the_sizes() -> None:
-    """A rank that has no memory for a size must not find out in the middle of a collective."""
-    cases, left_out, _ = play(setup(1, 2, largest=64 * MIB), even(10.0), room=4 * MIB)
-    assert max(c.bytes for c in cases) == MIB
-    assert ("intra", "all_gather", 64 * MIB, "does not fit into memory") in left_out
 
 
 @pytest.mark.parametrize("players", [2, 3, 4, 5, 8, 17])
@@ -146,24 +116,6 @@ def test_a_tournament_has_every_pair_once(players: int) -> None:
     for turn in turns:
         assert len({player for pair in turn for player in pair}) == 2 * len(turn)
     assert len(turns) == players - 1 + players % 2
-
-
-def test_members() -> None:
-    """Three nodes of two ranks: who measures with whom."""
-    wanted = setup(3, 2)
-    assert members(wanted, "world", 0, 3) == [0, 1, 2, 3, 4, 5]
-    assert members(wanted, "intra", 0, 3) == [2, 3]
-    assert members(wanted, "inter", 0, 2) == [0, 2, 4]
-    assert members(wanted, "inter", 0, 3) == []
-    turn = next(number for number, pairs in enumerate(tournament(3)) if (0, 2) in pairs)
-    assert members(wanted, "pair", turn, 5) == [0, 1, 4, 5]
-    assert members(wanted, "pair", turn, 2) == []
-
-
-def test_scopes_that_mean_something() -> None:
-    """A collective of one rank has no bandwidth."""
-    found = [shapes(setup(nodes, each)) for nodes, each in ((1, 1), (1, 2), (2, 1), (2, 4))]
-    assert found == [[], ["intra"], ["world", "pair"], ["world", "intra", "inter", "pair"]]
 
 
 def test_bus_factors() -> None:
@@ -233,11 +185,6 @@ def gather_python() -> str:
     return ".".join(map(str, sys.version_info[:3]))
 
 
-def test_ranks_get_the_environment_of_training(swept: CheckRecords) -> None:
-    """A link is fast or slow with these variables, not with those of the shell."""
-    assert swept.environment.items() >= OF_TRAINING.items()
-
-
 def test_what_looks_like_a_secret_stays_out() -> None:
     """The document is kept, shown and pasted into issues."""
     given = {"NCCL_ALGO": "Ring", "HF_TOKEN": "x", "NCCL_X": "http://me:secret@host", "NCCL_Y": "a\nb", "PATH": "/bin"}
@@ -269,21 +216,6 @@ def test_a_collective_that_did_nothing_is_noticed() -> None:
     assert made.check(), "this is the answer"
     made.fill()
     assert not made.check()
-
-
-def test_sizes_are_those_of_nccl_tests() -> None:
-    """The whole buffer of an all-gather; what each rank has of an all-reduce; all that a node sends of a pair."""
-    assert measure.bytes_of(CollectiveCase("world", "all_gather", 1000), 3, 1) == 996
-    assert measure.bytes_of(CollectiveCase("world", "all_reduce", 1000), 3, 1) == 1000
-    assert measure.bytes_of(CollectiveCase("pair", "p2p", 1000), 4, 2) == 1000
-    assert measure.bytes_of(CollectiveCase("world", "reduce_scatter", 4), 64, 8) == 256, "one element for each at least"
-
-
-def test_median_and_spread() -> None:
-    """One outlier moves neither as it would move a mean."""
-    middle, spread = measure.summary([1.0] * 10 + [1.1] * 9 + [50.0])
-    assert middle == pytest.approx(1.05)
-    assert 0.05 < spread < 0.2
 
 
 def test_every_iteration_is_a_sign_of_life() -> None:
@@ -345,14 +277,6 @@ def test_a_probe_that_hangs_is_ended(tmp_path: Path) -> None:
     pids = [int(path.name.partition("-")[2]) for path in tmp_path.glob("pid-*")]
     assert len(pids) == 4
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
-def test_a_probe_that_fails_says_how(tmp_path: Path) -> None:
-    """The last line of what it said."""
-    other_torch(tmp_path, "raise RuntimeError('CUDA error: peer access is not supported')")
-    (entry,) = probe_pairs(2, "gloo", {**os.environ, "PYTHONPATH": str(tmp_path)}, 60.0, pairwise=False)
-    assert entry["status"] == "failed"
-    assert "peer access is not supported" in entry["message"]
 
 
 def test_a_setup_of_another_program_is_refused(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.recipe import deepspeed_keys
-from clustertune.resolve import deepspeed, show
+from clustertune.resolve import show
 from clustertune.resolve.resolve import resolve
 from tests.recipe.conftest import Refuse
 
@@ -111,46 +110,9 @@ def test_each_mistake_is_named(
     assert says in str(problems[0])
 
 
-def test_all_experts_of_one_name_are_one_weight() -> None:
-    """Mixtral-8x7B on 8 ranks: a part of gate_up_proj is larger than DeepSpeed's default buffer."""
-    mixtral = {
-        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 32000,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
-    }  # fmt: skip
-    assert deepspeed.RecipeValues({}, 8, 1, 8, 8, mixtral, lora=False).largest == 8 * 2 * 14336 * 4096 // 8
-
-
 def test_a_frozen_base_does_not_lie_on_nvme(write: Write, refused: Refuse) -> None:
     """DeepSpeed 0.19 ends with "already assigned swap buffer"; the optimizer's state may lie there."""
     [problem] = refused(write({"offload_param": PARAMS}), [])
     assert problem.key == "zero_optimization.offload_param.device" and "frozen" in problem.message and problem.fix
     resolve(write({"offload_optimizer": NVME}))
     resolve(write({"offload_param": PARAMS}), FULL)
-
-
-def test_all_are_told_at_once(write: Write, refused: Refuse) -> None:
-    """One look at the file, not one for each mistake."""
-    problems = refused(write({"stage": 2, "offload_param": {"device": "cpu"}}, gradient_clipping=3, typo=1), [])
-    assert {p.key for p in problems} == {"typo", "zero_optimization.offload_param.device", "gradient_clipping"}
-
-
-def test_an_offloaded_optimizer_stays_what_it_is(write: Write, refused: Refuse) -> None:
-    """accelerate replaces what it does not know by Adam, without a word."""
-    cpu = {"offload_optimizer": {"device": "cpu"}}
-    assert resolve(write(cpu)).deepspeed is not None
-    [problem] = refused(write(cpu), ["train.optim=adafactor"])
-    assert problem.key == "zero_optimization.offload_optimizer.device" and "Adam without a message" in problem.message
-    assert resolve(write(cpu, zero_force_ds_cpu_optimizer=False), ["train.optim=adafactor"]).deepspeed is not None
-
-
-def test_the_command_line_may_name_a_disk(write: Write, refused: Refuse) -> None:
-    """A path in the recipe's file would be one site's; who starts a run may know this one's."""
-    word = "deepspeed.zero_optimization.offload_param.nvme_path"
-    resolved = resolve(write({"offload_param": PARAMS}), [*FULL, f"{word}=/local/nvme"])
-    assert deepspeed_keys.get(resolved.deepspeed or {}, "zero_optimization.offload_param.nvme_path") == "/local/nvme"
-    assert refused(write({"offload_param": PARAMS}), [*FULL, f"{word}=nvme"])[0].file == "command line"
-
-
-def test_precision_beside_the_file(write: Write, refused: Refuse) -> None:
-    """accelerate refuses mixed_precision beside a deepspeed_config_file, on every rank, after the queue."""
-    assert "accelerate.mixed_precision" in [p.key for p in refused(write(), ["accelerate.mixed_precision=bf16"])]

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 
 from clustertune.recipe import native_rules
-from clustertune.recipe.checks import check_lora, check_native, check_train, lora_section, train_section
+from clustertune.recipe.checks import check_lora, check_native, check_train, train_section
 from clustertune.recipe.findings import Found
-from clustertune.recipe.native_rules import NativeField, check_value, lora_fields, train_fields
 from clustertune.resolve.models import find_model
-from clustertune.resolve.resolve import resolve
-from tests.command import run
 from tests.conftest import TINY_LLAMA
 from tests.recipe.architectures import ARCHITECTURES
 from tests.recipe.conftest import Refuse
@@ -27,49 +24,6 @@ def imported() -> dict[str, Any]:
     from trl import SFTConfig
 
     return {"train": SFTConfig, "lora": LoraConfig}
-
-
-@pytest.mark.parametrize(("section", "fields"), [("train", train_fields), ("lora", lora_fields)])
-def test_fields_equal_the_imported_dataclass(imported: dict[str, Any], section: str, fields: Any) -> None:
-    real = {item.name: item for item in dataclasses.fields(imported[section])}
-    read = fields()
-    assert list(read) == list(real)
-    for name, item in read.items():
-        if item.default is not native_rules.UNKNOWN:
-            assert real[name].default == item.default, name
-    assert sum(item.default is native_rules.UNKNOWN for item in read.values()) < 8
-
-
-@pytest.mark.parametrize("name", ["tiny-oasst2", "llama405b-oasst2"])
-@pytest.mark.parametrize("tiny", [False, True])
-def test_the_imported_classes_take_what_is_resolved(imported: dict[str, Any], name: str, tiny: bool, tmp_path: Any) -> None:
-    resolved = resolve(name, tiny=tiny)
-    args = {key: value for key, value in resolved.train_args.items() if key != "tf32"}  # needs an NVIDIA GPU
-    made = imported["train"](**args, output_dir=str(tmp_path), use_cpu=True)
-    assert made.activation_checkpointing is True
-    assert made.gradient_accumulation_steps == resolved.train_args["gradient_accumulation_steps"]
-    lora = imported["lora"](**resolved.recipe.lora)
-    assert lora.r in {16, 32} and lora.task_type == "CAUSAL_LM"
-
-
-def test_a_literal_with_a_placeholder() -> None:
-    item = lora_fields()["init_lora_weights"]
-    for given in ("pissa_niter_16", "gaussian", True):
-        assert check_value(item, given) == given
-    for given in ("pissa_niter_x", "gausian"):
-        with pytest.raises(ValueError):
-            check_value(item, given)
-    with pytest.raises(ValueError, match="Python object"):
-        check_value(NativeField("x", native_rules.UNKNOWN, None, ""), 3)
-
-
-def test_every_rule_names_a_field_that_exists_or_is_gone() -> None:
-    for section in (train_section(), lora_section()):
-        assert set(section.ranges) <= set(section.fields)
-        assert not set(section.removed) & set(section.fields)
-    assert set(native_rules.LORA_OWNED) | set(native_rules.LORA_UNSUPPORTED) <= set(lora_fields())
-    gone = set(train_section().owned) - set(train_fields())
-    assert gone == {"logging_dir", "overwrite_output_dir", "no_cuda", "push_to_hub_model_id", "push_to_hub_organization"}
 
 
 def keys(found: Iterable[Found]) -> list[str]:
@@ -156,36 +110,11 @@ def test_a_distribution_that_does_not_carry_lora_on_experts(words: list[str], re
     assert "lora.target_parameters" in {problem.key for problem in refused("qwen3-30b-a3b-lora", words)}
 
 
-def test_frozen_experts_are_named_and_their_share() -> None:
-    """Nobody trains a tenth of a mixture without knowing it."""
-    frozen = ["lora.target_parameters=null"]
-    assert not any("frozen" in text for text in resolve("qwen3-30b-a3b-lora").warnings)
-    (text,) = [text for text in resolve("qwen3-30b-a3b-lora", frozen).warnings if "frozen" in text]
-    assert "95%" in text and '"mlp.experts.down_proj"' in text
-    done = run("submit", "qwen3-30b-a3b-lora", *frozen, "--cluster", "dgx-h100", "--dry-run")
-    assert done.code == 0 and text in done.err
-
-
 FALCON, LITE = ARCHITECTURES["tiiuae/falcon-7b"], ARCHITECTURES["deepseek-ai/DeepSeek-V2-Lite"]
 
 
 def refusals(architecture: dict[str, Any], **lora: Any) -> list[str]:
     return [message for _, message, _ in check_lora(lora, architecture)]
-
-
-@pytest.mark.parametrize(
-    ("architecture", "targets"),
-    [
-        (FALCON, ["query_key_value", "dense"]), (FALCON, r".*\.(query_key_value|dense)"),
-        (LITE, ["q_proj", "kv_b_proj", "o_proj"]), (LITE, ["mlp.down_proj"]),
-        (ARCHITECTURES["deepseek-ai/DeepSeek-V3"], ["q_a_proj", "q_b_proj"]), (TINY_LLAMA, r"model\.layers\.1\..*q_proj"),
-        ({**TINY_LLAMA, "model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}, r"model\.layers\.1\..*q_proj"),
-        (TINY_LLAMA, "all-linear"),
-    ],
-)  # fmt: skip
-def test_true_targets_are_taken(architecture: dict[str, Any], targets: Any) -> None:
-    """Classes from a table (Falcon), from a condition (DeepSeek), a layer that is not the first."""
-    assert refusals(architecture, target_modules=targets) == []
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "lm_head"], r".*(q_proj|lm_head)", r"lm_.*", ["lm_head"]])

@@ -5,12 +5,10 @@ from __future__ import annotations
 import io
 import json
 import re
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from clustertune.errors import UserError
 from clustertune.resolve import show
 from clustertune.resolve.kernels import PACKED
 from clustertune.resolve.resolve import resolve
@@ -87,20 +85,4 @@ def test_every_recipe_is_read_packed_and_shown(name: str, tiny: bool) -> None:
         assert ("accelerate.yaml" in table + notes) == ((REPO / "recipes" / name / "accelerate.yaml").is_file())
 
 
-@pytest.mark.parametrize("given", ["accelerate.fsdp_config.fsdp_offload_params=true", "deepspeed.zero_optimization.stage=3"])
-def test_megatron_reads_no_file_of_others(given: str) -> None:
-    """It would be shown and have no effect."""
-    with pytest.raises(UserError, match=r"command line: .* reads no (accelerate|deepspeed) file"):
-        resolve("llama70b-megatron", [given])
-
-
 # --- the reference recipe has every setting of the published run -------------------------------------------------------------
-
-
-def test_the_readme_maps_every_key_of_its_distribution(repo: Path) -> None:
-    folder = repo / "recipes" / "llama405b-oasst2"
-    text = (folder / "README.md").read_text()
-    keys = resolve(folder).accelerate["fsdp_config"]
-    assert [key for key in keys if key not in text and key not in {"fsdp_version", "fsdp_transformer_layer_cls_to_wrap"}] == []
-    for word in ("theirs, not ours", "70.98", "1.139", "8 h 24"):
-        assert word in text

@@ -18,8 +18,8 @@ from clustertune.checkpoint.store import verify
 from clustertune.errors import UserError
 from clustertune.export.export import export
 from clustertune.export.whole import export_model
-from clustertune.training.deepspeed import load_file as load_verified
-from clustertune.training.deepspeed import swapped_masters
+from clustertune.training.deepspeed_engine import load_file as load_verified
+from clustertune.training.deepspeed_engine import swapped_masters
 from tests.command import events
 from tests.damage import flip
 from tests.training.benches import (

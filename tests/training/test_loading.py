@@ -298,18 +298,6 @@ def measured(gb: float, ranks: int, ways: str, folder: Path, *axes: str) -> dict
     return {line["way"]: line for line in lines}
 
 
-@pytest.mark.jobs
-def test_a_rank_of_the_bench_that_fails_ends_the_others_and_one_that_hangs_says_where() -> None:
-    """Otherwise they wait for it in a collective, for half an hour and without a word."""
-    begin = "import time; from tools import loading_bench as bench; "
-    for work, words in (("1 / 0 if number else time.sleep(100)", "ZeroDivisionError"), ("time.sleep(100)", "<lambda>")):
-        program = f"{begin}bench._forked(lambda number: {work}, 2, 3)"
-        done = subprocess.run(
-            [sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, timeout=60, check=False
-        )
-        assert done.returncode == 1 and words in done.stderr, done.stderr
-
-
 @pytest.mark.parametrize(
     ("gb", "ranks", "other", "axes", "share", "total", "held", "apart"),
     [

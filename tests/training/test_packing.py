@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from clustertune.resolve.kernels import PACKED
@@ -96,21 +94,6 @@ def test_packed_is_one_conversation_at_a_time(kind: str, dtype: torch.dtype, dev
     compare(packed, single, batch(device), ROUNDING[device][dtype])
 
 
-def test_positions_that_begin_anew_are_enough() -> None:
-    """Nobody counted the conversations; and two rows of a batch, not laid end to end."""
-    flat = {key: value for key, value in batch().items() if key in ("input_ids", "position_ids")}
-    for tensors in (flat, {key: torch.cat([value[:, :82], value[:, 82:]]) for key, value in flat.items()}):
-        compare(model("mistral", PACKED), model("mistral", "sdpa"), tensors, 2e-6)
-
-
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_without_a_kernel_conversations_are_taken_one_by_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in float32 on a GPU."""
-    monkeypatch.setattr(packing.varlen, "varlen_attn", None)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, PACKED, partial(packing.attend, types=()))
-    compare(model(kind, PACKED), model(kind, "sdpa"), batch(), 2e-6)
-
-
 def test_no_mask_is_made() -> None:
     """sdpa's holds an entry for every two tokens of the micro batch."""
     given, square = batch(), sum(map(sum, LENGTHS)) ** 2
@@ -151,14 +134,6 @@ def test_padded_rows_and_generation_are_sdpa() -> None:
     assert torch.equal(*(m.generate(input_ids=tokens, **words) for m in (ours, theirs)))
 
 
-def test_autocast_computes_in_its_type() -> None:
-    """Weights in float32 make float32 queries beside bfloat16 values; the kernel takes one type of 16 bits."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = model("llama", PACKED)(**batch(), use_cache=False).logits.flatten(0, 1)
-        wanted = alone(model("llama", "sdpa"))
-    assert (found - wanted).abs().max() <= 2e-2 * wanted.abs().max()
-
-
 @pytest.mark.jobs
 def test_the_operation_is_one_for_the_compiler() -> None:
     """What torch asks of an operation with a kernel for CPUs; and a compiled layer has no break and the same numbers."""
@@ -172,13 +147,6 @@ def test_the_operation_is_one_for_the_compiler() -> None:
         layer.compile(backend="aot_eager", fullgraph=True)
     compare(made, model("mistral", "sdpa"), batch(), 2e-6)
     assert torch.equal(*(one(**batch(), use_cache=False).logits for one in (plain, made)))
-
-
-def test_a_saved_model_does_not_name_it(tmp_path: Path) -> None:
-    """Who loads the export has no such attention."""
-    model("llama", PACKED).save_pretrained(tmp_path)
-    assert PACKED not in "".join(path.read_text() for path in tmp_path.glob("*.json"))
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(
