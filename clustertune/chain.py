@@ -25,9 +25,10 @@ from clustertune.console import say, show_error
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
 from clustertune.launch import image, progress
 from clustertune.launch.agent import Agent, measured
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.judge import Outcome, conclude
 from clustertune.launch.node import ranks_command
-from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.manifest import hash_file
 from clustertune.megatron import inputs
 from clustertune.monitor import live
 from clustertune.recipe.schema import Push
@@ -36,7 +37,7 @@ from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES, RunDir
 from clustertune.staging import bundle, needs
 from clustertune.storage import storage_cause
-from clustertune.training.events import EventLog
+from clustertune.training.event_log import EventLog
 from clustertune.tree import IS_INSTALLED, ROOT
 
 MARKS = {"pass_mark", "pass_difference", "stall_seconds"}
@@ -134,7 +135,7 @@ def keep_forecast(run: RunDir, resolved: Resolved, cluster: Cluster | None = Non
 def _differences(run: RunDir, resolved: Resolved) -> list[Problem]:
     before, now = (dict(content.flatten(found.as_dict())) for found in (run.resolved(), resolved))
     free = [key for key in resolved.train_args | run.resolved().train_args if not resolved.counts(key)]
-    may_change = ("recipe.save.", *(f"{part}.{key}" for part in ("recipe.train", "train_args") for key in ("save_", *free)))
+    may_change = ("recipe.save.", *(f"train_args.{key}" for key in ("save_", *free)))
     ignored = ("origins.", "derived", "distribution.", "warnings", "folder", *may_change)
     changed = sorted(
         key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and not key.startswith(ignored)
@@ -223,7 +224,7 @@ class Chain:
     def _still_there(self, stage: str) -> bool:
         kinds = {
             "prepare": (self.run.data, "dataset"),
-            "export": (self.run.adapter, "adapter") if self.resolved.recipe.lora is not None else (self.run.merged, "merged"),
+            "export": (self.run.adapter, "adapter") if self.resolved.lora is not None else (self.run.merged, "merged"),
             "merge": (self.run.merged, "merged"),
         }
         if stage in kinds:
@@ -239,10 +240,15 @@ class Chain:
         from clustertune.evaluate.scores import judge, read_result
 
         record, wanted = self.run.stage("eval") or {}, self.resolved.recipe.eval
-        if record.get("settings") != wanted.model_dump(exclude=MARKS):
+        if record.get("settings") != self._eval_settings():
             return False
         result = read_result(self.run.eval)
         return result is not None and bool(judge(result, wanted)["passed"])
+
+    def _eval_settings(self) -> dict[str, Any]:
+        """What is asked for, but the marks; of one's own prompts their digest, None where they are not there."""
+        found, path = self.resolved.recipe.eval.model_dump(exclude=MARKS), bundle.eval_data(self.resolved)
+        return found if path is None else {**found, "data": hash_file(path).sha256 if path.is_file() else None}
 
     def _has_base(self, stage: str) -> bool:
         """What the first stage makes beside the conversations is there; true of all other stages."""
@@ -296,7 +302,7 @@ class Chain:
 
     def prepare(self) -> dict[str, Any]:
         """The conversations, the base model where the recipe makes its own, and the tokens that the ranks read."""
-        from clustertune.data import tokens
+        from clustertune.data import rollout_rows, tokens
         from clustertune.data.prepare import prepare
         from clustertune.data.tokenizer import load_tokenizer
         from clustertune.training import base_model
@@ -318,6 +324,8 @@ class Chain:
         base_model.check(*from_where, self.resolved)
         tokenizer = load_tokenizer(*from_where, self.resolved.chat_template, train_args, chats=recipe.data.has_chats)
         made = tokens.make(self.run.data, tokenizer, train_args, shared=self.run.shared_tokens)
+        if self.resolved.is_grpo:
+            rollout_rows.check(self.run.data, self.resolved)
         return {**found, **{key: made[key] for key in tokens.SUMMARY}}
 
     def train(self) -> dict[str, Any]:
@@ -394,14 +402,14 @@ class Chain:
             )
         if self.resolved.recipe.megatron is not None:
             path = inputs.exported(self.run.path)
-        if self.resolved.recipe.lora is None:
+        if self.resolved.lora is None:
             return {"summary": export_model(path, self.run.merged, self.base_folder())}
         return {"summary": export(path, self.run.adapter, self.base_folder())}
 
     def merge(self) -> dict[str, Any]:
         from clustertune.merge import merge
 
-        if self.resolved.recipe.lora is None:  # all parameters were trained: the export is the model
+        if self.resolved.lora is None:  # all parameters were trained: the export is the model
             return {"summary": {"out": str(self.run.merged), "merged": 0}}
         return {"summary": merge(self.base_folder(), self.run.adapter, self.run.merged)}
 
@@ -420,7 +428,7 @@ class Chain:
 
         recipe = self.resolved.recipe
         wanted = recipe.eval
-        settings = wanted.model_dump(exclude=MARKS)
+        settings = self._eval_settings()
         if (before := self.run.stage("eval")) and before.get("settings") != settings and self.run.eval.exists():
             self.run.eval.rename(self.run.path / f"eval-{int(before['finished'])}")  # a finished one is never written over
         # Random weights are never worth the benchmark's 541 prompts.
@@ -428,15 +436,18 @@ class Chain:
         data = bundle.prompts(self.resolved)
         # Without an adapter nothing is merged, and the base is what the training began with.
         base = self.base_folder() if wanted.base else None
-        with measured(self.run.path):
+        with measured(self.run.path), contextlib.ExitStack() as stack:
+            stack.callback(self.run.evaluating.unlink, missing_ok=True)
             result = evaluate(
                 self.run.merged,
                 self.run.eval,
                 settings=wanted,
                 data=data,
+                prompts=bundle.eval_data(self.resolved),
                 benchmark=benchmark,
                 base=base,
                 base_out=base and self._base_scores(settings),
+                progress_file=self.run.evaluating,
             )
         require_pass(result)
         return {"tasks": result["tasks"], "settings": settings}

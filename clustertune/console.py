@@ -4,6 +4,7 @@ document."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -34,15 +35,21 @@ def _console(name: str) -> Console:
     from rich.table import Table
 
     class Whole(Console):
-        """Prints tables without an ellipsis: a line longer than the window is broken by the terminal, a number cut is lost."""
+        """Prints tables without breaking a word: one that the window cannot hold becomes a list of its rows."""
 
         def print(self, *objects: Any, **options: Any) -> None:
-            before = self._width
-            for table in objects:
-                if isinstance(table, Table):
-                    self.width = max(self.width, _least_width(self, table))  # print(width=...) makes narrower only
+            before, fitted = self._width, []
+            for one in objects:
+                if not isinstance(one, Table) or (least := _fit_columns(self, one)) <= self.width:
+                    fitted.append(one)
+                elif self.is_terminal:
+                    fitted += _as_list(self, one)
+                    options = {"soft_wrap": True, "sep": "\n", **options}
+                else:  # a width that was set: what reads it breaks lines by itself
+                    self.width = least
+                    fitted.append(one)
             try:
-                super().print(*objects, **options)
+                super().print(*fitted, **options)
             finally:
                 self._width = before
 
@@ -57,18 +64,84 @@ def _console(name: str) -> Console:
     return stream
 
 
-def _least_width(console: Console, table: Table) -> int:
-    """Columns that a table needs so that no number is cut; no cell of it gets an ellipsis from now on."""
+def make_table(*columns: str, title: str | None = None, text_columns: int = 1) -> Table:
+    """The one form of all tables, whose first columns hold text and the others numbers."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        title=None if title is None else Text(title),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        show_header=any(columns),
+    )
+    for index, name in enumerate(columns):
+        table.add_column(Text(name), justify="left" if index < text_columns else "right", overflow="fold")
+    return table
+
+
+def _fit_columns(console: Console, table: Table) -> int:
+    """Set the widths of a table's columns so that it fits, and no word and no number is broken; the least width that holds it.
+
+    What is left over goes to the columns that would take most.
+    """
     wide = console.options.update(width=_PIPE_WIDTH)
+    least, whole = list[int](), list[int]()
     for column in table.columns:
-        column.overflow = "fold"
-        sizes = [console.measure(cell, options=wide) for cell in (column.header, *column.cells)]
-        whole = max(size.maximum for size in sizes)
-        column.no_wrap = column.no_wrap or whole <= _SHORT_CELL
-        least = whole if column.no_wrap else min(max(size.minimum for size in sizes), _LONGEST_WORD)
-        column.min_width = max(column.min_width or 0, least)
-    lines = 3 * len(table.columns) + 1  # and blanks between columns, at most
-    return sum(column.min_width or 0 for column in table.columns) + lines
+        column.overflow, column.no_wrap = "fold", False
+        sizes = [console.measure(cell, options=wide) for cell in column.cells]
+        head = console.measure(column.header, options=wide) if table.show_header else None
+        whole.append(max([0, *(size.maximum for size in sizes), *([head.maximum] if head else [])]))
+        numbers = column.justify == "right"
+        parts = [size.maximum if numbers and size.maximum <= _SHORT_CELL else size.minimum for size in sizes]
+        least.append(max([1, *parts, *([head.minimum] if head else [])]))
+    around = 3 * len(table.columns) - 1  # blanks between columns, as make_table's box has them
+    room = max(0, console.width - around - sum(least))
+    for column, small, large in sorted(zip(table.columns, least, whole, strict=True), key=lambda one: one[2] - one[1]):
+        left = sum(1 for one in table.columns if one.width is None)
+        more = min(large - small, room // max(1, left))
+        column.width, room = small + max(0, more), room - max(0, more)
+    return sum(least) + around
+
+
+def _as_list(console: Console, table: Table) -> list[Any]:
+    """The rows of a table that is too wide: of each its first cell, and below it the others with their headings; of three
+    columns, such as key, value and origin, a line or two. Words stay whole."""
+    from rich.text import Text
+
+    width, rows = console.width, list(zip(*(list(column.cells) for column in table.columns), strict=True))
+    titles = [str(column.header) for column in table.columns]
+    lines: list[Any] = [Text(str(table.title), style="italic")] if table.title else []
+    first = min(_LONGEST_FIRST, max((len(str(row[0])) for row in rows), default=0))
+    if table.show_header and len(titles) <= _FEW_COLUMNS:
+        lines.append(Text("  ".join([titles[0].ljust(first), *titles[1:]]), style="bold"))
+    for row in rows:
+        cells = [str(cell) for cell in row]
+        if len(cells) <= _FEW_COLUMNS:
+            text = "  ".join([cells[0].ljust(first), *filter(None, cells[1:])])
+            lines += _wrapped(text.split(" "), width, "", " " * 4)
+        else:
+            lines.append(Text(f"{titles[0]} {cells[0]}".strip(), style="bold"))
+            named = [f"{title} {cell}".strip() for title, cell in zip(titles[1:], cells[1:], strict=True) if cell]
+            lines += _wrapped([f"{one}," for one in named[:-1]] + named[-1:], width, "  ", "  ")
+    return lines
+
+
+def _wrapped(parts: Sequence[str], width: int, begin: str, further: str) -> list[Any]:
+    """Lines of parts that are not broken, but for one longer than a line, which is broken between words."""
+    from rich.text import Text
+
+    lines, line = list[str](), begin
+    whole = [[part] if len(part) + len(further) <= width else part.split(" ") for part in parts]
+    for part in itertools.chain.from_iterable(whole):
+        if len(line) + 1 + len(part) > width and line.strip():
+            lines.append(line)
+            line = further + part
+        else:
+            line += part if line in (begin, further) and not line.strip() else f" {part}"
+    return [Text(line) for line in [*lines, line]]
 
 
 def __getattr__(name: str) -> Any:
@@ -81,8 +154,10 @@ def __getattr__(name: str) -> Any:
 _PIPE_WIDTH = 10_000
 _SHORT_CELL = 24
 """Characters of a table's cell that stays on one line, as a number with its unit does."""
-_LONGEST_WORD = 40
-"""Characters of a word that a table does not break: more than a number has, fewer than a path."""
+_LONGEST_FIRST = 36
+"""Characters of the first cells of such a list that are padded to one width."""
+_FEW_COLUMNS = 3
+"""Up to so many a row of a table that is too wide needs no headings."""
 MAX_PROBLEMS = 25
 """Problems that are printed: one screen. ``--json`` gives all of them."""
 _MAX_TEXT = 600
@@ -109,6 +184,18 @@ def escape(text: str, keep: str = "\n\t") -> str:
 
 _STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode categories: control, format (bidirectional overrides), lone surrogate, line and paragraph separator."""
+
+
+def duration(seconds: object) -> str:
+    """``0.42 s``, ``41 s``, ``12 min 05 s``, ``8 h 24 min``; ``-`` for what is no finite number."""
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not abs(seconds) < 1e12:
+        return "-"
+    if seconds < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def emit_json(document: Any) -> None:

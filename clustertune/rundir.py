@@ -108,6 +108,11 @@ class RunDir:
         return self.path / "eval"
 
     @property
+    def evaluating(self) -> Path:
+        """How far the evaluation has come; only while it is under way."""
+        return self.path / "evaluating.json"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from clustertune.console import make_table
 from clustertune.evaluate import scores
 from clustertune.report import content
 from clustertune.report.metrics import read_metrics
@@ -21,18 +21,17 @@ def render(
     console: Console,
 ) -> None:
     """Print the summary of a run to ``console``."""
-    table = Table(title=None, box=None, pad_edge=False)
-    table.add_column("stage")
-    table.add_column("seconds", justify="right")
-    table.add_column("status")
+    table = make_table("stage", "status", "seconds", text_columns=2)
     for name, stage in stages.items():
-        table.add_row(name, f"{stage['seconds']:.1f}", str(stage["status"]))
+        table.add_row(name, str(stage["status"]), f"{stage['seconds']:.1f}")
     done = [s["seconds"] for s in stages.values() if s["status"] == "done"]
-    table.add_row("total", f"{sum(done):.1f}", "")
+    table.add_row("total", "", f"{sum(done):.1f}")
     console.print()
     console.print(table)
     metrics = read_metrics(run.metrics)
-    name, found = "eval loss", content.eval_losses(metrics)
+    name, found = "reward of the held-out prompts", content.held_out_rewards(metrics)
+    if found is None:
+        name, found = "eval loss", content.eval_losses(metrics)
     if found is None:
         name, found = "training loss", content.train_losses(metrics)
     if found is not None:

@@ -1,49 +1,42 @@
 """Training started by calls of ``launch/torchrun.sh``, one on each machine, by hand or by ssh in any order.
 
-The calls become one attempt by files in the run folder. Node 0's call opens a rendezvous: ``torchrun/call.json`` with an id of
-its own, and a heartbeat that shows it lives. Every other call answers that id with a file which only one process can create,
-and then waits for what node 0 tells: the attempt to take part in, or that there is nothing to do. What an earlier round of
-calls left behind has another id: two rounds never mix, no matter which process was killed, and when. No clock is compared
-between machines.
+The calls become one attempt through a torch TCPStore that node 0's call holds, and that ends with it: the others leave there
+who they are, and read which attempt to take part in, or that there is nothing to do. What an earlier round of calls left
+behind is gone with its store, no matter which process was killed, and when. As torch's own store it has no password: whoever
+reaches the port can end the round.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
-import shutil
-import threading
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from clustertune.chain import Chain
 from clustertune.console import say
-from clustertune.errors import ExitCode, UserError
-from clustertune.events import read_text
+from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import node
-from clustertune.launch.agent import await_object, await_records, read_anew
-from clustertune.launch.plan import OUTCOME, AttemptPlan, Node
+from clustertune.launch.agent import await_object, await_records
+from clustertune.launch.attempt import OUTCOME, AttemptPlan, Node
 from clustertune.launch.rendezvous import interface_to, network_environment
-from clustertune.manifest import write_durably
 from clustertune.rundir import RunDir
 
-FOLDER = "torchrun"
-CALL = "call.json"
-ANSWER = "answer.json"
-HEARTBEAT = "heartbeat"
-HEARTBEAT_SECONDS = 5.0
-DEAD_SECONDS = 120.0
-"""Without a heartbeat for so long, node 0's call counts as dead: 24 of them, twice the 60 s that an NFS client may cache
-a file's attributes (acregmax, acdirmax of nfs(5))."""
+PORT = 29400
+"""Of the store: torchrun's own default for its c10d rendezvous."""
 POLL_SECONDS = 0.3
-AGAIN = "start the same calls again"
+STORE_SECONDS = 60.0
+"""How long one request to the store may take."""
+PARTING_SECONDS = 5.0
+"""How long node 0's call waits at its end until the others have read how it ended."""
 OUTCOME_SECONDS = 60.0
 """How long a node whose ranks have ended waits for node 0's judgement, which itself waits up to 20 s for all records."""
+SIZES, ANSWER, HEARD = "sizes", "answer", "heard"
+"""Keys of the store. The answer is ``{"attempt": N}``, or ``{"code": N}`` where the round ends without one."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +51,19 @@ class TorchrunCall:
     """This machine, as the plan names it."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Of this machine's ranks: interfaces may have other names elsewhere."""
-    port: int | None = None
+    master: str = "127.0.0.1"
+    """Node 0's address, as the others reach it."""
+    port: int = PORT
+    """Of the store, on node 0; the search for the ranks' own port begins behind it."""
     wait: float = 1800.0
     """Seconds to wait for the calls on the other nodes."""
     job: str | None = None
     """The id of the job that makes these calls again and again: where it makes no progress, it is stopped (exit 93)."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What all calls have to agree on, by the option's name."""
+        return {"nodes": self.nodes, "ranks-per-node": self.ranks_per_node}
 
     def take_part(self, attempt: int, *, quiet: bool) -> int:
         """Run this node's ranks of an attempt; 0 where they ended by themselves."""
@@ -80,6 +81,9 @@ def this_machine(number: int, nodes: int, master: str) -> tuple[Node, dict[str, 
     # What torch's launcher sets where it starts several ranks: the sums do not depend on how many start on a node.
     environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
     return Node(os.uname().nodename, master if number == 0 else address), environment
+
+
+# --- node 0 ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -106,15 +110,78 @@ class TorchrunChain(Chain):
             launcher="torchrun",
             job=self.job,
             from_step=from_step,
-            port=self.server.call.port,
+            port=self.server.call.port + 1,
         )
 
     def start(self, plan: AttemptPlan) -> bool:
         """This node's ranks beside those of the other calls."""
-        self.server.announce(plan.attempt)
+        self.server.answer({"attempt": plan.attempt})
         self.server.call.take_part(plan.attempt, quiet=self.quiet)
         await_records(self.run.path, plan, range(len(plan.nodes)))
         return False
+
+
+class RendezvousServer:
+    """Node 0's side, as a context manager: at its end who still waits receives the exit code."""
+
+    def __init__(self, call: TorchrunCall) -> None:
+        self.call = call
+        self._nodes = {0: call.local}
+        self._code, self._answered = ExitCode.AGAIN, False
+
+    def __enter__(self) -> RendezvousServer:
+        """Raises UserError (exit 75) where the port is taken."""
+        from torch.distributed import TCPStore
+
+        if self.call.nodes == 1:
+            return self
+        try:
+            self._store = TCPStore("127.0.0.1", self.call.port, is_master=True, wait_for_workers=False)
+        except RuntimeError as error:
+            text, fix = f"port {self.call.port} cannot be bound here: {_first_line(error)}", "give all calls another --port"
+            raise UserError(Problem(text, file="command line", key="--port", fix=fix), ExitCode.AGAIN) from None
+        self._store.set(SIZES, json.dumps(self.call.sizes))
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._code = error.code if isinstance(error, UserError) else ExitCode.AGAIN
+        if self.call.nodes == 1:
+            return
+        if not self._answered:
+            self.answer({"code": int(self._code)})
+        deadline = time.monotonic() + PARTING_SECONDS
+        while self._store.add(HEARD, 0) < len(self._nodes) - 1 and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS / 5)
+        del self._store  # its port is free again
+
+    def done(self) -> None:
+        """Training is finished: the other calls need not wait any longer."""
+        self._code = ExitCode.OK
+
+    def gather(self) -> tuple[Node, ...]:
+        """All nodes in rank order, as soon as every one has called. Raises UserError (exit 75) naming those that have not."""
+        deadline = time.monotonic() + self.call.wait
+        while missing := [number for number in range(self.call.nodes) if number not in self._nodes]:
+            if time.monotonic() > deadline:
+                names = ", ".join(f"node {number}" for number in missing)
+                fix = f"start launch/torchrun.sh with --node-rank {missing[0]} there; all nodes must reach --master"
+                text = f"no call of {names} within {self.call.wait:.0f} s"
+                raise UserError(text, file=str(self.call.run_path), fix=fix, code=ExitCode.AGAIN)
+            for number in missing:
+                if self._store.check([f"node-{number}"]):
+                    self._nodes[number] = Node(**json.loads(self._store.get(f"node-{number}")))
+            time.sleep(POLL_SECONDS / 5)
+        return tuple(self._nodes[number] for number in sorted(self._nodes))
+
+    def answer(self, body: Mapping[str, int]) -> None:
+        """Tell every node that has called the attempt to begin, whose plan is written before, or how the round ended."""
+        if self.call.nodes > 1:
+            self._store.set(ANSWER, json.dumps(body))
+            self._answered = True
+
+
+# --- the other nodes ---------------------------------------------------------------------------------------------------
 
 
 def join(call: TorchrunCall, *, quiet: bool) -> ExitCode:
@@ -122,8 +189,8 @@ def join(call: TorchrunCall, *, quiet: bool) -> ExitCode:
 
     Raises UserError where node 0 does not call, or its call does not fit this one.
     """
-    say(f"node {call.node} waits for node 0 in {call.run_path}")
-    attempt = RendezvousClient(call).join()
+    say(f"node {call.node} waits for node 0 at {call.master}:{call.port}")
+    attempt = await_attempt(call)
     if isinstance(attempt, ExitCode):
         return attempt
     ended = call.take_part(attempt, quiet=quiet)
@@ -133,128 +200,54 @@ def join(call: TorchrunCall, *, quiet: bool) -> ExitCode:
     return ExitCode.OK if ended == 0 else ExitCode.AGAIN
 
 
-@dataclass
-class RendezvousServer:
-    """Node 0's side. Use it as a context manager: the heartbeat stops at its end, and who waits receives the exit code."""
+def await_attempt(call: TorchrunCall) -> int | ExitCode:
+    """The attempt to take part in; an ExitCode where node 0 ended without one (OK: nothing is left to train).
 
-    call: TorchrunCall
-    call_id: str = field(default_factory=lambda: secrets.token_hex(8))
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _code: ExitCode = ExitCode.AGAIN
+    Raises UserError: no call of node 0 in time, or one that ended (exit 75); one that does not fit this call (exit 2).
+    """
+    if not _await_port(call):
+        return ExitCode.OK
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a store that ended is told by a stack of C++, too
+    from torch.distributed import DistError, TCPStore
 
-    @property
-    def folder(self) -> Path:
-        return self.call.run_path / FOLDER / self.call_id
-
-    def __enter__(self) -> RendezvousServer:
-        above = self.folder.parent
-        before = [path for path in above.iterdir() if path.is_dir()] if above.is_dir() else []
-        self.folder.mkdir(parents=True)
-        self._write_heartbeat(0)
-        sizes = {"nodes": self.call.nodes, "ranks_per_node": self.call.ranks_per_node}
-        write_durably(above / CALL, json.dumps({"id": self.call_id, **sizes, "host": self.call.local.name}) + "\n")
-        for path in before:
-            shutil.rmtree(path, ignore_errors=True)
-        threading.Thread(target=self._keep_heartbeat, name="torchrun-heartbeat", daemon=True).start()
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            self._code = error.code if isinstance(error, UserError) else ExitCode.AGAIN
-        self._stop.set()
-        with contextlib.suppress(OSError):
-            write_durably(self.folder / ANSWER, json.dumps({"code": int(self._code)}) + "\n")
-
-    def done(self) -> None:
-        """Training is finished: the other calls need not wait any longer."""
-        self._code = ExitCode.OK
-
-    def gather(self) -> tuple[Node, ...]:
-        """All nodes in rank order, as soon as every one has answered. Raises UserError (exit 75) naming those that have not."""
-        found: dict[int, Node] = {0: self.call.local}
-        deadline = time.monotonic() + self.call.wait
-        while missing := [number for number in range(self.call.nodes) if number not in found]:
-            if time.monotonic() > deadline:
-                names = ", ".join(f"node {number}" for number in missing)
-                fix = f"start launch/torchrun.sh with --node-rank {missing[0]} there; all nodes must see this folder"
-                text = f"no call of {names} within {self.call.wait:.0f} s"
-                raise UserError(text, file=str(self.call.run_path), fix=fix, code=ExitCode.AGAIN)
-            for number in missing:
-                if body := read_anew(self.folder / f"node-{number}.json"):
-                    found[number] = Node(str(body["name"]), str(body["address"]))
+    os.environ.pop("TORCH_CPP_LOG_LEVEL")
+    try:
+        store = TCPStore(call.master, call.port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+        for name, size in json.loads(store.get(SIZES)).items():
+            if size != call.sizes[name]:
+                text = f"node 0 was started with --{name} {size}, this call with {call.sizes[name]}"
+                raise UserError(text, file="command line", key=f"--{name}", fix="give the same to all")
+        if store.add(f"calls of node {call.node}", 1) > 1:
+            text = f"another call is node {call.node} already"
+            raise UserError(text, file=str(call.run_path), key="--node-rank", fix="each node has its own number")
+        store.set(f"node-{call.node}", json.dumps(asdict(call.local)))
+        while not store.check([ANSWER]):
             time.sleep(POLL_SECONDS)
-        return tuple(found[number] for number in sorted(found))
-
-    def announce(self, attempt: int) -> None:
-        """Have every node that has answered begin an attempt; its plan is written before."""
-        write_durably(self.folder / ANSWER, json.dumps({"attempt": attempt}) + "\n")
-
-    def _keep_heartbeat(self) -> None:
-        count = 0
-        while not self._stop.wait(HEARTBEAT_SECONDS):
-            count += 1
-            with contextlib.suppress(OSError):
-                self._write_heartbeat(count)
-
-    def _write_heartbeat(self, count: int) -> None:
-        (self.folder / HEARTBEAT).write_text(f"{count}\n")
+        answer = json.loads(store.get(ANSWER))
+        store.add(HEARD, 1)
+        return int(answer["attempt"]) if "attempt" in answer else ExitCode(int(answer["code"]))
+    except DistError as error:
+        text = f"node 0's call has ended, or its store at {call.master}:{call.port} is another program's: {_first_line(error)}"
+        fix = "start the same calls again"
+        raise UserError(text, file=str(call.run_path), fix=fix, code=ExitCode.AGAIN) from None
 
 
-@dataclass
-class RendezvousClient:
-    """Another node's side."""
-
-    call: TorchrunCall
-    dead_seconds: float = DEAD_SECONDS
-
-    def join(self) -> int | ExitCode:
-        """The attempt to take part in; an ExitCode where node 0 ended without one (OK: nothing is left to train).
-
-        Raises UserError: no call in time, or one that had answers from this node already (exit 75); one that does not fit
-        this call (exit 2).
-        """
-        answered, refused, heartbeat, since = "", "", "", time.monotonic()
-        while True:
-            opened = read_anew(self.call.run_path / FOLDER / CALL)
-            now, call_id = time.monotonic(), str(opened.get("id", ""))
-            folder = self.call.run_path / FOLDER / call_id
-            if call_id and call_id not in (answered, refused):
-                # An end that was announced before this answer belongs to an earlier round, unless nothing is left to train.
-                over = read_anew(folder / ANSWER)
-                if over == {"code": 0}:
-                    return ExitCode.OK
-                if not over and self._answer(folder, opened):
-                    answered = call_id
-                else:
-                    refused = call_id
-                heartbeat, since = read_text(folder / HEARTBEAT), now
-            elif call_id and (heard := read_text(folder / HEARTBEAT)) != heartbeat:
-                if call_id == refused:  # it lives, and has another call for this node
-                    text = f"another call is node {self.call.node} already"
-                    raise UserError(text, file=str(self.call.run_path), key="--node-rank", fix="each node has its own number")
-                heartbeat, since = heard, now
-            if call_id == answered and (answer := read_anew(folder / ANSWER)):
-                return int(answer["attempt"]) if "attempt" in answer else ExitCode(int(answer["code"]))
-            if now - since > (self.dead_seconds if call_id and call_id == answered else self.call.wait):
-                raise self._server_missing(answered == call_id != "", now - since)
-            time.sleep(POLL_SECONDS)
-
-    def _answer(self, folder: Path, opened: dict[str, Any]) -> bool:
-        """Answer a call; False where it was answered before, or is gone."""
-        for key, own in (("nodes", self.call.nodes), ("ranks_per_node", self.call.ranks_per_node)):
-            if int(opened[key]) != own:
-                option = f"--{key.replace('_', '-')}"
-                text = f"node 0 was started with {option} {opened[key]}, this call with {own}"
-                raise UserError(text, file="command line", key=option, fix="give the same to all")
+def _await_port(call: TorchrunCall) -> bool:
+    """Wait for node 0's store; False where the run's training is finished and no call of node 0 is there."""
+    deadline = time.monotonic() + call.wait
+    while True:
         try:
-            # "x": only one process can create it. Node 0 takes it for absent until it is written to its end.
-            with (folder / f"node-{self.call.node}.json").open("x") as out:
-                out.write(json.dumps(asdict(self.call.local)) + "\n")
+            socket.create_connection((call.master, call.port), POLL_SECONDS * 10).close()
+            return True
         except OSError:
-            return False
-        return True
+            if RunDir(call.run_path).stage("train") is not None:
+                return False
+        if time.monotonic() >= deadline:
+            text = f"no call of node 0 at {call.master}:{call.port} within {call.wait:.0f} s"
+            fix = "start the same calls again, with one --master and --port"
+            raise UserError(text, file=str(call.run_path), fix=fix, code=ExitCode.AGAIN)
+        time.sleep(POLL_SECONDS)
 
-    def _server_missing(self, answered: bool, waited: float) -> UserError:
-        text = f"node 0's call shows no life for {waited:.0f} s" if answered else f"no call of node 0 within {waited:.0f} s"
-        fix = f"{AGAIN}; --run-dir must be a folder that all nodes see"
-        return UserError(text, file=str(self.call.run_path), fix=fix, code=ExitCode.AGAIN)
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -13,24 +13,29 @@ from typing import Any
 
 from typer.testing import CliRunner
 
+from clustertune import submission as submissions
 from clustertune.cli.app import app
 from clustertune.cluster.load import load_cluster
-from clustertune.launch.step import EXPORTED
-from clustertune.launch.submit import SCRIPT, split_script
-from clustertune.nccl_check.verdict import page
+from clustertune.launch.srun import EXPORTED
+from clustertune.launch.stage_jobs import SCRIPT, split_script
+from clustertune.nccl_check.link_rules import page
 from clustertune.resolve import show
 from clustertune.resolve.resolve import resolve
 from clustertune.setup.rendered import all_texts
-from clustertune.submission import Submission
-from tests.launch.machines import CLUSTER_FILES, OURS, RECIPES, REPO, cluster_of
+from tests.launch.machines import OURS, RECIPES, REPO, cluster_of
 from tests.nccl_check.command_line import job
 
 GOLDEN = REPO / "tests" / "golden"
 RUNS = [(recipe, tiny) for recipe in RECIPES for tiny in ((False, True) if recipe in OURS else (False,))]
 WHOLE = ("llama405b-oasst2", "llama70b-zero3-offload", "tiny-oasst2")
 """Recipes whose documents are kept whole: FSDP2 with LoRA on two nodes, ZeRO-3 with offloading, the tiny one."""
-REFERENCE = "rno-rtxpro6000"
-"""The cluster whose files are kept whole: of the others how they differ."""
+KINDS = (
+    "llama405b-oasst2-hsdp-qlora", "llama405b-megatron", "llama70b-tp-fsdp2", "mixtral8x7b-tulu3", "llama8b-longcontext-32k",
+    "llama8b-qlora-1gpu",
+)  # fmt: skip
+"""Recipes whose jobs are kept where they differ: one of each further kind of distribution."""
+REFERENCE, OTHER = "rno-rtxpro6000", "idris-jeanzay-h100"
+"""The cluster whose files are kept whole, and one of which it is kept how they differ."""
 GB200 = ("idris-dalia-gb200", "slurm.nodes=8", "train.per_device_train_batch_size=4")
 PLANS: list[tuple[str, ...]] = [(recipe, cluster_of(recipe)) for recipe in RECIPES] + [
     ("qwen2.5-14b-tulu3", *GB200, "activation_checkpointing.ratio=0"),
@@ -68,8 +73,9 @@ def submission(recipe: str, tiny: bool) -> str:
         os.environ.pop(name, None)
     os.environ |= {"PATH": "/usr/bin", "HOME": "/h/me", "USER": "me"}
     try:
-        found = Submission.make(recipe, [], tiny, cluster_of(recipe), REPO / "runs" / "X", None, "report")
-        lines = [*(str(problem) for problem in found.find_problems(dry_run=True)), *found.warnings(), *found.lines()]
+        plan = submissions.plan_submission(recipe, [], tiny, cluster_of(recipe), REPO / "runs" / "X", None, "report")
+        problems, _, _ = submissions.check(plan, dry_run=True)
+        lines = [*map(str, problems), *submissions.warnings(plan), *submissions.lines(plan)]
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -165,14 +171,16 @@ def beside_reference(text: Callable[[str], str], name: str) -> str:
 def documents() -> dict[str, Callable[[], str]]:
     """Every golden document by the name of its file."""
     found: dict[str, Callable[[], str]] = {"resolutions.txt": resolutions, "plans.txt": plans}
-    for name in WHOLE:
+    for name in ("llama405b-oasst2", "tiny-oasst2"):
         found[f"show-{name}.json"] = lambda name=name: json.dumps(shown(name), indent=1, ensure_ascii=False) + "\n"
+    for name in WHOLE:
         found[f"plan-{name}.txt"] = partial(plan_text, name, cluster_of(name))
-    for name, tiny in RUNS:
-        whole = name in WHOLE and not tiny
-        found[f"submit-{name}{'-tiny' if tiny else ''}.txt"] = partial(submission if whole else differing, name, tiny)
-    for name in CLUSTER_FILES:
-        found[f"cluster-{name}.txt"] = partial(cluster_facts, name)
+        found[f"submit-{name}.txt"] = partial(submission, name, False)
+    for name in KINDS:
+        found[f"submit-{name}.txt"] = partial(differing, name, False)
+    found["submit-tiny-oasst2-tiny.txt"] = partial(differing, "tiny-oasst2", True)
+    found[f"cluster-{REFERENCE}.txt"] = partial(cluster_facts, REFERENCE)
+    for name in (REFERENCE, OTHER):
         found[f"slurm-{name}.txt"] = partial(beside_reference, slurm_files, name)
         found[f"nccl-check-{name}.txt"] = partial(beside_reference, nccl_job, name)
     return found

@@ -179,6 +179,7 @@ def test_a_run_is_its_users_alone(finished: tuple[Path, Done]) -> None:
     assert [path for path in made if path.stat().st_mode & 0o077] == []
 
 
+@pytest.mark.jobs
 def test_a_run_folder_that_is_deleted_is_named(tmp_path: Path) -> None:
     """And is not recreated by the save that follows, empty but for a checkpoint."""
     folder = tmp_path / "run"

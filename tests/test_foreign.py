@@ -15,16 +15,8 @@ from clustertune.data.rows import MAX_EMPTY_LINES
 from clustertune.errors import UserError
 from clustertune.launch import agent
 from clustertune.merge.base import read_json
-from clustertune.recipe.architecture import implausible
-from clustertune.recipe.checks import check_lora
 from clustertune.tensorfile import read_header
 from tests.data.conftest import run as run  # noqa: PLC0414 - the fixture
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-    "vocab_size": 300, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}  # fmt: skip
 
 
 def test_a_pipe_or_a_device_is_no_input(run, tmp_path: Path) -> None:
@@ -49,19 +41,6 @@ def test_a_gzip_of_nothing_but_line_ends_is_refused(run) -> None:
     assert len(run(gzip.compress(rows * 3), ".jsonl.gz", format="text").conversations) == 3
     with pytest.raises(UserError, match="empty lines"):
         run(gzip.compress(rows + b" \n" * (MAX_EMPTY_LINES + 1)), ".jsonl.gz", format="text")
-
-
-@pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
-def test_a_pattern_without_end_is_named(key: str) -> None:
-    endless = r"([a-z_.0-9]+)+!"
-    lora = {"target_modules": ["q_proj"], key: {endless: 4} if key.endswith("pattern") else endless}
-    assert [path for path, text, _ in check_lora(lora, LLAMA) if "takes more than" in text] == [("lora", key)]
-
-
-def test_layers_that_no_model_has_are_named() -> None:
-    assert implausible(LLAMA) is None
-    for key in ("num_hidden_layers", "n_layer"):
-        assert implausible(LLAMA | {"text_config": {key: 1_000_000}})[0] == key  # type: ignore[index]
 
 
 def test_nothing_printed_steers_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

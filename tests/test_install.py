@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from email.parser import Parser
@@ -125,6 +126,18 @@ def test_the_base_alone_runs_from_an_empty_folder(wheel: Path, tmp_path: Path) -
     for words in COMMANDS:
         done = call(*words)
         assert done.returncode == 0, (words, done.stderr)
+    (empty / "ops" / "clusters").mkdir(parents=True)
+    (empty / "ops" / "clusters" / "mine.yaml").write_text(
+        (REPO / "ops" / "clusters" / "dgx-h100.yaml").read_text().replace("name: dgx-h100\n", "name: mine\n", 1)
+    )
+    (empty / "ops" / "prices.yaml").write_text(
+        "date: 2026-11-01\ncurrency: CHF\ngpus:\n  h100-sxm: {on_demand: 1, source: our contract}\n"
+    )
+    mine = call("plan", "llama8b-lima", "--cluster", "mine")
+    assert mine.returncode == 0 and "CHF" in mine.stdout + mine.stderr
+    wrong = call("plan", "llama8b-lima", "--cluster", "other")
+    assert str(empty / "ops" / "clusters") in wrong.stderr and "mine" in wrong.stderr
+    shutil.rmtree(empty / "ops")
     scored = call("eval", ".")
     assert scored.returncode == 2 and "Traceback" not in scored.stderr and f"'{wheel}[eval]'" in scored.stderr
     assert call("run", "tiny-oasst2", "--tiny").returncode == 2 and [path.name for path in empty.iterdir()] == ["job.sbatch"]

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +17,8 @@ from clustertune.cluster.schema import Container, Doctor, Storage
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import judge, progress, slurm
 from clustertune.launch.allocation import Allocation
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.judge import Outcome
-from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.process import Stopped
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
@@ -239,12 +238,6 @@ def test_a_job_refused_for_another_is_not_requeued(tmp_path: Path, requeued: lis
     assert requeued == []
 
 
-def test_a_task_of_an_array_is_requeued_alone(tmp_path: Path, requeued: list[str]) -> None:
-    """One task has the id of the whole array: by that ``scontrol requeue`` takes all tasks (seen on 22.05)."""
-    job._requeue(replace(links_of(tmp_path).allocation, array_job="7", array_task=2), tmp_path, [signal.SIGUSR1])
-    assert requeued == ["7_2"]
-
-
 @pytest.mark.parametrize(("state", "again"), [("RUNNING", True), ("COMPLETING", False)])
 def test_a_controller_that_is_away_is_waited_for(
     tmp_path: Path,
@@ -282,10 +275,3 @@ def test_a_full_disk_does_not_hide_what_an_attempt_had_to_tell(tmp_path: Path, m
     run.attempt(1).mkdir(parents=True)
     plan = AttemptPlan(attempt=1, nodes=(Node("gpu-a", "gpu-a"),), ranks_per_node=1)
     assert links_of(tmp_path).run_attempt(plan) == outcome
-
-
-def test_a_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:
-    """``--run-dir .`` in the checkout left a lock and an owner there, and so did a job in a run of another recipe."""
-    (tmp_path / "Makefile").touch()
-    run_job(tmp_path, match="is not a run folder")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["Makefile"]

@@ -13,7 +13,7 @@ import pytest
 from clustertune import manifest
 from clustertune.errors import Problem, UserError
 from clustertune.monitor.sampler import TelemetryWriter, append
-from clustertune.training.events import EventLog
+from clustertune.training.event_log import EventLog
 from tests.faults import CALLS, fault_at, sweep
 
 
@@ -156,17 +156,6 @@ def test_what_one_rank_sees_ends_all(tmp_path: Path, rank: int) -> None:
         manifest.require_whole(folder, Pair(rank, [Problem("damaged there")]))
 
 
-def test_a_message_says_file_digests_and_what_to_do(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path / "model")
-    manifest.seal(folder, "model", {})
-    before = manifest.hash_file(folder / "config.json").digest
-    (folder / "config.json").write_text("[]")
-    (problem,) = manifest.DigestComparison(folder).problems
-    after = manifest.hash_file(folder / "config.json").digest
-    assert before[:12] in problem.message and after[:12] in problem.message and problem.fix
-    assert problem.file == str(folder / "config.json")
-
-
 @pytest.mark.parametrize("name", ["config.json", "model-3.safetensors"])
 def test_the_hubs_cache_names_blobs_by_their_content(tmp_path: Path, name: str) -> None:
     """git hash-object gives small files their names, SHA-256 large ones."""
@@ -201,15 +190,6 @@ def test_what_the_hubs_client_notes_about_a_local_dir_is_compared(tmp_path: Path
     assert found(folder) == []
     flip(folder / name)
     assert found(folder) == [name]
-
-
-@pytest.mark.parametrize("text", ["", "one line", "\n\n\n", "c\nno digest\n1.0\n"])
-def test_a_note_without_a_digest_is_no_note(tmp_path: Path, text: str) -> None:
-    folder = model_folder(tmp_path / "local")
-    note = folder / ".cache/huggingface/download/config.json.metadata"
-    note.parent.mkdir(parents=True)
-    note.write_text(text)
-    assert found(folder) == []
 
 
 @pytest.mark.parametrize("kind", ["parcel", "staged"])
@@ -249,14 +229,6 @@ def test_ranks_share_out_what_they_see_and_no_more(tmp_path: Path) -> None:
     weights = sum(record.size for path, record in manifest.find_records(other)[1].items() if path.suffix == ".safetensors")
     shares = [manifest.DigestComparison(other, *manifest.sharers(other, Nodes(rank, own))).bytes for rank in (1, 3)]
     assert all(shares) and sum(shares) == weights
-
-
-def test_a_folder_without_digests_cannot_be_compared(tmp_path: Path) -> None:
-    (tmp_path / "MANIFEST.json").write_text('{"of": "another program"}')
-    folder = model_folder(tmp_path / "model")
-    flip(folder / "config.json")
-    assert found(folder) == []
-    manifest.require_whole(folder)
 
 
 def test_nothing_that_others_put_there_is_opened(tmp_path: Path) -> None:

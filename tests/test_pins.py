@@ -11,8 +11,6 @@ import tokenize
 from collections.abc import Iterator
 from functools import cache
 
-import pytest
-
 from tests import tree
 
 HOME = "containers/versions.env"
@@ -113,48 +111,6 @@ def test_no_version_has_a_second_home() -> None:
     # Tests and documents tell of faults in releases, and the reference's are releases like any other.
     shipped = {path: text for path, text in tree.texts().items() if not path.startswith(("tests/", "docs/"))}
     assert [fault for path, text in shipped.items() for fault in second_homes(path, text, REFERENCE)] == []
-
-
-@pytest.mark.parametrize(
-    ("path", "line"),
-    [
-        ("pyproject.toml", 'dependencies = ["kiln>=2.1"]'),
-        ("launch/x.sh", "pip install kiln==2.1"),
-        ("launch/x.sh", "pip install 'Kiln-Eval[ifeval] ~= 0.4'"),
-        ("containers/Dockerfile", "RUN pip install kiln==9.9.9  # as pinned"),
-        ("clustertune/x.py", 'STACK = {"kiln": "9.9.9"}'),
-        ("README.md", "It runs on kiln 9.9.9."),
-        ("Makefile", "TORCH := kiln@9.9"),
-    ],
-)
-def test_a_planted_pin_is_found(path: str, line: str) -> None:
-    """With an operator, or as the number beside the name."""
-    pins = {"kiln": "9.9.9", "kiln-eval": "0.4.1"}
-    assert len(list(second_homes(path, f"\n{line}\n", pins))) == 1
-
-
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        ("clustertune/x.py", '"""kiln 9.9.9 fills the last shard."""\nx = 1  # kiln 9.9.9 says so\n'),
-        ("Makefile", "\tpip install kiln==$(PY_KILN)\n"),
-        ("Makefile", "a: b # kiln 9.9.9 first\n"),
-        ("docs/results/2030-01-01.md", "kiln 9.9.9\n"),
-        ("README.md", "kiln, section 19.9.9; kilnvision 9.9.9.1\n"),
-    ],
-)
-def test_what_explains_or_measures_may_name_a_version(path: str, text: str) -> None:
-    """A fault is reported with its version, a figure with the stack that gave it."""
-    assert list(second_homes(path, text, {"kiln": "9.9.9"})) == []
-
-
-def test_the_file_is_read_alike_by_make_and_by_the_tests() -> None:
-    """A key in quotes or with a blank is one value to the shell and another to make."""
-    text = "# why\n\nPY_LM_EVAL=1.2\nDEV_RUFF=0.1\nREF_RUFF=0.2\nDATE_LOCKS=2030-01-31\n"
-    assert read_pins(text, "PY", "DEV") == {"lm-eval": "1.2", "ruff": "0.1"}
-    for bad in ("PY_TORCH = 1", "PY_TORCH='1'", "export PY_TORCH=1", "PY_TORCH=1 # why", "PY_A=1\nDEV_A=2"):
-        with pytest.raises(AssertionError):
-            read_pins(bad, "PY", "DEV")
 
 
 def differences(pins: dict[str, str], installed: dict[str, str | None]) -> list[str]:

@@ -84,14 +84,6 @@ COMMANDS = sorted({line for text in DOCUMENTS.values() for line in commands(text
 # --- the rules ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_documents_are_read() -> None:
-    """A search that finds nothing passes every rule. With a prompt, a path, a comment, over two lines."""
-    text = "clustertune prose\n```sh\n$ clustertune a  # why\n.venv/bin/clustertune b \\\n  --c\necho clustertune\n```\n"
-    assert commands(text, "clustertune") == ["clustertune a", "clustertune b --c"]
-    assert len(commands(DOCUMENTS["README.md"], "clustertune")) >= 5 and len(COMMANDS) > 70
-    assert {"demo", "test"} <= mentioned_targets(DOCUMENTS["README.md"])
-
-
 def test_every_target_that_is_told_exists() -> None:
     """The first command that a newcomer types must not be an error."""
     there = set(re.findall(r"^([a-z][a-z0-9-]*):", tree.texts()["Makefile"], re.MULTILINE))
@@ -103,14 +95,6 @@ def test_every_target_that_is_told_exists() -> None:
 def test_every_command_that_is_told_parses(line: str) -> None:
     """An option that was renamed."""
     assert usage_error(line) is None
-
-
-@pytest.mark.parametrize(
-    "line", ["clustertune", "clustertune fly", "clustertune show", "clustertune run x --fast", "clustertune checkpoint look x"]
-)
-def test_a_planted_command_is_found(line: str) -> None:
-    """No command, an unknown one, a missing argument, an unknown option, an unknown command of a group."""
-    assert usage_error(line) is not None
 
 
 def test_every_path_that_is_told_exists() -> None:

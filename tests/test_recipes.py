@@ -4,56 +4,24 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from clustertune.cli.app import app
-from clustertune.cluster.load import load_cluster
-from clustertune.plan.machine import machine
-from clustertune.plan.predict import make_plan
 from clustertune.recipe.load import same_model
 from clustertune.recipe.parameters import parameter_count
-from clustertune.recipe.schema import Recipe, Section, named_bases, parse_minutes
 from clustertune.resolve.resolve import resolve
-from tests.launch.machines import cluster_of
 from tests.tree import REPO
 from tools.planner_grade.data import published_models
 
 FOLDERS = sorted(path for path in (REPO / "recipes").iterdir() if path.is_dir() and path.name != "_base")
 NEEDED = ("recipe.yaml", "README.md")
 MAX_LINES = 18
-MAX_SHARED = 0.1
-"""Most of all recipe folders' lines that stand in another folder already. Half of it is the goal; what is left are facts of one
-line (which base, model, dataset) in recipes of seven lines, and accelerate's keys, which it reads from one file only."""
-
-ON_THE_COMMAND_LINE = {
-    "how somebody trains or scores: a choice": (
-        "reduce_dtype", "activation_checkpointing.save", "eval.batch_size", "eval.tasks", "eval.num_fewshot",
-        "eval.apply_chat_template", "eval.backend", "eval.tensor_parallel_size", "eval.pipeline_parallel_size",
-        "eval.stall_seconds", "eval.pass_difference", "eval.limit", "eval.pass_mark",
-    ),
-    "this site's storage, disks and network": (
-        "model.path", "slurm.stall_seconds", "slurm.staging", "staged",
-    ),
-    "data of one's own": ("data.config", "data.split", "data.columns", "data.sources", "data.max_rejected"),
-    "another file of the folder: accelerate=accelerate-zero1.yaml": ("accelerate",),
-    "a model with experts under Megatron, a trial of FP8, a comparison of optimizers": (
-        "megatron.expert_model_parallel_size", "megatron.expert_tensor_parallel_size", "megatron.fp8",
-        "megatron.use_distributed_optimizer",
-    ),
-    "a training that saves by the clock, or keeps single steps": ("save.every", "save.milestones"),
-    "somebody's own repository, money and hours": ("push.repo", "push.public", "budget.usd", "budget.gpu_hours"),
-}  # fmt: skip
-"""Fields that no recipe of the tree sets, by the reason why they are there all the same."""
-
-
-PLANNED = ("plan.",)
-"""The section for runs of other programs, which are planned and not started: docs/plan.md."""
 
 
 def own_lines(text: str) -> int:
@@ -88,35 +56,6 @@ def test_a_folder_is_complete_and_short(tmp_path: Path) -> None:
     assert len(folder_faults(tmp_path)) == 4
 
 
-def shared_lines(folders: Iterable[Path]) -> tuple[int, int]:
-    """Lines with words that stand in a folder before already, and all of them; comments and fences are not counted."""
-    homes: dict[str, set[str]] = {}
-    shared = total = 0
-    for folder in folders:
-        for file in sorted(path for path in folder.iterdir() if path.is_file() and path.suffix != ".jsonl"):
-            for line in map(str.strip, file.read_text().splitlines()):
-                comment = line.startswith("#") and file.suffix == ".yaml"
-                # Of a cluster, and not of a recipe.
-                command = line.startswith(("clustertune nccl-check ", "clustertune doctor --cluster "))
-                if comment or command or line.startswith("```") or not any(map(str.isalpha, line)):
-                    continue
-                known = homes.setdefault(line, set())
-                shared += bool(known - {folder.name})
-                known.add(folder.name)
-                total += 1
-    return shared, total
-
-
-def test_recipes_are_no_copies_of_each_other(tmp_path: Path) -> None:
-    """What two recipes share belongs into a base: copies drift apart."""
-    shared, total = shared_lines(FOLDERS)
-    assert total > 300 and shared <= MAX_SHARED * total, f"{shared} of {total} lines stand in another recipe's folder"
-    for name, text in (("a", "# why\nx: 1\ny: 2\n"), ("b", "# why\nx: 1\nz: 2\n")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "recipe.yaml").write_text(text)
-    assert shared_lines([tmp_path / "a", tmp_path / "b"]) == (1, 4)
-
-
 def test_a_model_is_described_once_and_has_one_revision() -> None:
     """A second description would be planned with while the first is corrected; a revision corrected in one recipe alone is
     another model."""
@@ -145,47 +84,6 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def repeated(recipe: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
-    """Keys to which a recipe gives the value that they have without it."""
-    below = dict(leaves(base))
-    return [key for key, value in leaves(recipe) if key in below and below[key] == value]
-
-
-def test_a_recipe_does_not_repeat_its_base() -> None:
-    """A repeated value hides what is the recipe's own, and stays behind when the base moves."""
-    for folder in FOLDERS:
-        recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
-        for name in named_bases(recipe["base"]):
-            assert repeated(recipe, yaml.safe_load((REPO / "recipes/_base" / f"{name}.yaml").read_text())) == [], folder
-    assert repeated({"train": {"a": 1, "b": 2}}, {"train": {"a": 1, "b": 3}}) == ["train.a"]
-
-
-def schema_fields(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """The key path of every field; below an open mapping (``train``, ``lora``, scores) there are none."""
-    for name, field in section.model_fields.items():
-        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
-        inner = next((kind for kind in kinds if issubclass(kind, Section)), None)
-        if inner:
-            yield from schema_fields(inner, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
-def test_every_field_of_the_schema_is_used() -> None:
-    """A field that nobody sets is never seen to work, and each one more makes a recipe harder to write."""
-    fields = set(schema_fields(Recipe))
-    assert {"model.name", "data.expect.train", "eval.limit", "train", "expect.hours"} <= fields
-    used: set[str] = set()
-    for path in (REPO / "recipes").glob("*/*.yaml"):
-        if path.name == "recipe.yaml" or path.parent.name == "_base":
-            keys = {key for key, _ in leaves(yaml.safe_load(path.read_text()))}
-            used |= {field for field in fields for key in keys if key == field or key.startswith(f"{field}.")}
-    planned = {field for field in fields if field.startswith(PLANNED)}
-    assert planned and not planned & used, "a recipe starts what these sections only plan"
-    reasoned = {field for of_reason in ON_THE_COMMAND_LINE.values() for field in of_reason}
-    assert fields - planned - used == reasoned, "a field without a recipe, or a reason that is no longer needed"
 
 
 def untold_figures(expect: Mapping[str, Any], readme: str) -> list[str]:
@@ -234,42 +132,3 @@ def test_the_commands_of_a_readme_are_run(folder: Path) -> None:
         done = CliRunner().invoke(app, words[1:])
         assert done.exit_code == 0, f"{line}\n{done.output}"
     assert {"plan", "nccl-check", "doctor", "sbatch"} <= set(seen)
-
-
-def test_no_recipe_asks_for_more_than_a_day() -> None:
-    """Sites take jobs of a day; a longer training is warned, saves, and is requeued."""
-    assert all((parse_minutes(resolve(folder).recipe.slurm.time) or 0) <= 24 * 60 for folder in FOLDERS)
-
-
-ADVICE = re.compile(r"`((?:--cluster [\w.-]+|[a-z_]+\.[\w.]+=[^ `]+|accelerate=[^ `]+)(?: [\w.]+=[^ `]+)*)`")
-"""What a README says between backquotes of a command line that is to be added to."""
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_what_a_readme_says_to_add_is_taken(folder: Path) -> None:
-    """Another GPU has another ratio, and its cluster other nodes: a line that is refused helps nobody."""
-    for words in map(shlex.split, ADVICE.findall((folder / "README.md").read_text())):
-        if "--cluster" in words:
-            for command in (["plan", folder.name, *words], ["submit", folder.name, *words, "--dry-run"]):
-                done = CliRunner().invoke(app, command)
-                assert done.exit_code == 0, f"{' '.join(command)}\n{done.output}{done.exception}"
-        else:
-            resolve(folder, words)
-
-
-def test_advice_is_found() -> None:
-    """A search that finds nothing passes every rule."""
-    text = "`--cluster x slurm.nodes=8 a.b=1` `train.packing=false` `accelerate=accelerate-zero2.yaml` `ratio` `a: b` `x=1`"
-    found = "--cluster x slurm.nodes=8 a.b=1", "train.packing=false", "accelerate=accelerate-zero2.yaml"
-    assert tuple(ADVICE.findall(text)) == found
-
-
-@pytest.mark.parametrize("name", [folder.name for folder in FOLDERS])
-def test_saving_takes_less_than_a_twentieth_of_a_recipe(name: str) -> None:
-    """At the storage of its cluster. Or it saves once, at the end, which every training does; or in five minutes altogether."""
-    plan = make_plan(resolve(name), machine(load_cluster(cluster_of(name))), sure=False)
-    saves = plan.schedule.checkpoints or 0
-    saving, trained = saves * plan.schedule.checkpoint.value, (plan.schedule.steps or 0) * plan.step.seconds
-    assert saves <= 1 or saving < 300 or saving < 0.05 * (saving + trained), f"{saves} saves: {saving:.0f} s of {trained:.0f} s"
-    every = trained / max(1, saves) / 3600
-    assert every < 36, f"a node that fails costs up to {every:.0f} h of all ranks"

@@ -16,7 +16,7 @@ from clustertune.cli.app import app
 from clustertune.cluster.schema import ClusterFile
 from clustertune.recipe.schema import Recipe
 from tests.command import REPO
-from tools.pictures import svg
+from tools.pictures import plan, svg
 
 
 def build(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -72,13 +72,12 @@ def test_links_lead_to_pages_and_nothing_is_fetched(site: Path) -> None:
         assert not [address for address in wanted if re.match(r"(https?:)?//", address)], page
 
 
-def test_a_link_to_nothing_fails_the_build(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "index.md").write_text("[gone](gone.md)\n")
-    settings = re.sub(r"^nav:.*", "nav: [index.md]\n", (REPO / "mkdocs.yml").read_text(), flags=re.DOTALL | re.MULTILINE)
-    (tmp_path / "mkdocs.yml").write_text(settings.replace("hooks: [tools/docs_site.py]\n", ""))
-    done = build("--config-file", tmp_path / "mkdocs.yml", "--site-dir", tmp_path / "site")
-    assert done.returncode != 0 and "gone.md" in done.stderr
+def test_a_page_that_is_opened_as_a_file_has_its_search_and_a_window_of_1200_its_navigation(site: Path) -> None:
+    assert (site / "search" / "search_index.js").read_text().startswith("var __index = {")
+    assert 'src="assets/iframe-worker.js"' in (site / "index.html").read_text()
+    for path in (*site.glob("assets/stylesheets/main*.css"), *site.glob("assets/javascripts/bundle*.js")):
+        widths = {float(found) for found in re.findall(r"min-width: ?([\d.]+)em", path.read_text())}
+        assert widths and not [width for width in widths if 75 < width < 77], path
 
 
 def test_a_recorded_line_stays_text() -> None:
@@ -89,4 +88,9 @@ def test_a_recorded_line_stays_text() -> None:
     assert re.findall(r"animation-delay:([\d.]+)s", picture) == ["0.00", "1.50", "1.50", "1.50"]
     for path in (REPO / "docs" / "pictures").glob("*.svg"):
         text = path.read_text()
-        assert "<script" not in text and text.count("http") == 1, path
+        assert "<script" not in text and not re.search(r"\b(href|src)=|url\(|@import", text), path
+
+
+def test_the_picture_of_the_plan_is_what_plan_prints_today() -> None:
+    """Else the README shows another program: ``make pictures`` writes it anew."""
+    assert (REPO / "docs" / "pictures" / "plan.svg").read_text(encoding="utf-8") == plan()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save, save_file
 
@@ -26,7 +26,6 @@ def tensor_maps(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 
 @given(tensor_maps())
-@settings(max_examples=60, deadline=None)
 def test_reads_what_the_library_writes(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, torch.Tensor]) -> None:
     path = tmp_path_factory.mktemp("header") / "x.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
@@ -37,7 +36,6 @@ def test_reads_what_the_library_writes(tmp_path_factory: pytest.TempPathFactory,
 
 
 @given(tensor_maps())
-@settings(max_examples=60, deadline=None)
 def test_the_library_reads_what_we_write(tensors: dict[str, torch.Tensor]) -> None:
     """And byte for byte the same file, for tensors in the library's own order."""
     kinds = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.int8: "I8"}
@@ -105,7 +103,6 @@ def test_what_is_no_safetensors_at_all(tmp_path: Path, content: bytes) -> None:
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None)
 def test_a_flipped_or_cut_header_is_read_as_the_library_reads_it_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

@@ -64,16 +64,6 @@ def test_python_m_clustertune_imports_nothing_of_it(folders: tuple[Path, Path]) 
     assert done.returncode == 0 and "train.learning_rate" in done.stdout + done.stderr, done.stderr
 
 
-def test_the_ranks_of_deepspeed_get_no_working_folder(tmp_path: Path) -> None:
-    """accelerate puts it into their PYTHONPATH, ahead of the standard library."""
-    (tmp_path / "accelerate.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n")
-    (tmp_path / "show.py").write_text("import os; print('PATH', repr(os.environ.get('PYTHONPATH', '')))\n")
-    words = ["--config_file", "accelerate.yaml", "--num_processes", "1", "--main_process_port", "0", "show.py"]
-    line = [sys.executable, "-P", "-m", "clustertune.launch.accelerate", *words]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0 and str(tmp_path) not in done.stdout and "PATH" in done.stdout, done.stderr
-
-
 @pytest.mark.jobs
 def test_no_stage_imports_anything_of_it(folders: tuple[Path, Path]) -> None:
     """All stages with their servers, ranks and samplers, then eval, chat and a second look at the run."""

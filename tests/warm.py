@@ -15,11 +15,13 @@ import json
 import os
 import re
 import runpy
+import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,25 +36,31 @@ READ_BY_COMMANDS = re.compile(r"(CLUSTERTUNE|SLURM|CT|FAKE|PYTEST)_\w*")
 
 
 class Warm:
-    """The process that forks, for as long as this one lives. ``stack``: it has imported torch and the libraries above it."""
+    """The process that forks, for as long as this one and those that were forked of it live.
+
+    ``stack``: it has imported torch and the libraries above it.
+    """
 
     def __init__(self, *, stack: bool = False) -> None:
-        self._lock = threading.Lock()
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._differs = READ_BY_COMMANDS if stack else None
         self.environment = self._comparable()
-        with theirs:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm", str(theirs.fileno()), *["stack"] * stack],
+        folder = tempfile.mkdtemp(prefix="clustertune-warm-")  # nobody else may ask
+        self._address = f"{folder}/socket"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as requests:
+            requests.bind(self._address)
+            requests.listen(64)  # who asks before the imports are done waits
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.warm", str(requests.fileno()), *["stack"] * stack],
                 cwd=REPO,
                 env={**os.environ, "PYTHONPATH": str(REPO)},
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.PIPE,  # whose end is that of the last process that may ask
+                stdout=subprocess.DEVNULL,
+                pass_fds=(requests.fileno(),),
             )
 
     def fits(self) -> bool:
         """Whether what was imported read the environment that a command started now would find."""
-        return self._child.poll() is None and self._comparable() == self.environment
+        return self._comparable() == self.environment
 
     def _comparable(self) -> dict[str, str]:
         given = os.environ.items()
@@ -74,28 +82,33 @@ class Warm:
         Of a process with the stack the arguments begin with the module, and ``isolated`` leaves the command nothing but
         loopback. ``env``: in place of this process' environment.
         """
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, self._lock:
-            given = dict(env) if env is not None else {**os.environ, "PYTHONPATH": str(REPO)}
-            request = json.dumps({"arguments": [*arguments], "cwd": str(cwd), "env": given, "isolated": isolated}).encode()
-            socket.send_fds(self._ours, [request], [theirs.fileno(), out, err])
-        return mine
+        environment = dict(env) if env is not None else {**os.environ, "PYTHONPATH": str(REPO)}
+        request = {"arguments": [*arguments], "cwd": str(cwd), "env": environment, "isolated": isolated}
+        answer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        answer.connect(self._address)
+        socket.send_fds(answer, [json.dumps(request).encode()], [out, err])
+        return answer
 
 
 def _serve(requests: socket.socket) -> dict[str, Any]:
     """Returns in each process that is to run a command what it is; ends when nobody is there to ask."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those that wait for commands are waited for by nobody
+    address = requests.getsockname()
     while True:
-        request, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 3)
-        if not request:
+        if sys.stdin in select.select([requests, sys.stdin], [], [])[0]:
+            shutil.rmtree(Path(address).parent)
             os._exit(0)
-        if os.fork() == 0:
+        answer, _ = requests.accept()
+        request, descriptors, _, _ = socket.recv_fds(answer, 1 << 20, 2)
+        if request and os.fork() == 0:
             break
+        answer.close()
         for descriptor in descriptors:
             os.close(descriptor)
     requests.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    answer, out, err = descriptors
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    out, err = descriptors
     child = os.fork()
     if child:
         os.close(out)
@@ -103,10 +116,10 @@ def _serve(requests: socket.socket) -> dict[str, Any]:
         signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
         signal.alarm(SECONDS)
         _, status = os.waitpid(child, 0)
-        with socket.socket(fileno=answer) as connection:
-            connection.send(str(status).encode())
+        with answer:
+            answer.send(str(status).encode())
         os._exit(0)
-    os.close(answer)
+    answer.close()
     for descriptor, number in ((out, 1), (err, 2)):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -114,7 +127,7 @@ def _serve(requests: socket.socket) -> dict[str, Any]:
     return request_read
 
 
-PRELOADED = ("chain", "job", "resolve.resolve", "plan.predict", "report.compare", "report.metrics", "cli.app")
+PRELOADED = ("chain", "job", "resolve.resolve", "plan.predict", "report.comparison", "report.metrics", "cli.app")
 """What commands import; nothing of it imports torch. The command line last: it defers what is not imported yet."""
 
 
@@ -127,6 +140,8 @@ def main() -> None:
         os.umask(0o022)  # a shell's: what a command makes is private all the same
         given = dict(os.environ)
         forking.warm()
+        importlib.import_module("tests.command")  # what tests.training.forked imports
+        importlib.import_module("tests.damage")
         os.environ.clear()
         os.environ.update(given)
         request = _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -24,7 +24,6 @@ from typing import Any
 from clustertune import secrets
 from clustertune.chain import Chain
 from clustertune.events import read_object
-from clustertune.launch.node import accelerate_command
 from clustertune.process import end
 from clustertune.rundir import RunDir
 from clustertune.training.bench_schedule import BenchSchedule, result_file
@@ -91,7 +90,7 @@ def plain_trl(folder: Path, arguments: argparse.Namespace, out: Path) -> Records
         "max_length": resolved.train_args["max_length"],
         "seed": resolved.train_args["seed"],
         "bf16": resolved.distribution.mixed_precision == "bf16",
-        "lora": resolved.recipe.lora,
+        "lora": resolved.lora,
         "chat_template": resolved.chat_template,
         "model": str(Chain(run, resolved).base_folder().absolute()),
         "data": str((run.data / "train.jsonl").absolute()),
@@ -100,7 +99,11 @@ def plain_trl(folder: Path, arguments: argparse.Namespace, out: Path) -> Records
     out.mkdir(parents=True)
     (out / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
     program = [str(out / "settings.json"), str(out)]
-    command = accelerate_command(run, resolved, program, start=(str(Path(__file__).absolute()),))
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run.accelerate_file.absolute()),
+        "--num_processes", str(resolved.world_size), "--num_machines", "1", "--main_process_port", "0",
+        "--log_dir", os.devnull, str(Path(__file__).absolute()), *program,
+    ]  # fmt: skip
     # The model is a folder; the user's tokens are none of another program's business.
     known = {key: value for key, value in os.environ.items() if key not in secrets.SECRET}
     with (out / "log.txt").open("wb") as log:
@@ -184,7 +187,7 @@ def sft_arguments(given: Mapping[str, Any], *, cuda: bool) -> dict[str, Any]:
         from clustertune.training import build
 
         fitted = build.fit_to_device(given["sft"], cuda=cuda).values
-        return build.spelt({k: v for k, v in fitted.items() if k != "pad_token"}, SFTConfig.__dataclass_fields__) | NOTHING_ELSE
+        return {k: v for k, v in fitted.items() if k in SFTConfig.__dataclass_fields__ and k != "pad_token"} | NOTHING_ELSE
     requested = {**given["batch"], "max_length": given["max_length"], "seed": given["seed"], **NOTHING_ELSE}
     if not cuda:
         requested |= {"use_cpu": True, "bf16": given["bf16"]}
@@ -210,7 +213,7 @@ def train(settings: Path, out: Path) -> None:
 
     from clustertune.data.tokenizer import load_tokenizer
     from clustertune.training import packing
-    from clustertune.training.measure import Stopwatch
+    from clustertune.training.stopwatch import Stopwatch
 
     class Baseline(SFTTrainer):  # type: ignore[misc]
         """Counts its tokens, and is TRL's own otherwise."""

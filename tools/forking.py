@@ -1,6 +1,6 @@
 """Commands by fork: the stack is imported once, and each command, launcher and rank of it takes no more than its own work.
 
-A process that one of ours starts as ``python -m clustertune`` or ``python -m clustertune.launch.accelerate`` is forked of it,
+A process that one of ours starts as ``python -m clustertune`` or ``python -m clustertune.launch.elastic`` is forked of it,
 with the arguments, environment, files and session it would have had. Its id, its parent and its death are a real process's.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 REPO = Path(__file__).resolve().parent.parent
-MODULES = ("clustertune", "clustertune.launch.accelerate")
+MODULES = ("clustertune", "clustertune.launch.elastic")
 STACK = (
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama",
     "accelerate.commands.launch", "torch.distributed.run", "lm_eval", "clustertune.training.session", "clustertune.cli",

@@ -78,7 +78,7 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
 }
 """Recipe and overrides of each shape. On several GPUs a recipe of one keeps its one."""
 FIRST = (
-    "versions", "nccl", "chain", "telemetry", "context", "attention", "gpu-tests", "peak", "bench-8b-lora", "bench-1b-full",
+    "versions", "nccl", "chain", "telemetry", "context", "gpu-tests", "peak", "bench-8b-lora", "bench-1b-full",
     "tiny-llama405b-oasst2", "tiny-llama8b-lima", "tiny-llama70b-qlora",
 )  # fmt: skip
 """What half an hour on one GPU is best spent on."""
@@ -87,7 +87,7 @@ FIRST = (
 def parts() -> dict[str, Part]:
     """All parts by name, in the order in which they run: :data:`FIRST`, then the rest."""
     found: dict[str, Part] = {"versions": versions, "doctor": doctor, "nccl": nccl, "chain": chain, "context": context}
-    found |= {"telemetry": telemetry, "eval": evaluation, "attention": attention, "gpu-tests": gpu_tests, "peak": peak}
+    found |= {"telemetry": telemetry, "eval": evaluation, "gpu-tests": gpu_tests, "peak": peak}
     for name in BENCHES:
         found[name] = _bench(name)
     for recipe in sorted(path.parent.name for path in (REPO / "recipes").glob("*/recipe.yaml")):
@@ -391,9 +391,9 @@ def _bench(name: str) -> Part:
             words += ["train.max_length=32"]
         else:
             _fits(check, name, recipe, words)
-        steps, warmup, profile = (2, 1, 1) if check.short else (12, 3, 2)
+        steps, warmup = (2, 1) if check.short else (12, 3)
         folder = fresh(check, name)
-        words += ["--synthetic", "--rounds", "1", "--steps", str(steps), "--warmup", str(warmup), "--profile", str(profile)]
+        words += ["--synthetic", "--rounds", "1", "--steps", str(steps), "--warmup", str(warmup)]
         try:
             done = check.run(check.python, "-m", "tools.bench_trl", recipe, *words, "--work", str(folder / "runs"), "--json")
             body = done.document()
@@ -425,59 +425,10 @@ def _bench_facts(body: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "why": f"{ratio['median']:.3f}{around} of TRL's step", "step_s": ours["step_s"]["median"],
         "tokens_per_s_per_gpu": ours["tokens_per_s_per_gpu"], "mfu": ours["utilisation"]["mfu"],
-        "peak_gib": ours["peak"]["allocated_gib"] or ours["peak"]["rss_gib"], "profile": ours["profile"],
-        "planned": (ours["plan"].get("rows") or {}).get("step_s"), "bottleneck": bottleneck(ours["profile"]),
+        "peak_gib": ours["peak"]["allocated_gib"] or ours["peak"]["rss_gib"],
+        "planned": (ours["plan"].get("rows") or {}).get("step_s"),
         "ratio": ratio, "overrides": ours["overrides"],
     }  # fmt: skip
-
-
-KINDS = {
-    "communication": r"nccl|gloo|all_?reduce|all_?gather|reduce_?scatter",
-    "matrix products": r"gemm|cutlass|xmma|aten::(add)?mm|aten::bmm|nvjet|cublas|linear",
-    "attention": r"flash|fmha|attention|sdpa|varlen",
-    "quantised weights": r"dequant|kgemm_4bit|bitsandbytes|nf4",
-    "optimizer": r"adam|multi_tensor|foreach",
-    "copies": r"memcpy|memset|copy_",
-    "loss": r"softmax|cross_entropy|nll_loss|log_softmax",
-    "elementwise and other": r"",
-}
-"""Kinds of operations by their names, the first that matches."""
-
-
-def shares(profile: Mapping[str, Any]) -> dict[str, float]:
-    """Each kind's share of a profiled step, of the operations that took longest; and the time in which nothing ran."""
-    whole = float(profile.get("seconds") or 0) or 1.0
-    found: dict[str, float] = {}
-    for row in profile.get("top") or []:
-        kind = next(kind for kind, pattern in KINDS.items() if re.search(pattern, row["name"], re.IGNORECASE))
-        found[kind] = found.get(kind, 0.0) + float(row["seconds"]) / whole
-    covered = float(profile.get("busy_share") or 0) + float(profile.get("exposed_share") or 0)
-    found["nothing: the device waits"] = max(0.0, 1.0 - covered)
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def bottleneck(profile: Mapping[str, Any] | None) -> str:
-    """What to look at next: the largest part of a step that is not a matrix product."""
-    if not profile or not profile.get("top"):
-        return "unknown: nothing was profiled"
-    found = shares(profile)
-    useful = found.pop("matrix products", 0.0)
-    kind, share = next(iter(found.items()))
-    return f"{kind}: {share:.0%} of a step; matrix products take {useful:.0%}"
-
-
-def attention(check: GpuCheck) -> dict[str, Any]:
-    """Packed attention: a dense mask, FlexAttention, torch's variable-length kernel and one conversation at a time."""
-    words = ["--small"] if check.backend == "gloo" else []
-    done = check.run(check.python, "-m", "tools.attention_kernels", *words)
-    if done.code:
-        raise Failed(f"exit code {done.code}: {done.last_error()}")
-    rows = done.document()["rows"]
-    if wrong := [name for name, row in rows.items() if row.get("wrong")]:
-        raise Failed(f"{', '.join(wrong)}: another result than one conversation at a time")
-    ran = {name: row for name, row in rows.items() if "forward_ms" in row}
-    best = min(ran, key=lambda name: ran[name]["forward_ms"] + (ran[name].get("backward_ms") or 0))
-    return {"why": f"fastest: {best}; {len(rows) - len(ran)} not possible", "rows": rows}
 
 
 def gpu_tests(check: GpuCheck) -> dict[str, Any]:
@@ -506,12 +457,9 @@ def fresh(check: GpuCheck, name: str) -> Path:
 
 # --- the page -----------------------------------------------------------------------------------------------------------
 
-TOP = 8
-"""Operations of a profile that are shown."""
-
 
 def write_page(path: Path, state: Mapping[str, Any], order: list[str]) -> None:
-    """The page of all verdicts so far: verdicts, versions, speed, profile and the next bottleneck."""
+    """The page of all verdicts so far: verdicts, versions and speed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "\n".join(page(state, order))
     for folder in (str(REPO), str(Path.home())):  # no place of this machine is published
@@ -536,19 +484,10 @@ def page(state: Mapping[str, Any], order: list[str]) -> Iterator[str]:
         yield from ("## What doctor found", "", *(f"- {one}" for one in findings), "")
     if benches := {name: found for name, found in facts.items() if found.get("step_s")}:
         yield from _speed(benches, {name: done[name]["why"] for name in benches})
-    if kernels := facts.get("attention", {}).get("rows"):
-        keys = ("forward_ms", "backward_ms", "peak_mib", "apart")
-        rows = [[name, *(_figure(row.get(key)) for key in keys), str(row.get("why", ""))] for name, row in kernels.items()]
-        yield from ("## Packed attention", "")
-        yield from _table(["kernel", "forward ms", "backward ms", "peak MiB", "largest difference", ""], rows)
     if runs := {name: found for name, found in facts.items() if found.get("cpu")}:
         yield from ("## Losses here and on the CPU", "")
         rows = [[name.removeprefix("tiny-"), str(f["ranks"]), _steps(f["here"]), _steps(f["cpu"])] for name, f in runs.items()]
         yield from _table(["recipe", "ranks", "here", "CPU"], rows)
-
-
-def _figure(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, int | float) else "-"
 
 
 def _steps(found: Mapping[str, float]) -> str:
@@ -589,9 +528,3 @@ def _speed(benches: Mapping[str, Mapping[str, Any]], against: Mapping[str, str])
         speed = [f"{f['step_s']:.3g}", f"{f['tokens_per_s_per_gpu']:,.0f}", mfu, f"{f['peak_gib']:.1f}", planned]
         rows.append([name, *speed, against[name]])
     yield from _table(["bench", "s a step", "tokens/s per rank", "MFU", "peak GiB", "measured / planned", "against"], rows)
-    for name, f in benches.items():
-        if profile := f.get("profile"):
-            yield from (f"### Where a step of {name} goes", "", f"Next bottleneck: {f['bottleneck']}.", "")
-            yield from (", ".join(f"{kind} {share:.0%}" for kind, share in shares(profile).items()) + ".", "")
-            top = [[f"`{row['name']}`", f"{row['seconds']:.4g}", f"{row['calls']:g}"] for row in profile["top"][:TOP]]
-            yield from _table(["operation", "seconds a step", "calls a step"], top)

@@ -60,6 +60,8 @@ def field_facts(cls: type) -> dict[str, dict[str, Any]]:
         known = kinds if any(kind != ["none"] for kind in kinds) else None
         found[item.name] = {"kinds": known, "expected": expected, "choices": choices}
         default = item.default.value if isinstance(item.default, enum.Enum) else item.default
+        if item.default_factory is not dataclasses.MISSING:
+            default = item.default_factory()
         if default is not dataclasses.MISSING and _is_plain(default):
             found[item.name]["default"] = default
     return found
@@ -114,23 +116,43 @@ def _plain(hint: Any) -> tuple[list[Any], str] | None:
 
 
 def trl_facts() -> dict[str, Any]:
-    """SFTConfig's fields, how DPOConfig's differ, what ``report_to`` can name, the arguments of schedules and optimizers."""
+    """SFTConfig's fields, how DPOConfig's and GRPOConfig's differ, what ``report_to`` can name, the arguments of schedules and
+    optimizers."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-    from trl import DPOConfig, DPOTrainer, SFTConfig
+    from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig
 
-    fields, others, source = field_facts(SFTConfig), field_facts(DPOConfig), inspect.getsource(DPOTrainer)
+    fields, pairs, rollouts = (
+        field_facts(SFTConfig),
+        inspect.getsource(DPOTrainer),
+        inspect.getsource(GRPOTrainer._compute_loss),
+    )
+    losses = re.findall(r'self\.loss_type (?:==|in) (\[[^]]+\]|"\w+")', rollouts)
     return {
         "trl": version("trl"),
         "fields": fields,
         "dpo": {
-            "fields": {name: field for name, field in others.items() if field != fields.get(name)},
-            "lacks": [name for name in fields if name not in others],
-            "loss_type": re.findall(r'if loss_type == "(\w+)"', source),
-            "f_divergence_type": re.findall(r'if self.f_divergence_type == "(\w+)"', source),
+            **_difference(fields, field_facts(DPOConfig)),
+            "loss_type": re.findall(r'if loss_type == "(\w+)"', pairs),
+            "f_divergence_type": re.findall(r'if self.f_divergence_type == "(\w+)"', pairs),
+        },
+        "grpo": {
+            **_difference(fields, field_facts(GRPOConfig)),
+            "loss_type": list(dict.fromkeys(word for loss in losses for word in re.findall(r"\w+", loss))),
+            "importance_sampling_level": list(
+                dict.fromkeys(re.findall(r'self\.importance_sampling_level == "(\w+)"', rollouts))
+            ),
         },
         "reporters": list(INTEGRATION_TO_CALLBACK),
         "schedulers": scheduler_facts(),
         "optimizers": optimizer_facts(),
+    }
+
+
+def _difference(fields: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """What the fields of another of TRL's configurations are where they are not those of ``SFTConfig``, and which it lacks."""
+    return {
+        "fields": {name: field for name, field in others.items() if field != fields.get(name)},
+        "lacks": [name for name in fields if name not in others],
     }
 
 

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from clustertune.console import say
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs" / "pictures"
 RUN = "runs/tiny-oasst2/demo"
 GAP = 0.7
 _WIDTH, _LINE, _LETTER = 104, 18, 7.8
@@ -70,6 +71,18 @@ def watch(words: list[str], folder: Path, kill_after: str = "") -> list[Line]:
     return found
 
 
+def plan() -> str:
+    """What ``clustertune plan`` prints of the reference job today, but for the age of the prices, which changes every day."""
+    words = ["plan", "llama405b-oasst2", "--cluster", "rno-rtxpro6000"]
+    command = [sys.executable, "-m", "clustertune", *words]
+    environment = {**os.environ, "COLUMNS": str(_WIDTH), "FORCE_COLOR": "1", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    text = re.sub(r", \d+ days old", "", re.sub(r"\x1b\[[0-9;]*m", "", done.stdout))
+    lines = [(0.0, line.rstrip()) for line in text.splitlines() if line.strip()]
+    return svg([(0.0, f"$ clustertune {' '.join(words)}"), *lines], "fits, hours, money, and what limits it")
+
+
 def kill_and_resume(folder: Path) -> str:
     """The demo's training, killed after its second checkpoint; the same command continues. Of five steps two are shown."""
     words = ["run", "tiny-oasst2", "--run-dir", RUN, "--to", "train"]
@@ -107,15 +120,13 @@ def report(folder: Path) -> None:
 
 
 def main() -> None:
-    """Write all three."""
+    """Write all three; ``python -m tools.pictures plan`` the first alone, which takes a second."""
     FOLDER.mkdir(exist_ok=True)
+    (FOLDER / "plan.svg").write_text(plan(), encoding="utf-8")
+    if sys.argv[1:] == ["plan"]:
+        return
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        words = ["plan", "llama405b-oasst2", "--cluster", "rno-rtxpro6000"]
-        typed = (0.0, f"$ clustertune {' '.join(words)}")
-        (FOLDER / "plan.svg").write_text(
-            svg([typed, *watch(words, folder)], "fits, hours, money, and what limits it"), encoding="utf-8"
-        )
         (FOLDER / "kill.svg").write_text(kill_and_resume(folder), encoding="utf-8")
         report(folder)
 

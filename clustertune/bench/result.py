@@ -72,11 +72,10 @@ def document(bench: Bench, run_dir: RunDir, records: Records, cluster: Cluster) 
         "distributed": run.get("distributed"),
         "versions": {**(run.get("versions") or {}), "torch": records[0].get("torch")},
         "commit": run.get("git"),
-        "schedule": {"warmup": schedule.warmup, "steps": schedule.steps, "profiled": schedule.profiled},
+        "schedule": {"warmup": schedule.warmup, "steps": schedule.steps},
         **measured,
         "utilisation": used,
         "plan": beside_plan(plan, why, measured, used),
-        "profile": records[0].get("profile"),
     }
     return relative(body)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clustertune.check.machine import LOGIN, Machine, gigabytes
+from clustertune.check.machine_context import LOGIN, Machine, gigabytes
 from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Rules, Seen, either
 from clustertune.host.system import GIB, MIB
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from clustertune.check.machine import Machine, first_part
+from clustertune.check.machine_context import Machine, first_part
 from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Rules, Seen, either, listed
 from clustertune.host.mounts import lies_elsewhere
 

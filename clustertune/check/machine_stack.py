@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from clustertune.check.machine import Machine
+from clustertune.check.machine_context import Machine
 from clustertune.check.rule import FAIL, MACHINE, WARN, Rules, Seen, either, listed
 from clustertune.host.credentials import has_login
 from clustertune.host.gpus import has_nvlink

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from clustertune.check.machine import Machine, gigabytes
+from clustertune.check.machine_context import Machine, gigabytes
 from clustertune.check.rule import FAIL, NODES, PASS, WARN, Rules, Seen, either, listed
 from clustertune.host.mounts import lies_elsewhere
 

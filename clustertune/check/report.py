@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clustertune.check import rule as rules
-from clustertune.check.machine import Machine
+from clustertune.check.machine_context import Machine
 from clustertune.check.nodes import JobNodes
 from clustertune.check.rule import (
     FAIL,

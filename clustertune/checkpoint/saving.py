@@ -16,19 +16,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
-from clustertune.checkpoint.shards import Planner, ShardWriter, as_bytes, write_new
+from clustertune.checkpoint.shards import Planner, ShardWriter, as_bytes, load, write_new
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.host.probe import Probe
 from clustertune.host.system import memory
@@ -176,7 +183,7 @@ class StateWriter:
             stored = self._stager.stage(state)
             for part in _tensors(stored):
                 part.zero_()
-            dcp.load(stored, storage_reader=dcp.FileSystemReader(folder / name), process_group=self._group)
+            load(stored, folder / name, self._group)
             if not all(torch.equal(one.cpu(), other) for one, other in zip(_tensors(state), _tensors(stored), strict=True)):
                 return False
         return True
@@ -315,25 +322,40 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
             yield value.to_local() if hasattr(value, "to_local") else value
 
 
-@contextmanager
-def collected(plugin: Any) -> Iterator[dict[str, Any]]:
-    """The states that accelerate's or our savers hand to ``dcp.save`` inside, by the name of their folder; nothing is written.
+# --- the two states of a sharded model ----------------------------------------------------------------------------------
 
-    ``plugin``: accelerate's of FSDP. Its options would have torch copy the state into new, unpinned host memory each time.
-    """
-    found: dict[str, Any] = {}
+MODEL, OPTIMIZER = f"{FSDP_MODEL_NAME}_0", f"{OPTIMIZER_NAME}_0"
+"""Their folders in a checkpoint, by accelerate's names."""
 
-    def keep(state_dict: Any, *, storage_writer: Any, **_: Any) -> None:
-        found[Path(storage_writer.path).name] = state_dict
 
-    options = [made for made in (plugin.state_dict_config, plugin.optim_state_dict_config) if made is not None]
-    before, save = [made.offload_to_cpu for made in options], dcp.save
-    try:
-        for made in options:
-            made.offload_to_cpu = False
-        dcp.save = keep
-        yield found
-    finally:
-        dcp.save = save
-        for made, value in zip(options, before, strict=True):
-            made.offload_to_cpu = value
+def _trained(model: Any) -> dict[str, Any]:
+    """This rank's part of the parameters that are trained; of an adapter by PEFT's names."""
+    if _is_adapter(model):
+        return dict(get_peft_model_state_dict(model, adapter_name=model.active_adapter))
+    return dict(get_model_state_dict(model))
+
+
+def _is_adapter(model: Any) -> bool:
+    return isinstance(getattr(model, "_orig_mod", model), PeftModel)
+
+
+def sharded_states(model: Any, optimizer: Any) -> dict[str, dict[str, Any]]:
+    """By folder: the parameters that are trained and their optimizer state. All ranks call this together."""
+    return {MODEL: {"model": _trained(model)}, OPTIMIZER: {"optimizer": get_optimizer_state_dict(model, optimizer)}}
+
+
+def load_model(model: Any, checkpoint: Path) -> None:
+    """Give a sharded model what :func:`sharded_states` of it were saved. Raises UserError."""
+    state = {"model": _trained(model)}
+    load(state, checkpoint / MODEL)
+    if _is_adapter(model):
+        set_peft_model_state_dict(model, state["model"], adapter_name=model.active_adapter)
+    else:
+        set_model_state_dict(model, state["model"])
+
+
+def load_optimizer(model: Any, optimizer: Any, checkpoint: Path) -> None:
+    """The same of its optimizer. Raises UserError."""
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    load(state, checkpoint / OPTIMIZER)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])

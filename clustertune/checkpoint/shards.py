@@ -15,14 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -30,6 +39,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from clustertune.errors import Problem, UserError
 from clustertune.manifest import SHA256, XXH3_128, FileRecord, new_hasher
 from clustertune.tensorfile import Tensor, build_header, byte_size
 
@@ -179,11 +189,11 @@ def _spot(span: Any) -> list[Any]:
 
 
 def parse_index(data: bytes) -> Metadata:
-    """The index that :func:`write_index` wrote. Raises ValueError for anything else; names of files are not looked at."""
+    """The index that :func:`write_index` wrote. Raises ValueError for anything else, and for files outside of its folder."""
     try:
         body = json.loads(data)
         if body["format"] != _FORMAT:
-            raise ValueError(f"format {body['format']!r}, this release reads {_FORMAT!r}")
+            raise ValueError(f"its index has the format {body['format']!r}, {_FORMAT!r} is read")
         entries: dict[str, Any] = {name: BytesStorageMetadata() for name in body["values"]}
         places = {MetadataIndex(name): ByteSpan(str(file), *_counts(span)) for name, (file, *span) in body["values"].items()}
         for name, tensor in body["tensors"].items():
@@ -199,7 +209,11 @@ def parse_index(data: bytes) -> Metadata:
             entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
         paths = {name: tuple(path) for name, path in body["paths"].items()}
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from None
+        raise ValueError(f"not the index of a checkpoint: {type(error).__name__}: {error}") from None
+    for span in places.values():
+        name = span.relative_path
+        if name in ("", ".", "..") or os.path.basename(name) != name:  # noqa: PTH119
+            raise ValueError(f"its index names {name!r}, which is not a file of its folder")
     return Metadata(entries, planner_data=paths, storage_data=places)
 
 
@@ -209,26 +223,68 @@ def _counts(values: Any) -> list[int]:
     return values
 
 
-def read_data(reader: Any, plan: Any, planner: Any) -> Future[None]:
-    """``FileSystemReader.read_data`` where the index gives a :class:`ByteSpan`. Raises OSError for a file that is cut short."""
-    for item in sorted(plan.items, key=lambda item: _order(reader.storage_data[item.storage_index])):
-        span = reader.storage_data[item.storage_index]
-        with Path(reader.path, span.relative_path).open("rb") as src:
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(_read(src, span.offset, span.length)))
-                continue
-            start, rows = (item.storage_offsets[0], item.lengths[0]) if span.shape else (0, 1)
-            row = span.length // max(1, *span.shape[:1]) if span.shape else span.length
-            data = _read(src, span.offset + start * row, rows * row)
-        shape = torch.Size([rows, *span.shape[1:]]) if span.shape else span.shape
-        found = torch.frombuffer(data, dtype=span.dtype) if data else torch.empty(0, dtype=span.dtype)
-        offsets = torch.Size([0, *item.storage_offsets[1:]]) if span.shape else item.storage_offsets
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(narrow_tensor_by_index(found.view(shape), offsets, item.lengths))
-        planner.commit_tensor(item, target)
-    done: Future[None] = Future()
-    done.set_result(None)
-    return done
+class ShardReader(FileSystemReader):  # type: ignore[misc]
+    """torch's reader of such a folder. torch's own runs what stands in its index and in values that are not tensors."""
+
+    def __init__(self, path: Path, index: Metadata | None = None) -> None:
+        """``index``: where it was read already."""
+        super().__init__(path)
+        self._index = index
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        """Raises ValueError for anything but an index of ours."""
+        index = self._index or parse_index(Path(self.path, INDEX).read_bytes())
+        index.storage_meta = StorageMeta(load_id=self.load_id)
+        return index
+
+    def read_data(self, plan: Any, planner: Any) -> Future[None]:
+        """Raises OSError for a file that is cut short."""
+        for item in sorted(plan.items, key=lambda item: _order(self.storage_data[item.storage_index])):
+            span = self.storage_data[item.storage_index]
+            with Path(self.path, span.relative_path).open("rb") as src:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, io.BytesIO(_read(src, span.offset, span.length)))
+                    continue
+                start, rows = (item.storage_offsets[0], item.lengths[0]) if span.shape else (0, 1)
+                row = span.length // max(1, *span.shape[:1]) if span.shape else span.length
+                data = _read(src, span.offset + start * row, rows * row)
+            shape = torch.Size([rows, *span.shape[1:]]) if span.shape else span.shape
+            found = torch.frombuffer(data, dtype=span.dtype) if data else torch.empty(0, dtype=span.dtype)
+            offsets = torch.Size([0, *item.storage_offsets[1:]]) if span.shape else item.storage_offsets
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(narrow_tensor_by_index(found.view(shape), offsets, item.lengths))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+class LoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
+    """torch's planner, with values that are not tensors as JSON."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Raises ValueError for anything but JSON."""
+        found, name = json.load(value), read_item.dest_index.fqn
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], found)
+        else:
+            self.state_dict[name] = found
+
+
+def load(state: dict[str, Any], folder: Path, group: Any = None) -> None:
+    """Fill ``state`` with what such a folder holds, however it was sharded; all ranks of ``group`` call it together.
+
+    Raises UserError where the folder holds no such state.
+    """
+    try:
+        dcp.load(state, storage_reader=ShardReader(folder), planner=LoadPlanner(), process_group=group)
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        if not isinstance(cause, ValueError):
+            raise
+        text = f"contains no such state of a training: {' '.join(str(cause).split())[:300]}"
+        fix = "find out who wrote it; resume from another checkpoint, or train again"
+        raise UserError(Problem(text, file=str(folder), fix=fix)) from None
 
 
 def _order(span: Any) -> tuple[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import io
 import logging
@@ -17,6 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from clustertune import close_working_folder, console, secrets
 from clustertune.arguments import (
@@ -51,19 +53,64 @@ with deferred():
     from clustertune import chain, rank
     from clustertune import merge as merging
     from clustertune.cli import preparing
+    from clustertune.data import prompts as own_prompts
     from clustertune.evaluate import run as evaluation
     from clustertune.evaluate import scores
     from clustertune.export import whole
     from clustertune.launch import cluster_paths, node
     from clustertune.plan import schedule
-    from clustertune.recipe import library_facts
+    from clustertune.recipe import library_facts, schema
     from clustertune.report import page
     from clustertune.resolve import megatron, resolve
     from clustertune.resolve import show as view
     from clustertune.resolve import tiny as scaled_down
     from clustertune.staging import bundle
 
+GROUPS = {
+    "Use it": ("new", "run", "submit", "sweep", "eval", "chat", "serve", "push"),
+    "Look at it": ("show", "plan", "doctor", "watch", "runs", "report", "compare", "bench"),
+    "A stage by itself": ("prepare", "export", "merge", "checkpoint"),
+    "Cluster": ("show-cluster", "setup", "nccl-check", "stage", "demo-slurm", "sky"),
+}
+"""The commands as ``--help`` lists them."""
+IMAGES = "Images of containers are made by make build-sif and make build-image: docs/containers.md"
+
+
+class _Grouped(TyperGroup):
+    """Lists the commands in groups."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As typer's, which would suggest what only programs start: a mistyped name is compared with what people start."""
+        name, *others = args
+        if name in ("train", "fit", "finetune", "fine-tune") and others and not others[0].startswith("-"):
+            fix = f"clustertune run {others[0]} runs all stages, --to train the first two; clustertune submit does so on Slurm"
+            raise UserError("training has no command of its own", file="command line", key=name, fix=fix)
+        if name not in self.commands and not name.startswith("-"):
+            known = [one for names in GROUPS.values() for one in names]
+            close = ["run" if one == "train" else one for one in difflib.get_close_matches(name, [*known, "train"], n=1)]
+            fix = f"did you mean {close[0]}?" if close else "clustertune --help lists all"
+            raise UserError("there is no such command", file="command line", key=name, fix=fix)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """As click's, a section for each of :data:`GROUPS`."""
+        found = {
+            name: command for name in self.list_commands(ctx) if (command := self.get_command(ctx, name)) and not command.hidden
+        }
+        grouped = {title: [name for name in names if name in found] for title, names in GROUPS.items()}
+        if others := [name for name in found if not any(name in names for names in grouped.values())]:
+            grouped["Others"] = others
+        width = max(map(len, found), default=0)
+        for title, names in grouped.items():
+            with formatter.section(title):
+                room = formatter.width - width - 4
+                formatter.write_dl([(name.ljust(width), found[name].get_short_help_str(room)) for name in names])
+        formatter.write_paragraph()
+        formatter.write_text(IMAGES)
+
+
 app = typer.Typer(
+    cls=_Grouped,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -101,7 +148,7 @@ def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int
     if ranks is None and (small or on_cpus) and asked > few:
         resolved = resolve.resolve(recipe, overrides or [], tiny=tiny, ranks=few)
         if on_cpus:
-            slow = "; train.bf16=false is faster on most CPUs" if resolved.train_args.get("bf16") else ""
+            slow = "; train.bf16=false is faster on most CPUs" if resolved.train_args["bf16"] else ""
             say(f"note: the recipe is for {asked} GPUs and there is none here: {few} processes train on the CPUs{slow}")
     elif ranks is None and not (small or on_cpus) and asked > gpus:
         fix = "use --tiny to run a scaled-down version, clustertune submit on a cluster, or --ranks N to force N processes"
@@ -224,7 +271,7 @@ def train(
     attempt: Annotated[int, typer.Option(min=1, help="Number of this attempt, the same for every rank.")],
     quiet: Annotated[bool, typer.Option("--quiet", help="Write to the log only.")] = False,
 ) -> None:
-    """Train as one rank: what accelerate launch starts."""
+    """Train as one rank: what every launcher starts."""
     RunDir(run_dir).read()
     raise typer.Exit(rank.main(run_dir, attempt, quiet=quiet))
 
@@ -272,7 +319,8 @@ def evaluate(
         str | None, typer.Option(metavar="LIST", help="lm-eval tasks, separated by commas. Default: that of a recipe.")
     ] = None,
     data: Annotated[
-        Path | None, path_option("Rows for a task that reads a file. Default: the Hub's or the project's own.", metavar="FILE")
+        Path | None,
+        path_option("Your own prompts (.jsonl, .csv, .txt), or rows of the task.", metavar="FILE"),
     ] = None,
     base: Annotated[Path | None, path_option("Second model, scored on the same prompts and compared.", metavar="MODEL")] = None,
     adapter: Annotated[Path | None, path_option("A LoRA adapter, applied without merging.")] = None,
@@ -295,6 +343,9 @@ def evaluate(
     model = newest_merged(below) if model is None else merged_or_model(model)
     given: dict[str, Any] = {"num_fewshot": num_fewshot, "max_gen_toks": max_gen_toks, "batch_size": batch_size, "limit": limit}
     given |= {} if tasks is None else {"tasks": tasks.split(",")}
+    prompts = None
+    if data is not None and own_prompts.are_own(data, given.get("tasks", [schema.FIRST_TASK])):
+        prompts, given, data = data, {"tasks": [], **given, "data": str(data.absolute())}, None
     settings = eval_settings({**given, "apply_chat_template": apply_chat_template, "backend": backend.value})
     used = {**settings.model_dump(mode="json"), "device": device}
     beside = {"adapter": str(adapter.resolve()) if adapter else None, "base": str(base.resolve()) if base else None}
@@ -305,6 +356,7 @@ def evaluate(
         folder,
         settings=settings,
         data=data,
+        prompts=prompts,
         device=device,
         adapter=adapter and existing_folder(adapter, "an adapter"),
         base=base and existing_folder(base, "the base model"),
@@ -332,8 +384,19 @@ def _summarise(summary: dict[str, Any], as_json: bool) -> None:
     reply(as_json, summary, *lines)
 
 
-_GROUPS = ("submit", "sweep", "new", "plan", "clusterfile", "rehearse", "doctor", "nccl_check", "setup", "stage")
-_MORE = ("launchers", "watch", "talk", "push", "bench", "compare", "job", "checkpoint")
+_GROUPS = (
+    "submit_command",
+    "sweep",
+    "new",
+    "plan_command",
+    "clusterfile",
+    "rehearse",
+    "doctor",
+    "nccl_check",
+    "setup",
+    "stage",
+)
+_MORE = ("launchers", "watch", "talk", "push", "bench", "compare_runs", "job_command", "checkpoint")
 for name in (*_GROUPS, *_MORE):  # in the order of --help
     importlib.import_module(f"clustertune.cli.{name}").add(app)
 
@@ -444,6 +507,8 @@ def _usage(error: typer.TyperException) -> UserError:
     fix = f"usage: {usage}; --help explains"
     if (key := getattr(error, "option_name", "").lstrip("-")) and "section.key=value" in usage:
         fix = _as_override(key) or fix
+    if key.replace("-", "_") in ("resume", "resume_from_checkpoint", "continue"):
+        fix = "the same command again goes on from the newest checkpoint, without an option"
     known = UserError(text, file="command line", fix=fix, code=ExitCode.CONFIG)
     show_error(known)
     return known

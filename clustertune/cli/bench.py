@@ -46,7 +46,6 @@ def bench(
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=2, max=100_000, help="Timed optimizer steps.")] = 20,
     warmup: Annotated[int, typer.Option(min=1, max=10_000, help="Untimed warm-up steps.")] = 5,
-    profile: Annotated[int, typer.Option(min=0, max=100, help="Steps under torch's profiler, after the timed ones.")] = 0,
     synthetic: Annotated[
         bool,
         typer.Option("--synthetic", help="Full size with random weights and generated conversations; needs no Hub."),
@@ -71,7 +70,7 @@ def bench(
     request = preparation.BenchRequest(
         recipe=recipe,
         run_path=run_dir or _new_run_path(recipe),
-        schedule=bench_schedule.BenchSchedule(warmup, steps, profile),
+        schedule=bench_schedule.BenchSchedule(warmup, steps),
         overrides=tuple(overrides or ()),
         tiny=tiny,
         ranks=ranks,
@@ -138,15 +137,15 @@ def _show(made: preparation.Bench, machine: schema.Cluster, *, as_json: bool) ->
     plan, why = result.predict(made.whole, machine, made.lengths)
     body: dict[str, Any] = {
         "run_dir": str(run.path),
-        "schedule": {"warmup": schedule.warmup, "steps": schedule.steps, "profiled": schedule.profiled},
+        "schedule": {"warmup": schedule.warmup, "steps": schedule.steps},
         "ranks": recipe.world_size,
         "train": command,
-        "changes": {key: recipe.train_args.get(key) for key in ("max_steps", "eval_strategy", "save_strategy")},
+        "changes": {key: recipe.train_args[key] for key in ("max_steps", "eval_strategy", "save_strategy")},
         "synthetic": None if made.made is None else {"tokens": round(made.made[0]), "conversations": made.made[1]},
         "plan": result.brief(plan) if plan is not None else {"unknown": why},
     }
     say(f"run folder: {run.path}")
-    say(f"{schedule.warmup} warm-up steps, {schedule.steps} timed, {schedule.profiled} profiled, on {recipe.world_size} ranks")
+    say(f"{schedule.warmup} warm-up steps, {schedule.steps} timed, on {recipe.world_size} ranks")
     if plan is not None:
         say(f"planned on {plan.machine.name}: {plan.step.seconds:.3g} s a step")
     reply(as_json, body, f"$ {shlex.join(command)}")
@@ -162,8 +161,6 @@ def _lines(body: dict[str, Any]) -> list[str]:
         f"MFU {used['mfu']:.1%}, HFU {used['hfu']:.1%}: {used['why']}" if used["mfu"] else f"MFU unknown: {used['why']}",
         f"peak memory: {allocated}{peak['rss_gib'] or 0:.3g} GiB resident set of a rank",
     ]
-    if body["profile"] and body["profile"]["exposed_share"] is not None:
-        lines.append(f"communication not hidden: {body['profile']['exposed_share']:.1%} of a profiled step")
     if "unknown" in body["plan"]:
         return [*lines, f"no plan to compare with: {body['plan']['unknown']}"]
     row = body["plan"]["rows"]["step_s"]

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_argument, path_option, takes
 from clustertune.check import report as reports
-from clustertune.check.machine import LOGIN, PLACES, Expects, Machine
+from clustertune.check.machine_context import LOGIN, PLACES, Expects, Machine
 from clustertune.check.rule import Finding, as_json, exit_code, listed, printable, worst
 from clustertune.cli.deferred import deferred
 from clustertune.console import emit_json, escape, reply, say

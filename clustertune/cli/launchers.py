@@ -43,7 +43,7 @@ def torchrun_node(
     node_rank: Annotated[int, typer.Option("--node-rank", min=0, help="This node's number, from 0.")] = 0,
     nodes: Annotated[int, typer.Option("--nodes", min=1, max=10_000, help="How many nodes take part.")] = 1,
     master: Annotated[str, typer.Option("--master", help="Node 0's address, as the others reach it.")] = "127.0.0.1",
-    port: Annotated[int | None, typer.Option("--port", min=1024, max=65535, help="Rendezvous port on node 0.")] = None,
+    port: Annotated[int, typer.Option("--port", min=1024, max=65000, help="Rendezvous port on node 0.")] = 29400,
     ranks_per_node: Annotated[
         int | None, typer.Option("--ranks-per-node", min=1, help="Ranks per node. Default: its number of GPUs.")
     ] = None,
@@ -61,7 +61,7 @@ def torchrun_node(
     below = cluster_paths.enter_local()
     path = run_dir or chain.default_run_dir(resolved, below)
     machine, environment = torchrun.this_machine(node_rank, nodes, master)
-    call = torchrun.TorchrunCall(path, node_rank, nodes, each, machine, environment, port, wait, job)
+    call = torchrun.TorchrunCall(path, node_rank, nodes, each, machine, environment, master, port, wait, job)
     if node_rank:
         code = torchrun.join(call, quiet=as_json)
         reply(as_json, {"run_dir": str(path), "node": node_rank, "exit_code": int(code)})

@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 import typer
 
-from clustertune import console
 from clustertune.arguments import AsJson, ClusterOption, path_argument, path_option, takes
 from clustertune.check.rule import EXIT
 from clustertune.cli.deferred import deferred
@@ -29,7 +28,7 @@ with deferred():
     from clustertune import job as job_program
     from clustertune.cluster import ignoring, load, schema
     from clustertune.launch import allocation, cluster_paths, slurm
-    from clustertune.nccl_check import link_check, link_context, link_node, link_records, link_schedule, link_table, nccl_log
+    from clustertune.nccl_check import link_check, link_measure, link_rules, link_table, nccl_log
     from clustertune.recipe import load as recipe_load
 GPU_SECONDS, CPU_SECONDS = 300.0, 60.0
 WAIT_SECONDS = 5.0
@@ -113,8 +112,8 @@ def _usage(args: NcclCheckArguments) -> Iterator[Problem]:
     if args.files and not args.logs:
         yield wrong("FILE", f"{args.files[0]}: files are read only with --logs", "clustertune nccl-check --logs FILE...")
     for key, text, known in (
-        ("--collectives", args.collectives, link_context.COLLECTIVES),
-        ("--scopes", args.scopes, link_schedule.SCOPES),
+        ("--collectives", args.collectives, link_rules.COLLECTIVES),
+        ("--scopes", args.scopes, link_measure.SCOPES),
     ):
         for word in text.split(",") if text is not None else []:
             if word not in known:
@@ -152,31 +151,25 @@ def _judge_logs(args: NcclCheckArguments) -> int:
         log = nccl_log.read_files(files)
     if not log.lines and not log.faults and not log.versions:
         raise UserError(Problem("no line of NCCL", file=", ".join(files), fix="run the job with NCCL_DEBUG=INFO"))
-    measured_before = {"schema": link_records.SCHEMA, **({"expected": link_check.expected(cluster)} if cluster else {})}
+    measured_before = {"schema": link_measure.SCHEMA, **({"expected": link_check.expected(cluster)} if cluster else {})}
     _, judged = link_check.judged(measured_before, log, left_out)
-    document = {"schema": link_records.SCHEMA, "logs": files, "log": nccl_log.as_dict(log), "verdict": judged}
-
-    def show() -> None:
-        for line in nccl_log.summary(log):
-            say(line)
-        link_table.verdict(judged, console.stderr)
-
-    reply(args.as_json, document, show)
+    document = {"schema": link_measure.SCHEMA, "logs": files, "log": nccl_log.as_dict(log), "verdict": judged}
+    reply(args.as_json, document, *nccl_log.summary(log), *link_table.verdict(judged))
     return EXIT[judged["status"]]
 
 
 # --- where and what ----------------------------------------------------------------------------------------------------
 
 
-def _target(args: NcclCheckArguments, cluster: schema.Cluster) -> tuple[link_check.CheckTarget, link_schedule.CheckOptions]:
+def _target(args: NcclCheckArguments, cluster: schema.Cluster) -> tuple[link_check.CheckTarget, link_measure.CheckOptions]:
     """Where it runs and what it measures. Raises UserError."""
     if os.environ.get("SLURM_JOB_ID"):
-        given = allocation.read()
-        raise_if(allocation.first_node_problems(cluster, nodes=len(given.nodes), trains=True))
-        gpus = given.gpus_per_node if job_program.has_gpus() else 0
-        cpus = min(given.cpus_per_node or 1 << 20, len(os.sched_getaffinity(0)))
+        job = allocation.read()
+        raise_if(allocation.first_node_problems(cluster, nodes=len(job.nodes), trains=True))
+        gpus = job.gpus_per_node if job_program.has_gpus() else 0
+        cpus = min(job.cpus_per_node or 1 << 20, len(os.sched_getaffinity(0)))
         where = "step" if cluster.container.runtime == "none" else "container+step"
-        return link_check.job_target(given, cluster, os.environ), _options(args, gpus, cpus, len(given.nodes), where)
+        return link_check.job_target(job, cluster, os.environ), _options(args, gpus, cpus, len(job.nodes), where)
     name = platform.node() or "here"
     if args.cluster is not None and cluster.nodes and cluster.host(name) is None:
         say(f"warning: {name} is not a node of {cluster.name}: this machine is measured; --submit measures the cluster's nodes")
@@ -184,10 +177,10 @@ def _target(args: NcclCheckArguments, cluster: schema.Cluster) -> tuple[link_che
     return link_check.local_target(name, cluster), options
 
 
-def _options(args: NcclCheckArguments, gpus: int, cpus: int, nodes: int, where: str) -> link_schedule.CheckOptions:
+def _options(args: NcclCheckArguments, gpus: int, cpus: int, nodes: int, where: str) -> link_measure.CheckOptions:
     """``gpus`` and ``cpus`` are those of one node. Raises UserError."""
     backend, why, ranks = _backend(args, gpus, nodes)
-    return link_schedule.CheckOptions(
+    return link_measure.CheckOptions(
         backend=backend,
         backend_why=why,
         ranks_per_node=ranks,
@@ -196,9 +189,9 @@ def _options(args: NcclCheckArguments, gpus: int, cpus: int, nodes: int, where: 
         largest=link_table.parse_size(args.largest) if args.largest else link_check.largest_for(backend, nodes),
         # In their own order, which is that of importance.
         collectives=tuple(
-            name for name in link_context.COLLECTIVES if args.collectives is None or name in args.collectives.split(",")
+            name for name in link_rules.COLLECTIVES if args.collectives is None or name in args.collectives.split(",")
         ),
-        scopes=tuple(name for name in link_schedule.SCOPES if args.scopes is None or name in args.scopes.split(",")),
+        scopes=tuple(name for name in link_measure.SCOPES if args.scopes is None or name in args.scopes.split(",")),
         place=where,
     )
 
@@ -253,8 +246,8 @@ def submit(args: NcclCheckArguments) -> int:
     cluster = load.load_cluster(args.cluster)
     folder = new_folder(args, cluster, "NEW" if args.dry_run else None)
     seconds = args.seconds or (GPU_SECONDS if cluster.compute.gpus else CPU_SECONDS)
-    wanted = link_check.job_shape(cluster, args.nodes, args.time, seconds)
-    job = link_check.make_job(wanted, folder, arguments(args, cluster))
+    size = link_check.job_shape(cluster, args.nodes, args.time, seconds)
+    job = link_check.make_job(size, folder, arguments(args, cluster))
     if args.dry_run:
         job.show(args.as_json)
         return 0
@@ -274,64 +267,64 @@ def _await(args: NcclCheckArguments, job: str, folder: Path) -> int:
         with contextlib.suppress(slurm.Unreachable):
             state = (slurm.show_job(job) or {}).get("JobState", "forgotten by Slurm")
     try:
-        found = json.loads((folder / link_check.RESULT).read_bytes())
-        code = EXIT[found["verdict"]["status"]]
+        result = json.loads((folder / link_check.RESULT).read_bytes())
+        code = EXIT[result["verdict"]["status"]]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         problem = Problem(f"job {job} ended without a result ({state})", file=str(folder), fix="its log is there")
         raise UserError(problem, ExitCode.FAILED) from None
-    _tell(args, found)
+    _tell(args, result)
     return code
 
 
-def _tell(args: NcclCheckArguments, found: dict[str, Any]) -> None:
+def _tell(args: NcclCheckArguments, result: dict[str, Any]) -> None:
     """The document on stdout, or its table for people."""
-    reply(args.as_json, found, lambda: link_table.render(found, console.stderr))
+    reply(args.as_json, result, lambda: link_table.show(result))
 
 
 def arguments(args: NcclCheckArguments, cluster: schema.Cluster) -> list[str]:
     """The command line of the job: what was given here, and the cluster in a form that another folder understands."""
-    found = ["--cluster", load.argument(args.cluster or load.named(cluster))]
+    line = ["--cluster", load.argument(args.cluster or load.named(cluster))]
     for name in GIVEN_TO_JOB:
         value = getattr(args, name)
         if value != getattr(NcclCheckArguments, name):  # the default
             key = {"largest": "max"}.get(name, name)
             words = [] if value is True else [f"{value:g}" if isinstance(value, float) else str(value)]
-            found += [f"--{key}", *words]
-    return found
+            line += [f"--{key}", *words]
+    return line
 
 
 # --- what is done ------------------------------------------------------------------------------------------------------
 
 
 def _check(
-    args: NcclCheckArguments, cluster: schema.Cluster, target: link_check.CheckTarget, options: link_schedule.CheckOptions
+    args: NcclCheckArguments, cluster: schema.Cluster, target: link_check.CheckTarget, options: link_measure.CheckOptions
 ) -> int:
     folder, began = new_folder(args, cluster, where=target), time.monotonic()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         where = f"{options.backend} on {', '.join(target.hosts[:4])}{' ...' if len(target.hosts) > 4 else ''}"
-        say(f"{where}: {options.seconds:g} s of measuring, over within {options.seconds + link_schedule.MARGIN_SECONDS:g} s")
+        say(f"{where}: {options.seconds:g} s of measuring, over within {options.seconds + link_measure.MARGIN_SECONDS:g} s")
         part = link_check.measure(target, options, folder)
-        found = link_check.document(target, options, part, time.monotonic() - began)
-        link_check.judge(found, cluster, link_records.logs(part))
-        link_check.write(found, folder / link_check.RESULT)
+        result = link_check.document(target, options, part, time.monotonic() - began)
+        link_check.judge(result, cluster, part.logs())
+        link_check.write(result, folder / link_check.RESULT)
     except OSError as error:
         raise storage_error(error, "cannot hold the check", error.filename or folder) from None
     except Stopped as stopped:
         fix = "the measurements are there; run it again, where --out was given with another one"
         raise UserError(Problem(f"stopped by {stopped}", file=str(folder), fix=fix), ExitCode.AGAIN) from None
-    _tell(args, found)
+    _tell(args, result)
     say(f"result: {folder / link_check.RESULT}")
-    _keep(args, cluster, found)
-    return EXIT[found["verdict"]["status"]]
+    _keep(args, cluster, result)
+    return EXIT[result["verdict"]["status"]]
 
 
-def _keep(args: NcclCheckArguments, cluster: schema.Cluster, found: dict[str, Any]) -> None:
+def _keep(args: NcclCheckArguments, cluster: schema.Cluster, result: dict[str, Any]) -> None:
     """Keep the result for plans: where that was asked for, or where it is one of the cluster that was named."""
-    if not args.save and (args.cluster is None or link_check.not_kept(found, cluster)):
+    if not args.save and (args.cluster is None or link_check.not_kept(result, cluster)):
         return
     try:
-        say(f"kept for plan: {link_check.keep(found, cluster)}")
+        say(f"kept for plan: {link_check.keep(result, cluster)}")
     except OSError as error:
         known = storage_error(error, "the result could not be kept", error.filename or cluster.source)
         if args.save:
@@ -339,19 +332,19 @@ def _keep(args: NcclCheckArguments, cluster: schema.Cluster, found: dict[str, An
         say(f"note: {known.problems[0]}")
 
 
-def _show(target: link_check.CheckTarget, options: link_schedule.CheckOptions, args: NcclCheckArguments) -> None:
+def _show(target: link_check.CheckTarget, options: link_measure.CheckOptions, args: NcclCheckArguments) -> None:
     """What would be run: hosts, environment, command, sizes."""
     setup = link_check.make_setup(target, options)
     command = target.command(new_folder(args, target.cluster, "NEW", target) / link_check.RECORDS)
-    debug = link_node.DEBUG if options.backend == "nccl" else {}
+    debug = link_measure.DEBUG if options.backend == "nccl" else {}
     if args.as_json:
         emit_json({"setup": {**vars(setup), "environment": {**setup.environment, **debug}}, "command": command})
         return
     lines = [
         f"{options.backend} ({options.backend_why}): {setup.world_size} ranks on {', '.join(target.hosts)}",
-        f"scopes {', '.join(link_schedule.shapes(setup))}; collectives {', '.join(setup.collectives)}",
+        f"scopes {', '.join(link_measure.shapes(setup))}; collectives {', '.join(setup.collectives)}",
         f"sizes up to {link_table.show_size(setup.largest)}; "
-        f"{setup.seconds:g} s of measuring; the check ends after at most {setup.seconds + link_schedule.MARGIN_SECONDS:g} s",
+        f"{setup.seconds:g} s of measuring; the check ends after at most {setup.seconds + link_measure.MARGIN_SECONDS:g} s",
         "# environment of every rank",
         *(f"{name}={value}" for name, value in {**setup.environment, **debug}.items()),
         f"$ {shlex.join(command)}",

@@ -23,7 +23,7 @@ with deferred():
     from clustertune.evaluate import model as models
     from clustertune.evaluate import run as evaluation
     from clustertune.evaluate import servers
-    from clustertune.launch import batch, cluster_paths, serving, step
+    from clustertune.launch import batch, cluster_paths, serving, srun
     from clustertune.launch import shape as shapes
     from clustertune.recipe import schema
 Model = Annotated[
@@ -55,12 +55,16 @@ def chat(
     generation_config.json.
     """
     facts = _facts(model, max_new_tokens)
-    talk = _Talk(facts, device, max_new_tokens, greedy)
+    with facts.within_limits() as tokenizing:
+        _converse(_Talk(facts, tokenizing, device, max_new_tokens, greedy), facts.folder, prompt, system)
+
+
+def _converse(talk: _Talk, folder: Path, prompt: str | None, system: str | None) -> None:
     start = [{"role": "system", "content": system}] if system else []
     if prompt is not None:
         talk.answer([*start, {"role": "user", "content": prompt}])
         return
-    say(f"{facts.folder}: /new begins again, /exit ends")
+    say(f"{folder}: /new begins again, /exit ends")
     turns = list(start)
     while True:
         try:
@@ -79,26 +83,34 @@ def chat(
 class _Talk:
     """A loaded model."""
 
-    def __init__(self, facts: models.ModelFacts, device: str | None, max_new_tokens: int, greedy: bool) -> None:
+    def __init__(
+        self, facts: models.ModelFacts, tokenizing: Any, device: str | None, max_new_tokens: int, greedy: bool
+    ) -> None:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        self.tokenizer = facts.tokenizer
+        self.tokenizer, self.tokenizing = facts.tokenizer, tokenizing
         self.model = evaluation.load_lm(facts.folder, models.pick_device(device, facts.folder), 1).model
         self.settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, **({"do_sample": False} if greedy else {})}
         self.room = facts.max_length - max_new_tokens
 
     def answer(self, turns: list[dict[str, str]]) -> str:
         """Print the answer to stdout as it is made; returns it. Raises UserError where the conversation leaves no room."""
+        import torch
         from transformers import TextStreamer
 
-        inputs = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        count = inputs["input_ids"].shape[1]
+        try:
+            text = self.tokenizing.render(turns, add_generation_prompt=True)
+        except ValueError as error:
+            raise UserError(f"the chat template refuses the conversation: {error}") from None
+        # As apply_chat_template has it: the template writes BOS itself.
+        ids = torch.tensor(self.tokenizing.tokenize([text], add_special_tokens=False), device=self.model.device)
+        count = ids.shape[1]
         if count > self.room:
             text = f"{count} tokens of conversation, at most {self.room} leave room for an answer"
             raise UserError(text, key="--max-new-tokens", fix="/new forgets the conversation; or lower it")
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        made = self.model.generate(**inputs.to(self.model.device), streamer=streamer, **self.settings)
+        made = self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer, **self.settings)
         return str(self.tokenizer.decode(made[0][count:], skip_special_tokens=True))
 
 
@@ -177,7 +189,7 @@ def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bo
     inside = machine.model_copy(update={"container": vllm})
     command_line = [sys.executable, "-m", "clustertune", "serve", str(folder), "--port", str(port)]
     command_line += ["--cluster", load.argument(cluster)] if cluster and vllm.runtime == "none" else []
-    command = step.in_step(command_line, inside, binds=[folder], nodes=1, cpus=cpus, gpus=bool(gpus), environ={})
+    command = srun.in_step(command_line, inside, binds=[folder], nodes=1, cpus=cpus, gpus=bool(gpus), environ={})
     script = "#!/usr/bin/env bash\n#SBATCH --output=%x-%j.log\nset -euo pipefail\nexec " + shlex.join(command) + "\n"
     note = "Derived by clustertune serve --submit from the model and the cluster file."
     job = batch.BatchJob(

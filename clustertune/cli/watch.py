@@ -16,8 +16,8 @@ from clustertune.errors import UserError, storing
 
 with deferred():
     from clustertune.launch import cluster_paths
-    from clustertune.launch import submit as jobs
-    from clustertune.monitor import page
+    from clustertune.launch import stage_jobs as jobs
+    from clustertune.monitor import live_page
     from clustertune.monitor import status as statuses
     from clustertune.report import content
 
@@ -45,8 +45,8 @@ def watch(
 ) -> None:
     """Follow a run: step, speed, time and money, GPUs, alerts.
 
-    Shows speed against the plan, remaining time and money, and stragglers. Ends with the training. --json prints one
-    document; what this machine cannot find out is null.
+    Shows speed against the plan, remaining time and money, stragglers, and how far an evaluation has come. Ends with the
+    training or the evaluation. --json prints one document; what this machine cannot find out is null.
     """
 
     watcher = statuses.Watcher(_find(run))
@@ -54,14 +54,14 @@ def watch(
         status = watcher.look()
         if metrics is not None:
             with storing("cannot be written", metrics):
-                page.write_openmetrics(metrics, status)
+                live_page.write_openmetrics(metrics, status)
         if as_json:
             emit_json(status.as_dict())
             return
         if console.stderr.is_terminal and not once:
             console.stderr.clear()
-        console.stderr.print(page.text(status), markup=False, highlight=False, soft_wrap=True)
-        if once or status.state not in ("waiting", "training"):
+        console.stderr.print(live_page.text(status), markup=False, highlight=False, soft_wrap=True)
+        if once or status.state not in live_page.UNDER_WAY:
             return
         time.sleep(EVERY_SECONDS)
 
@@ -98,14 +98,12 @@ def runs(
     if as_json:
         emit_json(found)
         return
-    from rich.table import Table
-
-    table = Table("run", "begun", "state", "step", "score", "GPU-hours", "USD", "kWh", box=None, pad_edge=False)
+    table = console.make_table("run", "begun", "state", "step", "score", "GPU-hours", "USD", "kWh", text_columns=3)
     for row in found:
         steps = f"{content.number(row['step'])}/{content.number(row['steps'])}"
         score = f"{row['score_name']} {content.number(row['score'], 2)}" if row["score_name"] else content.number(None)
         spent = (content.number(row[key], 2) for key in ("gpu_hours", "usd", "kwh"))
         table.add_row(str(row["run"]), row["begun"] or "", row["state"], steps, score, *spent)
-    console.stderr.print(table, soft_wrap=True)
+    console.stderr.print(table)
     if not found:
         say(f"no run below {where}")

@@ -17,7 +17,7 @@ from clustertune.recipe.findings import Found, read_model
 from clustertune.recipe.load import did_you_mean
 from clustertune.recipe.schema import Number, Plain, Score, Section
 from clustertune.recipe.yamlfile import read_yaml
-from clustertune.tree import ROOT
+from clustertune.tree import IS_INSTALLED, ROOT
 
 HARDWARE = ROOT / "ops" / "hardware.yaml"
 OLDEST_FP8 = 8.9
@@ -209,6 +209,15 @@ def recognise(word: str) -> str | None:
     return None
 
 
+def near_gpus(word: str) -> str | None:
+    """What somebody may mean who names no GPU of ops/hardware.yaml: every size that it is sold in, else the nearest name."""
+    known = load_hardware()
+    if alike := [name for name in known if len(word) > 1 and plain(name).startswith(plain(word))]:
+        sizes = ", ".join(f"{name} ({known[name].memory_gb:g} GB)" for name in alike)
+        return f"write {sizes}" if len(alike) == 1 else f"write the one that you have: {sizes}"
+    return did_you_mean(word, known)
+
+
 def peak_flops(device: str | None) -> float | None:
     """FLOP/s of the dense peak in 16 bits of what ``nvidia-smi`` calls a GPU; None where ops/hardware.yaml does not say."""
     name = recognise(device) if device else None
@@ -222,6 +231,21 @@ def peak_flops(device: str | None) -> float | None:
 # ``ops/prices.yaml``: what an hour of a GPU costs. Operators edit it.
 
 PRICES = ROOT / "ops" / "prices.yaml"
+"""The prices that come with the project."""
+OWN_PRICES = Path("ops", "prices.yaml")
+"""In the working folder, instead of them."""
+
+
+def price_file() -> Path:
+    """The file of prices that holds: the one in the working folder, else the project's."""
+    return OWN_PRICES if OWN_PRICES.is_file() else PRICES
+
+
+def shown_prices() -> str:
+    """What to call the file of prices in a message, and where one's own goes."""
+    if OWN_PRICES.is_file() or not IS_INSTALLED:
+        return "ops/prices.yaml"
+    return f"{PRICES} ({OWN_PRICES} in the working folder goes before it)"
 
 
 def _date(text: str) -> str:
@@ -270,11 +294,12 @@ class Price(GpuPrices):
         return None
 
 
-def price(gpu: str, path: Path = PRICES) -> Price | None:
+def price(gpu: str, path: Path | None = None) -> Price | None:
     """The price of a GPU of ops/hardware.yaml per GPU-hour; None without one, or without a file.
 
-    Raises UserError with every problem of the file.
+    ``path``: the file, None: :func:`price_file`. Raises UserError with every problem of the file.
     """
+    path = (path or price_file()).absolute()
     return load_prices(path).get(gpu) if path.exists() else None
 
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from clustertune.cluster.hardware import HARDWARE, load_hardware, read_hardware
+from clustertune.cluster.hardware import HARDWARE, load_hardware, near_gpus, read_hardware
 from clustertune.cluster.local import LocalMachine, collect, judge
 from clustertune.cluster.schema import (
     CONTAINER_OPTIONS,
+    INTERCONNECTS,
     NETWORKS,
     Brick,
     Cluster,
@@ -41,14 +42,28 @@ from clustertune.recipe.yamlfile import Document, KeyPath, read_yaml
 from clustertune.tree import ROOT
 
 CLUSTERS = ROOT / "ops" / "clusters"
-"""The cluster files that come with the project, and where an operator puts the own one."""
+"""The cluster files that come with the project, and where an operator of a checkout puts the own one."""
+OWN_CLUSTERS = Path("ops", "clusters")
+"""In the working folder: one's own, which go before the project's of the same name."""
 LOCAL = "local"
 """The name of whatever is found by looking."""
 
 
 def known_clusters(folder: Path | None = None) -> dict[str, Path]:
-    """The cluster files of ``ops/clusters`` by name."""
-    return {path.stem: path for path in sorted((folder or CLUSTERS).glob("*.yaml")) if re.fullmatch(NAME, path.stem)}
+    """The cluster files by name: those of a folder, else of ``ops/clusters`` here and of the project's."""
+    places = [folder] if folder else [CLUSTERS] if _same_folder() else [CLUSTERS, OWN_CLUSTERS.absolute()]
+    found = {path.stem: path for place in places for path in place.glob("*.yaml") if re.fullmatch(NAME, path.stem)}
+    return dict(sorted(found.items()))
+
+
+def _same_folder() -> bool:
+    """Whether the working folder is the project's own."""
+    return OWN_CLUSTERS.absolute() == CLUSTERS
+
+
+def _looked_in() -> str:
+    """Where clusters are looked for by name, for errors."""
+    return f"looked in {CLUSTERS}" if _same_folder() else f"looked in {OWN_CLUSTERS.absolute()} and {CLUSTERS}"
 
 
 def load_cluster(name_or_path: str | None = None, *, look: Callable[[], LocalMachine] = collect) -> Cluster:
@@ -76,7 +91,7 @@ def load_cluster(name_or_path: str | None = None, *, look: Callable[[], LocalMac
     fix = did_you_mean(path.stem, [*known, LOCAL])
     if exists or path.suffix in (".yaml", ".yml") or "/" in name_or_path:
         raise _refused(f"{name_or_path} {'is not a file' if exists else 'does not exist'}", fix)
-    raise _refused(f"there is no cluster {name_or_path!r}", fix)
+    raise _refused(f"there is no cluster {name_or_path!r} ({_looked_in()})", fix)
 
 
 def of_gpus(text: str) -> Cluster:
@@ -87,9 +102,10 @@ def of_gpus(text: str) -> Cluster:
     known, found = read_hardware().gpus, re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,2})x(.+)", text)
     if found is None or found[3] not in known:
         what = "is not NODESxGPUSxNAME" if found is None else f"there are no figures of {found[3]}"
-        of_that = [name for name in known if found and name.startswith(found[3].lower())]
-        near = f"there are {', '.join(of_that)}" if of_that else found and did_you_mean(found[3], known)
-        fix = f"write 2x8xh100-sxm; {near or 'known: ' + ', '.join(known)}"
+        of_one_node = re.fullmatch(r"([1-9]\d{0,2})x(.+)", text)  # 8xh100: how many nodes is not said
+        word = found[3] if found else of_one_node[2] if of_one_node else None
+        near = near_gpus(word) if word else None
+        fix = f"write 1x8xh100-sxm for a node of 8; {near or 'known: ' + ', '.join(known)}"
         raise UserError(Problem(f"{text[:60]!r}: {what}", file=COMMAND_LINE, key="--gpus", fix=fix))
     nodes, each, name = int(found[1]), int(found[2]), found[3]
     gpu = known[name]
@@ -108,7 +124,7 @@ def of_gpus(text: str) -> Cluster:
             threads=each * around.cores, memory_gb=each * around.memory_gb,
         ),
         network=Network(kind=around.network, gbit=around.gbit, ports=min(each, 64)),
-        container=Container(vllm="/vllm"),
+        assumes_vllm=True,
         source=f"--gpus {text}",
         notes=(note,),
     )  # fmt: skip
@@ -121,18 +137,23 @@ def _refused(text: str, fix: str | None = None) -> UserError:
 def _read(path: Path) -> Cluster:
     ours = path.parent == CLUSTERS
     shown = f"ops/clusters/{path.name}" if ours else str(path)
-    return read_cluster(read_yaml(path, shown), name=path.stem if ours else None)
+    return read_cluster(read_yaml(path, shown), name=path.stem if ours or path.parent == OWN_CLUSTERS.absolute() else None)
 
 
 def argument(name_or_path: str) -> str:
-    """``--cluster`` as a job gets it, which starts in another folder: a path from the root, a name as it is."""
+    """``--cluster`` as a job gets it, which starts in another folder: a path from the root, a name of the project as it is."""
+    own = known_clusters().get(name_or_path)
     is_path = "/" in name_or_path or name_or_path.endswith((".yaml", ".yml"))
-    return str(Path(name_or_path).absolute()) if is_path else name_or_path
+    return (
+        str(Path(name_or_path).absolute()) if is_path else name_or_path if own is None or own.parent == CLUSTERS else str(own)
+    )
 
 
 def named(cluster: Cluster) -> str:
-    """How a job finds the same cluster again: by the name of its file, or by looking as was done here."""
-    return cluster.name if cluster.source.startswith("ops/clusters/") else LOCAL
+    """How a job finds the same cluster again: by the name or the path of its file, or by looking as was done here."""
+    if cluster.source.startswith("ops/clusters/"):
+        return cluster.name
+    return cluster.source if cluster.source.endswith((".yaml", ".yml")) else LOCAL
 
 
 def of_this_machine() -> Cluster | None:
@@ -189,12 +210,34 @@ def read_cluster(document: Document, *, name: str | None = None) -> Cluster:
     try:
         facts = ClusterFile.model_validate(data)
     except ValidationError as error:
-        found += schema_findings(ClusterFile, error)
+        found += [(path, text, _of_a_link(path, data) or fix) for path, text, fix in schema_findings(ClusterFile, error)]
     unread = {path for path, _, _ in found}  # no facts to compare
     found += [item for item in _contradictions(data, name) if item[0] not in unread]
     if problems := as_problems([(_entry(path, origin), text, fix) for path, text, fix in found], document):
         raise UserError(sorted(problems, key=_line))
     return Cluster(**{name: getattr(facts, name) for name in ClusterFile.model_fields}, source=document.file)
+
+
+_INFINIBAND = ("ib", "hdr", "hdr100", "hdr200", "ndr", "ndr200", "ndr400", "edr", "xdr", "mlx", "mellanox", "connectx")
+_NETWORKS = {**dict.fromkeys(_INFINIBAND, "infiniband"), "rocev2": "roce", "eth": "ethernet", "opa": "omnipath"}
+"""What people call the kinds of network."""
+
+
+def _of_a_link(path: KeyPath, data: Mapping[str, Any]) -> str | None:
+    """What to write for a link that is called otherwise than the file's names; None: nothing is known."""
+    if path not in (("network", "kind"), ("compute", "interconnect")):
+        return None
+    section = data.get(path[0])
+    word = str(section.get(path[1]) if isinstance(section, dict) else None).lower()
+    network = _NETWORKS.get(word, word if word in NETWORKS else None)
+    if path == ("network", "kind"):
+        return network and f"did you mean {network}?"
+    if network:
+        return (
+            f"{network} joins nodes: network.kind: {network}; here stands what joins the GPUs of one node: nvlink4, pcie5, ..."
+        )
+    known = [name for name in INTERCONNECTS if word and name.startswith(word)]
+    return f"say the generation: {', '.join(known)}" if len(known) > 1 else None
 
 
 def _entry(path: KeyPath, origin: Sequence[int]) -> KeyPath:
@@ -269,9 +312,10 @@ def _check_roles(hosts: Sequence[Host], slurm: bool) -> Iterator[Found]:
     if "compute" not in roles:
         yield ("nodes",), "no machine has the role compute", "give it to those that run jobs"
     controllers = roles.count("slurmctld")
-    if slurm and controllers != 1:
-        message = f"{controllers or 'no'} machine{'s have' if controllers > 1 else ' has'} the role slurmctld"
-        yield ("nodes",), message, "give it to the one machine on which slurmctld runs"
+    if slurm and controllers > 1:
+        message = f"{controllers} machines have the role slurmctld"
+        fix = "give it to the one machine on which slurmctld runs; to none where a site's own Slurm is used as it is"
+        yield ("nodes",), message, fix
     if not slurm and controllers:
         yield ("nodes",), "a machine has the role slurmctld, while there is no section slurm", "write slurm: {partition: ...}"
     if slurm and "login" not in roles:
@@ -418,8 +462,8 @@ def _check_gpu(compute: Compute) -> Iterator[Found]:
     if not compute.gpu:
         yield ("compute", "gpu"), f"missing, while gpus is {compute.gpus}", f"one of {', '.join(known)}"
     elif compute.gpu not in known:
-        fix = did_you_mean(compute.gpu, known)
-        yield ("compute", "gpu"), f"ops/hardware.yaml has no {compute.gpu}", f"{fix or 'name one'}, or add it there"
+        fix = near_gpus(compute.gpu)
+        yield ("compute", "gpu"), f"ops/hardware.yaml has no {compute.gpu}", f"{fix or 'name one'}; or add it there"
     if not compute.interconnect:
         fix = "pcie5 where GPUs are PCIe cards, nvlink4 for HGX H100, none for one GPU"
         yield ("compute", "interconnect"), f"missing, while gpus is {compute.gpus}", fix

@@ -224,7 +224,8 @@ class Storage(Section):
 
 
 class SlurmFacts(Section):
-    """How jobs are submitted. The controller is the node with the role ``slurmctld``."""
+    """How jobs are submitted. The controller is the node with the role ``slurmctld``; none has it where the site's own Slurm is
+    used as it is."""
 
     partition: Plain
     gres: Annotated[str, form(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", "a GRES type name, as rtx_pro_6000")] | None = None
@@ -327,6 +328,8 @@ class Cluster(ClusterFile):
     """The file, or what was looked at."""
     notes: tuple[str, ...] = ()
     """What a person should know about how it was found; one sentence each."""
+    assumes_vllm: Annotated[bool, Field(exclude=True)] = False
+    """Evaluations are planned with vLLM although nothing names it: of machines that no file describes."""
 
     @property
     def compute_nodes(self) -> tuple[Host, ...]:
@@ -335,7 +338,7 @@ class Cluster(ClusterFile):
 
     @property
     def controller(self) -> Host | None:
-        """The machine of slurmctld; None without Slurm."""
+        """The machine of slurmctld; None without Slurm, and where the site's own is used as it is."""
         return next(iter(self.with_role("slurmctld")), None)
 
     def with_role(self, role: str) -> tuple[Host, ...]:

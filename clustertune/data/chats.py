@@ -25,8 +25,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names under which chat templates take what the assistant thought before it answered."""
 SPECIAL = ("tools", "tool_calls", *REASONING)
 """What a chat template must know by name, or it leaves it out without a message."""
-TOOL_MESSAGES = "tool messages"
-"""What examples with messages of the role ``tool`` are counted as, beside those with :data:`SPECIAL`."""
+OF_ROLE = {f"{role} messages": role for role in ("system", "user", "assistant", "tool")}
+"""What examples with messages of a role are counted as, beside those with :data:`SPECIAL`."""
 PARTS = ("messages", "prompt", "completion", "chosen", "rejected")
 """Keys of an example under which messages stand."""
 _SHAREGPT = {
@@ -44,8 +44,13 @@ _ROLES = {
 """Roles by what other frameworks and older interfaces call them."""
 UNEQUAL = "[] of other roles than assistant with a weight of their own"
 """Behind a column's name, among what is left out of rows: it matters where all roles are learnt."""
-WEIGHTS = ("weight", "train", "training", "loss", "loss_weight", "train_detail", "training_detail")
+WEIGHTS = (
+    *("weight", "train", "training", "loss", "loss_weight", "train_detail", "training_detail", "trainable", "learn"),
+    *("loss_mask", "include_in_loss", "supervised"),
+)
 """Fields by which other frameworks say whether a message is trained on (OpenAI, mistral-finetune, axolotl, ms-swift)."""
+MASKS = ("mask", "masked", "is_masked", "mask_loss", "ignore_loss")
+"""Fields by which others say that it is not."""
 TAKEN = frozenset(
     (
         *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
@@ -71,6 +76,8 @@ class Conversation:
     """What the split goes by: the tree's id, or the hash of the example, so that a copy never lands in the other split."""
     split: str | None = None
     """The split that the input says, if it does."""
+    kind: str = ""
+    """Of a prompt, the kind of its first instruction: of every kind the same share is held out."""
 
 
 def messages_of(example: Mapping[str, Any]) -> list[Message]:
@@ -203,6 +210,9 @@ class _ConversationReader:
         return {"messages": [*found, {"role": "user", "content": prompt}, answer]}
 
     def prompt_completion(self, row: Mapping[str, Any]) -> Example:
+        if (label := row.get("label")) is False or str(label).lower() == "false":
+            text = "label is false: the completion is one that is not wanted (KTO's data), and it would be learnt"
+            raise BadRow("unwanted-completion", f"{text}; leave such rows out, or give pairs: data.format=preference")
         prompt = self._prompt(row)
         return {"prompt": prompt, "completion": self._answer(row, "completion", prompt)}
 
@@ -232,6 +242,11 @@ class _ConversationReader:
 
     def text(self, row: Mapping[str, Any]) -> Example:
         return {"text": check_text(row, "text")}
+
+    def prompt(self, row: Mapping[str, Any]) -> Example:
+        """All other columns stand below ``columns``, for the rewards: as they are, whatever they are called."""
+        more = {key: value for key, value in row.items() if key != "prompt" and value is not None}
+        return {"prompt": self._prompt(row), "columns": _value(more, "the row", dict)}
 
     def _prompt(self, row: Mapping[str, Any]) -> list[Message]:
         if not isinstance(row.get("prompt"), list):
@@ -276,7 +291,7 @@ class _ConversationReader:
                 call = _value(entry["function_call"], f"{name}.function_call", dict)
                 more["tool_calls"] = [_call(call, f"{name}.function_call")]
             _check_weight(entry, name)
-        elif any(_is_unequal(entry.get(key)) for key in WEIGHTS):
+        elif _unequal(entry) is not None:
             self._leave_out([name.partition("[")[0] + UNEQUAL])
         if role == "tool":
             more |= {key: require(entry, key, str) for key in ("name", "tool_call_id") if entry.get(key) is not None}
@@ -299,6 +314,7 @@ _READ: dict[str, Callable[[_ConversationReader, Mapping[str, Any]], Example]] = 
     "alpaca": _ConversationReader.alpaca,
     "lima": _ConversationReader.lima,
     "text": _ConversationReader.text,
+    "prompt": _ConversationReader.prompt,
 }
 
 
@@ -318,15 +334,19 @@ def _next(last: Message | None) -> tuple[str, ...]:
 
 def _check_weight(entry: Mapping[str, Any], name: str) -> None:
     """Raise BadRow where an answer is to be trained on otherwise than the rest: TRL has no such field, it would be learnt."""
-    for key in WEIGHTS:
-        value = entry.get(key)
-        if _is_unequal(value):
-            text = "all answers of a row are trained on alike; data.format=prompt-completion trains on the completion alone"
-            raise BadRow("weighted-message", f"{name}.{key} is {excerpt(value)}: {text}")
+    if (key := _unequal(entry)) is not None:
+        text = "all answers of a row are trained on alike; data.format=prompt-completion trains on the completion alone"
+        raise BadRow("weighted-message", f"{name}.{key} is {excerpt(entry[key])}: {text}")
 
 
-def _is_unequal(weight: Any) -> bool:
-    return weight not in (None, 1) and not (isinstance(weight, str | list | dict) and not weight)
+def _unequal(entry: Mapping[str, Any]) -> str | None:
+    """The field of a message that says it is not to be learnt like the others."""
+    own = (key for key in (*WEIGHTS, *MASKS) if not _says_nothing(entry.get(key), 0 if key in MASKS else 1))
+    return next(own, None)
+
+
+def _says_nothing(weight: Any, usual: int) -> bool:
+    return weight in (None, usual) or (isinstance(weight, str | list | dict) and not weight)
 
 
 def _part(part: Any, name: str) -> str:
@@ -356,11 +376,17 @@ def _answered(found: list[Message], column: str) -> list[Message]:
     return found
 
 
+def kind_of_prompt(example: Mapping[str, Any]) -> str:
+    """The first of a prompt's instructions (its column ``instruction_id_list``); empty where there is none."""
+    found = example.get("columns", {}).get("instruction_id_list")
+    return str(found[0]) if isinstance(found, list) and found else ""
+
+
 def recognise(row: Mapping[str, Any]) -> str | None:
     """The settings with which a row can be read, as a recipe has them; None where no format fits."""
     if {"message_id", "parent_id", "message_tree_id"} <= row.keys() or isinstance(row.get("prompt"), dict):
         return "data.format: oasst-tree"
-    for name in _READ:
+    for name in [name for name in _READ if name != "prompt"]:  # rows of other formats have prompts, too
         lists = [column for column, value in row.items() if isinstance(value, list)]
         column = {"messages": "messages", "sharegpt": "conversations"}.get(name)
         for other in dict.fromkeys((column, *lists)) if column else (None,):
@@ -387,7 +413,8 @@ def conversations(
             continue
         source = {"tree": f"{location.file}:{location.row}", "file": location.file, "row": location.row}
         body = example["messages"] if example.keys() == {"messages"} else example
-        yield Conversation(example, source, hashlib.sha256(json.dumps(body).encode()).hexdigest(), location.split)
+        key, kind = hashlib.sha256(json.dumps(body).encode()).hexdigest(), kind_of_prompt(example)
+        yield Conversation(example, source, key, location.split, kind)
 
 
 # --- oasst -------------------------------------------------------------------------------------------------------------

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from clustertune.console import say
-from clustertune.data.chats import SPECIAL, TOOL_MESSAGES, Trees, conversations, messages_of
+from clustertune.data.chats import SPECIAL, Trees, conversations, messages_of
 from clustertune.data.rows import Reject, Rejects, count_words
 from clustertune.data.sources import RecordSource, find_sources
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import MANIFEST, find_problems, fsync_path, list_files, read_manifest, record_files, seal
 from clustertune.recipe.schema import COLUMNS, Data, DataSource
 
-FORMAT = 3
+FORMAT = 4
 """Version of what this code makes out of the same input. Raise it with any change of a rule: older datasets are recreated."""
 
 SPLITS = ("train", "eval")
@@ -107,6 +107,8 @@ class _Read:
 
     keys: list[tuple[str, str | None]] = field(default_factory=list)
     """What the split goes by, and the split that the input says."""
+    kinds: dict[str, str] = field(default_factory=dict)
+    """By key, of prompts that have one: the kind of their first instruction."""
     parts: array[int] = field(default_factory=lambda: array("I"))
     """Number of the source."""
     lengths: array[int] = field(default_factory=lambda: array("I"))
@@ -149,6 +151,7 @@ def _make(data: Data, sources: list[tuple[DataSource, RecordSource]], seed: int,
         "sources": by_part,
         "fields": dict(sorted(read.fields.items())),
         **({"pairs": True} if data.has_preferences else {}),
+        **({"prompts": True} if data.has_prompts else {}),
         "warnings": warnings,
     }
 
@@ -158,7 +161,8 @@ def _read_part(
 ) -> Counter[str]:
     """Write the examples of one source to the spool. Returns what was left out by rule. Raises UserError."""
     assert part.format is not None
-    rows = rejects.good(source.records(), COLUMNS[part.format], part.columns or {})
+    known = None if part.format == "prompt" else COLUMNS[part.format]
+    rows = rejects.good(source.records(), known, part.columns or {})
     trees = Trees(rejects, part.language)
     before = len(read.keys)
     found = trees.conversations(rows) if part.format == "oasst-tree" else conversations(part.format, rows, rejects)
@@ -166,12 +170,14 @@ def _read_part(
         source_words = {**({"data": part.name} if data.sources else {}), **conversation.source}
         spool.write(_ENCODE({**conversation.example, "source": source_words}) + "\n")
         read.keys.append((conversation.key, conversation.split))
+        if conversation.kind:
+            read.kinds[conversation.key] = conversation.kind
         read.parts.append(number)
         messages = messages_of(conversation.example)
         read.lengths.append(len(messages) or 1)
         read.fields.update({key for part in (conversation.example, *messages) for key in SPECIAL if key in part})
         read.fields.update(list(conversation.example.get("chat_template_kwargs", ())))
-        read.fields.update({TOOL_MESSAGES for message in messages if message["role"] == "tool"})
+        read.fields.update({f"{message['role']} messages" for message in messages})
     total = rejects.total_faults
     if total and (data.bad_rows == "stop" or (rejects.share > data.max_rejected and len(read.keys) > before)):
         what = f"{total:,} bad row{'s' if total > 1 else ''} of {rejects.rows:,} ({count_words(rejects.counts)})"
@@ -204,7 +210,7 @@ def _assign(read: _Read, seed: int, fraction: float, own_splits: list[bool]) -> 
             text = f"the input's own {missing[0]} split gives no conversation: the other one is split by data.eval_fraction"
             warnings.append(text)
     free = [key for (key, _), part in zip(read.keys, read.parts, strict=True) if not own[part]]
-    chosen = choose_eval(free, seed, fraction)
+    chosen = choose_eval(free, seed, fraction, read.kinds)
     splits = [
         str(split) if own[part] else "eval" if key in chosen else "train"
         for (key, split), part in zip(read.keys, read.parts, strict=True)
@@ -217,15 +223,21 @@ def _assign(read: _Read, seed: int, fraction: float, own_splits: list[bool]) -> 
     return splits, warnings
 
 
-def choose_eval(keys: Iterable[str], seed: int, fraction: float) -> set[str]:
+def choose_eval(keys: Iterable[str], seed: int, fraction: float, kinds: Mapping[str, str] | None = None) -> set[str]:
     """The keys (trees) that become the eval split: ``round(n * fraction)`` of them, at least 1 and at most n - 1.
 
     The order is that of SHA-256 over seed and key: it depends neither on the order in the file nor on a random generator,
     so the same data give the same split everywhere, and a tree that is added moves few others. One key is all train.
+    ``kinds``: of keys that have one. All kinds are then represented alike: keys are taken at even distances from the list of
+    one kind behind the other.
     """
     distinct = set(keys)
-    count = min(max(round(len(distinct) * fraction), 1), len(distinct) - 1)
-    return set(ranked(distinct, seed)[: max(count, 0)])
+    count = max(min(max(round(len(distinct) * fraction), 1), len(distinct) - 1), 0)
+    order = ranked(distinct, seed)
+    if not kinds:
+        return set(order[:count])
+    order.sort(key=lambda key: kinds.get(key, ""))
+    return {order[int((at + 0.5) * len(order) / count)] for at in range(count)}
 
 
 def ranked(keys: Iterable[str], seed: int) -> list[str]:

@@ -87,10 +87,14 @@ class Rejects:
         self._sink = sink
 
     def good(
-        self, records: Iterable[tuple[RowLocation, dict[str, Any] | BadRow]], known: Iterable[str], columns: Mapping[str, str]
+        self,
+        records: Iterable[tuple[RowLocation, dict[str, Any] | BadRow]],
+        known: Iterable[str] | None,
+        columns: Mapping[str, str],
     ) -> Iterator[tuple[RowLocation, dict[str, Any]]]:
-        """The records that are rows; the others are rejected. ``columns``: the input's names of the ``known`` ones."""
-        ours = set(known)
+        """The records that are rows; the others are rejected. ``columns``: the input's names of the ``known`` ones (None:
+        whatever a row has)."""
+        ours = None if known is None else set(known)
         for location, record in records:
             if isinstance(record, BadRow):
                 self.rows += 1
@@ -98,7 +102,8 @@ class Rejects:
                 continue
             given = {name: record[theirs] for name, theirs in columns.items() if theirs in record}
             row = {key: value for key, value in record.items() if key not in columns.values()} | given if columns else record
-            self.leave_out(key for key in row.keys() - ours if row[key] is not None)
+            if ours is not None:
+                self.leave_out(key for key in row.keys() - ours if row[key] is not None)
             yield location, row
 
     def leave_out(self, names: Iterable[str]) -> None:
@@ -303,14 +308,14 @@ def read_file(
     opened: Callable[[], Any],
     location: RowLocation,
     shown: str,
-    wanted: frozenset[str] = KNOWN,
+    wanted: frozenset[str] | None = KNOWN,
     progress: Progress = lambda _done: None,
     unused: set[str] | None = None,
 ) -> Iterator[Record]:
     """The records of one file, in order. A row that is not a record is a BadRow; a damaged file raises UserError.
 
     ``opened`` gives the file for reading bytes; ``location``: its name and split; ``shown``: what to call it in an error. Of
-    tables only the columns ``wanted`` are read, the names of the others join ``unused``.
+    tables only the columns ``wanted`` are read (None: all), the names of the others join ``unused``.
     """
     kind, packed = kind_of(location.file)
     readers: dict[str, Callable[..., Iterator[Record]]] = {".parquet": _parquet, ".arrow": _arrow, ".feather": _arrow}
@@ -491,7 +496,9 @@ def _document(stream: Any, location: RowLocation, *_: Any) -> Iterator[Record]:
         yield _at(location, 1, 1), BadRow("not-utf8", f"byte 0x{data[error.start]:02x} at byte {error.start}")
 
 
-def _parquet(stream: Any, location: RowLocation, shown: str, wanted: frozenset[str], unused: set[str]) -> Iterator[Record]:
+def _parquet(
+    stream: Any, location: RowLocation, shown: str, wanted: frozenset[str] | None, unused: set[str]
+) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
@@ -503,7 +510,7 @@ def _parquet(stream: Any, location: RowLocation, shown: str, wanted: frozenset[s
         raise UserError(f"damaged Parquet file: {error}", file=shown, fix="fetch the file again") from None
 
 
-def _arrow(stream: Any, location: RowLocation, shown: str, wanted: frozenset[str], unused: set[str]) -> Iterator[Record]:
+def _arrow(stream: Any, location: RowLocation, shown: str, wanted: frozenset[str] | None, unused: set[str]) -> Iterator[Record]:
     """Arrow's stream, as ``Dataset.save_to_disk`` writes it, or Arrow's file, which is Feather's second version."""
     import pyarrow as pa
 
@@ -518,8 +525,10 @@ def _arrow(stream: Any, location: RowLocation, shown: str, wanted: frozenset[str
         raise UserError(f"damaged Arrow file: {error}", file=shown, fix="fetch the file again") from None
 
 
-def _known(names: list[str], wanted: frozenset[str], unused: set[str]) -> list[str]:
+def _known(names: list[str], wanted: frozenset[str] | None, unused: set[str]) -> list[str]:
     """The columns to read; where none is ours all of them: they show what the format is."""
+    if wanted is None:
+        return names
     unused.update(set(names) - wanted)
     return [name for name in names if name in wanted] or names
 

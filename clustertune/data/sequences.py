@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from clustertune.data import tokens
+from clustertune.data import rollout_rows, tokens
 from clustertune.data.tokens import LABEL
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import MANIFEST, find_problems, read_manifest
@@ -101,7 +101,8 @@ TRAINER = {"dataset_kwargs": {"skip_prepare_dataset": True}, "assistant_only_los
 
 
 def load(folder: Path, dataset: Path, tokenizer: Any, train_args: Mapping[str, Any]) -> tuple[Any, Any | None]:
-    """The train and eval rows of a run as ``datasets.Dataset``; eval is None where it is empty.
+    """The train and eval rows of a run as ``datasets.Dataset``; eval is None where it is empty. Of prompts those of ``dataset``
+    itself: TRL renders them with its own call of the chat template, and rewards read what stands beside them.
 
     ``folder``: the tokens, or a node's copy of them; ``dataset``: the run's conversations, of whose manifest alone is read.
     Raises UserError where the tokens are missing, or were made of anything else than the recipe says now.
@@ -114,6 +115,8 @@ def load(folder: Path, dataset: Path, tokenizer: Any, train_args: Mapping[str, A
         differ = [key for part in wanted for key in wanted[part] if found.get(part, {}).get(key) != wanted[part][key]]
         text = f"the tokens were made with another {', '.join(differ) or 'form'} than the recipe and this machine have"
         raise UserError(text, file=str(folder / MANIFEST), key="made_from", fix=again)
+    if found["rows"].get("prompts"):
+        return rollout_rows.as_dataset(dataset, "train"), rollout_rows.as_dataset(dataset, "eval")
     train, held_out = (Sequences(folder, split) for split in ("train", "eval"))
     if not len(train):
         text = "no row to train on: no conversation keeps a label within train.max_length"

@@ -41,6 +41,11 @@ def _readable(name: Path) -> str:
     return os.fsencode(name).decode(errors="replace")
 
 
+def wanted_columns(part: DataSource) -> frozenset[str] | None:
+    """The columns that are read of a table; None: all, of prompts whose rewards read what they like."""
+    return None if part.format == "prompt" else KNOWN | set((part.columns or {}).values())
+
+
 class RecordSource(Protocol):
     """Something that gives records."""
 
@@ -95,7 +100,7 @@ class LocalFiles:
         self.warnings: list[str] = []
         self.unused: set[str] = set()
         self._part = part
-        self._wanted = KNOWN | set((part.columns or {}).values())
+        self._wanted = wanted_columns(part)
 
     def _chosen(self, found: list[tuple[str, str]]) -> list[InputFile]:
         """Files named after a split, those of train first, in the folder or else in the folders of it; where none is, the files
@@ -315,8 +320,8 @@ class HubDataset:
         return _has_splits({split for _, split, _ in self._splits}, self.shown)
 
     def records(self) -> Iterator[Record]:
-        wanted = KNOWN | set((self._part.columns or {}).values())
         for name, split, rows in self._splits:
+            wanted = wanted_columns(self._part) or frozenset(rows.column_names)
             self.unused |= set(rows.column_names) - wanted
             known = rows.select_columns([column for column in rows.column_names if column in wanted] or rows.column_names)
             tables = known.with_format("arrow").iter(BATCH_ROWS)

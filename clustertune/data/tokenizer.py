@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from clustertune import bounded
 from clustertune.errors import UserError
@@ -16,9 +16,16 @@ from clustertune.errors import UserError
 PADS = ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|vision_pad|>", "<unk>")
 """Tokens that no text uses, which serve as padding where a tokenizer names none but EOS (Llama 3.1, Llama 2, Qwen2.5, ...)."""
 TEMPLATE_SECONDS = 20.0
-"""For one turn, which takes a millisecond: nested loops in a template can take years."""
+"""Of computing, for one turn, which takes a millisecond: nested loops in a template can take years. Also to load a tokenizer,
+which takes two at 262,144 tokens: it normalises the tokens that were added."""
+WAITS = 30
+"""Times as long may a child be there at most: a busy machine computes late, a file system that hangs never answers."""
+_SAMPLE = "".join(map(chr, range(32, 127))) + " \u00df \u00e9 \u4f60\u597d \U0001f642\n"
+"""What a tokenizer is tried with when it is loaded."""
 MEMORY = 8 << 30
-"""Bytes that a template, or a tokenizer's normalisation, may take: a shard's text has 8 MiB."""
+"""Bytes that a template, or a tokenizer's normalisation, may take for a shard, whose text has 8 MiB."""
+SHORT_MEMORY = 2 << 30
+"""The same for a short text, and to load a tokenizer: one of 262,144 tokens takes 0.4 GiB."""
 
 
 def choose_pad_token(tokenizer: Any, wanted: str | None) -> str:
@@ -49,19 +56,19 @@ def choose_pad_token(tokenizer: Any, wanted: str | None) -> str:
 
 
 def load_tokenizer(
-    source: str, revision: str | None, template: str | None, train_args: Mapping[str, Any], *, chats: bool = True
+    source: str, revision: str | None, template: str | None, named: Mapping[str, Any], *, chats: bool = True
 ) -> Any:
     """The tokenizer of a model folder or Hub id, with a chat template (its own, else ``template``), EOS and a padding token.
 
-    ``train_args``: ``eos_token`` and ``pad_token`` of a recipe's ``train`` section; without ``chats`` it needs no template.
+    ``named``: ``eos_token`` and ``pad_token``, where the training names them; without ``chats`` it needs no template.
     Raises UserError where it is not available.
     """
-    from transformers import AutoTokenizer
-
     if source.startswith((".", "/", "~")) and not Path(source).exists():  # else the Hub is asked for it, seven seconds long
         raise UserError(f"no such folder: {source}", key="model.path", fix="give the folder of the model, as model.path=FOLDER")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        tokenizer = open_tokenizer(source, revision)
+    except UserError:
+        raise
     except (OSError, ValueError, ImportError, KeyError) as error:  # no network, no licence accepted, no such file or package
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         fix = "HF_TOKEN in .env and the model's terms accepted on the Hub, or model.path names a folder that holds it"
@@ -76,11 +83,11 @@ def load_tokenizer(
                 fix="put a Jinja file beside the recipe and name it there",
             )
         tokenizer.chat_template = template
-    if (eos := train_args.get("eos_token")) is not None:
+    if (eos := named.get("eos_token")) is not None:
         if eos not in tokenizer.get_vocab():
             raise UserError(f"{eos!r} is not in the tokenizer's vocabulary", key="train.eos_token")
         tokenizer.eos_token = eos  # as TRL does before it renders: a template may write it
-    tokenizer.pad_token = choose_pad_token(tokenizer, train_args.get("pad_token"))
+    tokenizer.pad_token = choose_pad_token(tokenizer, named.get("pad_token"))
     if not tokenizer.chat_template:
         return tokenizer
     try:
@@ -92,10 +99,31 @@ def load_tokenizer(
     return tokenizer
 
 
+def open_tokenizer(source: str, revision: str | None = None) -> Any:
+    """transformers' tokenizer of a model folder or Hub id, once it was loaded, and a text encoded and decoded, in a child with
+    limits: its normalisation may grow a text without end, also that of its own added tokens as it is loaded.
+
+    Raises UserError where that takes too long or too much memory, ValueError with the words of what transformers raises.
+    """
+    from transformers import AutoTokenizer
+
+    def load() -> Any:
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+
+    def try_it() -> None:
+        tokenizer = load()
+        tokenizer.decode(tokenizer(_SAMPLE)["input_ids"])
+
+    beyond = f"the tokenizer {_TOO_MUCH}: its normalisation or its decoder does not end"
+    within_limits(try_it, UserError(beyond, file=source, fix=_MAKERS))
+    return load()
+
+
 def render_turn(tokenizer: Any, text: str) -> str:
     """One user's turn in the tokenizer's chat template, which may loop for ever; a longer conversation is tried as well.
 
-    Raises UserError where it takes more than :data:`TEMPLATE_SECONDS` or :data:`MEMORY`, ValueError where the template does.
+    Raises UserError where it takes more than :data:`TEMPLATE_SECONDS` or :data:`SHORT_MEMORY`, ValueError where the template
+    does.
     """
     turns = [{"role": role, "content": text} for role in ("user", "assistant", "user", "assistant")]
 
@@ -107,27 +135,88 @@ def render_turn(tokenizer: Any, text: str) -> str:
     return str(within_limits(render))
 
 
-def within_limits(work: Callable[[], Any]) -> Any:
-    """What ``work``, which renders a foreign chat template, returns; it runs in a child with limits.
+_MAKERS = "take the tokenizer's files and the chat template of the model's makers"
+_TOO_MUCH = f"takes more than {TEMPLATE_SECONDS:g} s or {SHORT_MEMORY >> 30} GiB for a short text"
 
-    Raises UserError where it takes more than :data:`TEMPLATE_SECONDS` or :data:`MEMORY`, ValueError with the words of what it
-    raises.
+
+def _endless_template() -> UserError:
+    fix = "use the template that the model's makers publish, or name another in model.chat_template"
+    return UserError(f"the chat template {_TOO_MUCH}", key="model.chat_template", fix=fix)
+
+
+def within_limits(work: Callable[[], Any], beyond: UserError | None = None) -> Any:
+    """What ``work``, which uses a foreign chat template or tokenizer, returns; it runs in a child with limits.
+
+    Raises ``beyond``, None: a UserError on the template, where it takes more than :data:`TEMPLATE_SECONDS` or
+    :data:`SHORT_MEMORY`; ValueError with the words of what it raises.
     """
 
     def answer() -> Mapping[str, Any]:
-        try:
-            return {"value": work()}
-        except Exception as error:  # whatever a template raises; MemoryError is one of them
-            return {"raised": str(error) or type(error).__name__}
+        bounded.allow(TEMPLATE_SECONDS)
+        return _answer(work)
 
-    found = bounded.ask(answer, TEMPLATE_SECONDS, MEMORY).found
+    found = bounded.ask(answer, WAITS * TEMPLATE_SECONDS, SHORT_MEMORY).found
+    return _value(found, beyond or _endless_template())
+
+
+def _answer(work: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"value": work()}
+    except MemoryError:
+        raise
+    except BaseException as error:  # whatever a template raises, and tokenizers' PanicException, which is no Exception
+        return {"raised": str(error) or type(error).__name__}
+
+
+def _value(found: Mapping[str, Any] | None, beyond: UserError) -> Any:
     if found is None:
-        text = f"the chat template takes more than {TEMPLATE_SECONDS:g} s or {MEMORY >> 30} GiB for a short conversation"
-        fix = "use the template that the model's makers publish, or name another in model.chat_template"
-        raise UserError(text, key="model.chat_template", fix=fix)
+        raise beyond
     if "raised" in found:
         raise ValueError(found["raised"])
     return found["value"]
+
+
+class BoundedTokenizer:
+    """A foreign tokenizer and its chat template in a child with limits, for one text after the other. Use it as a context, and
+    open it before the weights are loaded: the child has what this process holds.
+
+    Both methods raise UserError where one call takes more than :data:`TEMPLATE_SECONDS` of computing or :data:`SHORT_MEMORY`.
+    """
+
+    def __init__(self, tokenizer: Any, where: str) -> None:
+        """``where``: the tokenizer's folder, for messages."""
+        self._tokenizer, self._where = tokenizer, where
+        self._child = bounded.StandingChild(self._work, SHORT_MEMORY)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._child.close()
+
+    def render(self, messages: Any, **arguments: Any) -> str:
+        """A conversation in the chat template; ``arguments`` are those of ``apply_chat_template``. Raises ValueError with the
+        template's words where it refuses the conversation."""
+        return str(self._ask("render", [messages, arguments]))
+
+    def tokenize(self, texts: list[str], **arguments: Any) -> list[list[int]]:
+        """The token ids of each text; ``arguments`` are the tokenizer's. Raises UserError where it fails."""
+        try:
+            return list(self._ask("tokenize", [texts, arguments]))
+        except ValueError as error:  # such as a pattern that goes back more often than its engine allows
+            raise UserError(f"the tokenizer does not take a text: {error}", file=self._where, fix=_MAKERS) from None
+
+    def _ask(self, what: str, of: Any) -> Any:
+        name = "chat template" if what == "render" else "tokenizer"
+        text = f"the {name} takes more than {TEMPLATE_SECONDS:g} s or {SHORT_MEMORY >> 30} GiB for a text"
+        return _value(self._child.ask([what, of]).found, UserError(text, file=self._where, fix=_MAKERS))
+
+    def _work(self, request: Any) -> Mapping[str, Any]:
+        what, (of, arguments) = request
+        bounded.allow(TEMPLATE_SECONDS)
+        if what == "render":
+            return _answer(lambda: self._tokenizer.apply_chat_template(of, tokenize=False, **arguments))
+        return _answer(lambda: self._tokenizer(of, **arguments)["input_ids"])
 
 
 def has_generation_markers(template: str) -> bool:

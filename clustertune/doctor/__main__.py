@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from clustertune.check.machine import PLACES
+from clustertune.check.machine_context import PLACES
 from clustertune.doctor import wire
 from clustertune.host.collect import collect
 

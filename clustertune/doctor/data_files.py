@@ -10,16 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Rules, Seen, listed
-from clustertune.doctor.recipe_context import RecipeContext, snapshot
+from clustertune.data import punkt
+from clustertune.doctor.recipe_context import RecipeContext
 from clustertune.doctor.recipe_plan import hours
 from clustertune.errors import UserError
-from clustertune.evaluate import punkt
 from clustertune.host.mounts import lies_elsewhere
 from clustertune.recipe.architecture import contradictions
 from clustertune.recipe.native_rules import show_value
 from clustertune.recipe.parameters import weight_bytes
 from clustertune.recipe.tasks import PUNKT, needed, with_rows
 from clustertune.resolve.resolved import expand_home, is_there
+from clustertune.staging import needs
 
 RULES = Rules(RECIPE, __file__)
 
@@ -51,7 +52,7 @@ def task_data(context: RecipeContext) -> Iterator[Seen]:
     """The rows of a task in eval/, where its score is compared."""
     for name, task in with_rows(_compared(context)).items() if context.offline and context.inputs_seen else ():
         hub = task.hub
-        folder = snapshot(context.hub, "datasets", hub.name, hub.revision) if hub else None
+        folder = needs.snapshot(context.hub, "datasets", hub.name, hub.revision) if hub and hub.revision else None
         if hub and (folder is None or not is_there(folder / hub.file)):
             fetch = f"hf download {hub.name} {hub.file} --repo-type dataset --revision {hub.revision}"
             fetch += ", on a machine with a network"
@@ -180,7 +181,7 @@ def no_chat_template(context: RecipeContext) -> Iterator[Seen]:
 def eos_not_in_template(context: RecipeContext) -> Iterator[Seen]:
     """The chat template ends turns with the tokenizer's EOS."""
     template, model = _template(context), context.model
-    eos = model.special("eos_token") if model and template and not context.args.get("eos_token") else None
+    eos = model.special("eos_token") if model and template and not context.args["eos_token"] else None
     if model and template and eos is not None and eos not in template and not re.search(r"\beos_token\b", template):
         yield Seen(WARN, f"EOS is {show_value(eos)}, which the chat template never writes", where=str(model.path))
 

@@ -28,7 +28,8 @@ from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.recipe.schema import Recipe, parse_minutes
 from clustertune.resolve.resolved import Resolved, expand_home, is_there
-from clustertune.staging import bundle
+from clustertune.rundir import RunDir
+from clustertune.staging import bundle, needs
 from clustertune.tensorfile import read_header
 
 # --- the model ------------------------------------------------------------------------------------------------------------
@@ -41,13 +42,6 @@ TOKENIZER_FILES = (
     "spiece.model", "vocab.txt",
 )  # fmt: skip
 """One of these holds the vocabulary."""
-
-
-def snapshot(hub: Path, kind: str, name: str, revision: str | None) -> Path | None:
-    """Where the Hub's cache has one commit of ``models`` or ``datasets``; the folder need not be there. None: no commit."""
-    if revision is None:
-        return None
-    return hub / f"{kind}--{name.replace('/', '--')}" / "snapshots" / revision
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -260,18 +254,8 @@ class RecipeContext:
 
     @property
     def hub(self) -> Path:
-        """The Hub's cache, as huggingface_hub finds it (huggingface_hub/constants.py)."""
-        for key in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-            if self.environment.get(key):
-                return expand_home(self.environment[key])
-        return self._hub_home / "hub"
-
-    @property
-    def _hub_home(self) -> Path:
-        variables = self.environment
-        if variables.get("HF_HOME"):
-            return expand_home(variables["HF_HOME"])
-        return expand_home(variables.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+        """The Hub's cache, as the job will find it."""
+        return needs.hub_cache(self.environment)
 
     @property
     def home_cache(self) -> bool:
@@ -286,15 +270,10 @@ class RecipeContext:
     @cached_property
     def model(self) -> ModelFolder | None:
         """The base model's files as far as they are on this machine; None: there is none, or it did not answer."""
-        recipe = self.recipe.model
-        if self.staged is not None and (given := bundle.model_folder(self.staged)):
-            folder: Path | None = given
-        elif recipe.path is not None:
-            folder = expand_home(recipe.path)
-        elif recipe.weights == "random":
-            folder = None if self.run_dir is None else self.run_dir / "model" / recipe.name.rsplit("/", 1)[-1]
-        else:
-            folder = snapshot(self.hub, "models", recipe.name, recipe.revision)
+        if self.staged_problems:
+            return None
+        run = RunDir(self.run_dir) if self.run_dir is not None else None
+        folder = needs.model_folder(self.resolved, run, self.environment)
         if folder is None or any(folder.is_relative_to(path) for path in self.silent):
             return None
         return ModelFolder(folder) if folder.is_dir() else None

@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
+from clustertune.data import punkt
 from clustertune.data.rows import BadRow, RowLocation, read_file
 from clustertune.errors import Problem, UserError, raise_if
-from clustertune.evaluate import punkt
 from clustertune.manifest import hash_file, require_whole, write_durably
 from clustertune.recipe import tasks
 from clustertune.recipe.schema import Eval
@@ -37,7 +37,7 @@ class TaskRows:
     def __init__(self, task: TaskFile, path: Path, called: str) -> None:
         """``called``: what the file is called in a result. Raises UserError with every bad line (``file:line``).
 
-        Call within :func:`clustertune.evaluate.punkt.installed` where the scorer needs that.
+        Call within :func:`clustertune.data.punkt.installed` where the scorer needs that.
         """
         self.task, self.file, self.called = task, path, called
         require_whole(path.parent, only=[path.name])

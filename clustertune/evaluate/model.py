@@ -11,7 +11,7 @@ from typing import Any
 
 from clustertune import manifest
 from clustertune.console import say
-from clustertune.data.tokenizer import render_turn
+from clustertune.data.tokenizer import BoundedTokenizer, open_tokenizer, render_turn
 from clustertune.errors import Problem, UserError, collect_problems
 from clustertune.export import companions
 from clustertune.export.companions import read_json
@@ -54,10 +54,9 @@ class ModelFacts:
     """Changes when the model does: the manifest's digest where there is one, else names, sizes and times of the weights;
     and the content of every small file (configuration, tokenizer, template)."""
 
-    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as the template has it, as lm-eval's ``HFLM.apply_chat_template`` makes it."""
-        more = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **more))
+    def within_limits(self) -> BoundedTokenizer:
+        """The tokenizer in a child with limits, as a context."""
+        return BoundedTokenizer(self.tokenizer, str(self.tokenizer_folder))
 
     @property
     def template_sha(self) -> str:
@@ -197,13 +196,13 @@ def weight_bytes(folder: Path) -> int:
 
 def _load_tokenizer(folder: Path, chat: bool) -> tuple[Any, list[Problem]]:
     """The tokenizer; with ``chat``, its chat template renders a user's turn."""
-    from transformers import AutoTokenizer
-
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if not any((folder / name).exists() for name in names):
         return None, [Problem("has no tokenizer", file=str(folder), fix="copy the base model's tokenizer files there")]
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        tokenizer = open_tokenizer(str(folder))
+    except UserError as error:
+        return None, list(error.problems)
     # transformers and tokenizers raise everything from OSError to a bare Exception on a damaged file.
     except Exception as error:
         return None, [Problem(f"its tokenizer does not load: {error}", file=str(folder))]
@@ -217,8 +216,9 @@ def _check_template(tokenizer: Any, folder: Path) -> list[Problem]:
     marker = "How many shards are there?"
     try:
         text = render_turn(tokenizer, marker)
-    # Jinja and the template's own raise_exception().
-    except Exception as error:
+    except UserError as error:
+        return [replace(problem, file=str(folder), key=None) for problem in error.problems]
+    except ValueError as error:  # Jinja and the template's own raise_exception()
         return [Problem(f"its chat template does not render a user's turn: {error}", file=str(folder))]
     if marker not in text:
         return [Problem("its chat template drops the user's text", file=str(folder))]

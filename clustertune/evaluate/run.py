@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import console, manifest
+from clustertune.console import duration
+from clustertune.data.prompts import OwnPrompts, read_prompts
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.evaluate import generation, inputs, servers, tasks
 from clustertune.evaluate.answers import AnswerLog, RecordedLM, hold
@@ -33,14 +35,16 @@ from clustertune.evaluate.model import (
     weight_bytes,
 )
 from clustertune.evaluate.scores import METHOD, RESULT, clustered_stderr, compare, judge, read_result
-from clustertune.plan.constants import duration
-from clustertune.recipe.schema import Eval
+from clustertune.recipe.schema import OWN_PROMPTS, Eval
 from clustertune.recipe.tasks import Seeds
 from clustertune.replaced import replaced
+from clustertune.resolve.resolved import EVAL_DATA
 
 KIND = "evaluation"
 SAMPLES, TASK = "samples.jsonl", "task"
-_OURS = {RESULT, SAMPLES, TASK, manifest.MANIFEST, inputs.NLTK}
+ANSWERS = "answers.jsonl"
+"""Of an evaluation with one's own prompts: a line for each, with the answers of base and tuned."""
+_OURS = {RESULT, SAMPLES, ANSWERS, TASK, manifest.MANIFEST, inputs.NLTK}
 _PACKAGES = ("lm_eval", "torch", "transformers", "datasets", "nltk", "langdetect")
 
 
@@ -50,6 +54,7 @@ def evaluate(
     *,
     settings: Eval,
     data: Path | None = None,
+    prompts: Path | None = None,
     benchmark: bool = True,
     device: str | None = None,
     adapter: Path | None = None,
@@ -57,15 +62,18 @@ def evaluate(
     base_out: Path | None = None,
     tokenizer: Path | None = None,
     source_label: str | None = None,
+    progress_file: Path | None = None,
 ) -> dict[str, Any]:
     """Score ``model`` and write ``out`` (result, samples, manifest): whole, or without a manifest.
 
     ``data`` is a JSON Lines file of rows for the task that reads some; without it the benchmark is taken where it can be had
-    (unless ``benchmark`` is false), else the project's own rows, and the result says which. ``device``: ``cpu``, ``cuda``,
+    (unless ``benchmark`` is false), else the project's own rows, and the result says which. ``prompts``: the file that
+    ``settings.data`` names, of one's own prompts. ``device``: ``cpu``, ``cuda``,
     ``cuda:N``, ``auto`` (spread over all GPUs), or None (the first GPU where the weights fit, else as ``auto``).
     ``adapter``: a LoRA adapter that is applied to ``model`` without merging. ``base``: a model that is asked the same, with
     ``model``'s tokenizer and template, and compared; its own result lies in ``base_out`` and is used again.
-    ``source_label`` is what to call the model in the result.
+    ``source_label`` is what to call the model in the result. ``progress_file``: where to write now and then which model
+    answers and how far it has come, as :func:`progress` has it.
 
     The weights' type is the one in the model's configuration (lm-eval's ``dtype=auto``). An interrupted evaluation continues
     with the answers that are on disk; a finished one of the same identity is returned as it is, judged
@@ -84,14 +92,24 @@ def evaluate(
         _check_out(out)
         plain = settings.model_copy(update={"pass_mark": {}, "pass_difference": {}, "base": False})
         # Problems of the tuned model are reported before the base is scored.
-        with _prepared(model, adapter, settings, tokenizer, data, benchmark, device):
+        with _prepared(model, adapter, settings, tokenizer, data, prompts, benchmark, device):
             pass
-        evaluate(base, base_out, settings=plain, data=data, benchmark=benchmark, device=device, tokenizer=tokenizer)
+        evaluate(
+            base,
+            base_out,
+            settings=plain,
+            data=data,
+            prompts=prompts,
+            benchmark=benchmark,
+            device=device,
+            tokenizer=tokenizer,
+            progress_file=progress_file,
+        )
         other = base_out
     _check_out(out)
     try:
-        with _prepared(model, adapter, settings, tokenizer, data, benchmark, device) as run:
-            run.label, run.base = source_label or str(model), other
+        with _prepared(model, adapter, settings, tokenizer, data, prompts, benchmark, device) as run:
+            run.label, run.base, run.progress_file = source_label or str(model), other, progress_file
             out.mkdir(parents=True, exist_ok=True)
             with hold(out):
                 if (out / manifest.MANIFEST).exists():
@@ -105,7 +123,14 @@ def evaluate(
 
 @contextlib.contextmanager
 def _prepared(
-    model: Path, adapter: Path | None, settings: Eval, tokenizer: Path, data: Path | None, benchmark: bool, device: str | None
+    model: Path,
+    adapter: Path | None,
+    settings: Eval,
+    tokenizer: Path,
+    data: Path | None,
+    prompts: Path | None,
+    benchmark: bool,
+    device: str | None,
 ) -> Iterator[_Evaluation]:
     """One evaluation, its inputs checked and its tasks loaded; what is refused leaves nothing behind."""
     with contextlib.ExitStack() as stack:
@@ -115,17 +140,24 @@ def _prepared(
         problems += check_device(device)
         if adapter is not None:
             problems += check_adapter(model, adapter)
+        asked: OwnPrompts | None = None
+        with collect_problems(problems):
+            asked = read_prompts(prompts, EVAL_DATA) if prompts is not None else None
         with collect_problems(problems):
             own = stack.enter_context(inputs.opened(settings.tasks, data, benchmark, scratch))
-            loaded, places = tasks.load(settings.tasks, own.write_tasks(settings, scratch / TASK), settings)
+            loaded, places = tasks.load(settings.tasks, own.write_tasks(settings, scratch / TASK), settings, asked)
             problems += _check_marks(loaded, settings)
             problems += own.find_differences(loaded["tasks"])
         raise_if(problems)
         assert facts is not None
         name, why = choose(settings.backend, facts, device)
         _seed(own.seeds)
-        prompts = tasks.digest(loaded, settings, own.seeds.numpy, facts.render if settings.apply_chat_template else None)
-        run = _Evaluation(settings, facts, adapter, describe(name, facts, adapter), loaded, places, prompts, own, why)
+        with facts.within_limits() as tokenizing:
+            digest = tasks.digest(loaded, settings, own.seeds.numpy, tokenizing)
+        if (mine := loaded["tasks"].get(OWN_PROMPTS)) is not None:
+            stack.callback(mine.close)
+            raise_if(mine.find_problems(facts.max_length, facts.tokenizer.encode))
+        run = _Evaluation(settings, facts, adapter, describe(name, facts, adapter), loaded, places, digest, own, why)
         run.device = pick_device(device, model)
         yield run
 
@@ -136,13 +168,13 @@ def _check_marks(loaded: Mapping[str, Any], settings: Eval) -> list[Problem]:
     for key in ("pass_mark", "pass_difference"):
         for name, marks in getattr(settings, key).items():
             at = f"eval.{key}.{name}"
-            known = {*settings.tasks, *loaded["tasks"], *loaded.get("groups", {})}
+            known = {*loaded["tasks"], *loaded.get("groups", {})}
             if name not in known:
                 problems.append(
                     Problem("is not a task of this evaluation", key=at, fix=f"one of {', '.join(sorted(known)[:20])}")
                 )
             elif name in loaded["tasks"]:
-                metrics = set(loaded["tasks"][name].higher_is_better())
+                metrics = {metric for metric, up in loaded["tasks"][name].higher_is_better().items() if up is not False}
                 problems += [
                     Problem(f"{name} has no metric {mark!r}", key=at, fix=f"one of {', '.join(sorted(metrics))}")
                     for mark in marks
@@ -172,11 +204,14 @@ class _Evaluation:
     label: str = ""
     base: Path | None = None
     """The finished evaluation of the model to compare with."""
+    progress_file: Path | None = None
     members: dict[str, list[str]] = field(default_factory=dict)
     """The tasks of each group."""
 
     def __post_init__(self) -> None:
         groups = self.loaded.get("groups", {})
+        self.asked = self.loaded["tasks"].get(OWN_PROMPTS)
+        """The task of one's own prompts; None: there are none."""
         self.members = {name: [task.task_name for task in group.get_all_tasks()] for name, group in groups.items()}
 
     def identity(self) -> dict[str, Any]:
@@ -190,6 +225,7 @@ class _Evaluation:
             "backend": asdict(self.backend),
             "tasks": {name: task.VERSION for name, task in sorted(self.loaded["tasks"].items())},
             "prompts": self.prompts,
+            "data": self.asked and self.asked.prompts.sha256,
             "template": self.facts.template_sha if self.settings.apply_chat_template else None,
             "limit": self.settings.limit,
             "max_gen_toks": self.settings.max_gen_toks,
@@ -219,6 +255,8 @@ class _Evaluation:
             if self.base is not None:
                 result |= self._compare(result, [json.loads(line) for line in lines], raw["higher_is_better"])
             result["pass"] = judge(result, self.settings)
+            if self.asked is not None:
+                result |= self._side_by_side(out, [json.loads(line) for line in lines])
             manifest.write_durably(out / SAMPLES, "\n".join(lines) + "\n")
             manifest.write_durably(out / RESULT, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
             manifest.seal(out, KIND, {"identity": self.identity(), "tasks": result["tasks"]})
@@ -239,9 +277,12 @@ class _Evaluation:
                 opened = model_for(self.backend, self.facts, self.settings, adapter=self.adapter, device=self.device)
                 lm = stack.enter_context(opened)
                 raise_if(weights.finish())
-            report = stack.enter_context(progress(str(folder)))
+            total = sum(one.repeats or 1 for task in self.loaded["tasks"].values() for one in task.instances)
+            report = stack.enter_context(progress(str(folder), total, self.progress_file))
             stack.enter_context(out_of_memory(folder))
             wrapped = RecordedLM(lm, log, size, report, whole=self.backend.name != "hf")
+            if self.asked is not None:
+                self.asked.encode = wrapped._encode_pair
             raw = lm_eval.evaluator.evaluate(
                 lm=wrapped,
                 task_dict=self.loaded,
@@ -250,6 +291,9 @@ class _Evaluation:
                 fewshot_as_multiturn=self.settings.apply_chat_template,
                 log_samples=True,
             )
+        if self.asked is not None:  # lm-eval counts by metric: a row without an answer or a rule has none
+            count = len(raw["samples"][OWN_PROMPTS])
+            raw["results"][OWN_PROMPTS]["sample_len"] = raw["n-samples"][OWN_PROMPTS]["effective"] = count
         return raw, wrapped
 
     def _describe(
@@ -259,8 +303,9 @@ class _Evaluation:
         for name, row in scores.items():
             for key in [key for key, value in row.items() if "_stderr," in key and value is None]:
                 metric, _, kept = key.replace("_stderr,", ",").partition(",")
-                mine = [sample[metric] for sample in samples if (sample["task"], sample["filter"]) == (name, kept)]
-                if mine and all(isinstance(value, list) for value in mine):
+                of_task = [sample for sample in samples if (sample["task"], sample["filter"]) == (name, kept)]
+                mine = [sample[metric] for sample in of_task if metric in sample]
+                if mine and all(isinstance(value, list | dict) or name == OWN_PROMPTS for value in mine):
                     row[key] = clustered_stderr(mine)
         details = {name: self._detail(name, raw) for name in scores}
         found: dict[str, Any] = {
@@ -295,7 +340,20 @@ class _Evaluation:
             if name not in self.own.rows and name in details and details[name]["limited"]:
                 first = f"the first {scores[name]['n']} documents"
                 found["notes"].append(f"Not all of {name} ({first}): these numbers compare with nothing published.")
+        if self.asked is not None:
+            found["notes"] += self.asked.notes()
         return self.own.describe(found, samples)
+
+    def _side_by_side(self, out: Path, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        """The answers to one's own prompts: all of them in a file, the first ones for the report."""
+        from clustertune.evaluate import own_prompts
+
+        lines = (self.base / SAMPLES).read_text(encoding="utf-8").splitlines() if self.base else []
+        before, after = ([row for row in rows if row["task"] == OWN_PROMPTS] for rows in (map(json.loads, lines), samples))
+        found = own_prompts.side_by_side(self.asked.prompts, after, before)
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
+        manifest.write_durably(out / ANSWERS, text)
+        return {"answers": {"file": ANSWERS, "count": len(found), "first": own_prompts.for_report(found)}}
 
     def _notes(self) -> list[str]:
         """Which base an adapter was trained on and which it is scored on, where they differ or one is quantised."""
@@ -323,6 +381,16 @@ class _Evaluation:
             "comparable": not limited,
             "members": self.members.get(name, []),
         }
+        if self.asked is not None and name == OWN_PROMPTS:
+            file = self.asked.prompts.file
+            dataset = {
+                "name": file.name,
+                "file": str(file),
+                "sha256": self.asked.prompts.sha256,
+                "rows": len(self.asked.prompts.rows),
+            }
+            lower = [metric for metric, up in self.asked.higher_is_better().items() if not up]
+            row |= {"data": [file.name], "comparable": False, "dataset": dataset, "lower_is_better": lower}
         if (rows := self.own.rows.get(name)) is not None:
             found = rows.dataset(counts[0]["effective"])
             row |= {"data": [rows.name], "revisions": {}, "comparable": found["is_benchmark"], "dataset": found}
@@ -339,7 +407,10 @@ class _Evaluation:
         return {**found, "paired_method": METHOD, "base": base}
 
     def _by_hand(self, decoding: Mapping[str, Any], out: Path) -> list[str]:
-        """The ``lm_eval`` command that repeats an evaluation, with ``NLTK_DATA`` set to its ``punkt.path``."""
+        """The ``lm_eval`` command that repeats an evaluation, with ``NLTK_DATA`` set to its ``punkt.path``; one's own prompts
+        are no task of its own. Empty where nothing else was asked."""
+        if not self.settings.tasks:
+            return []
         spread, facts, settings = decoding["device"] == "auto", self.facts, self.settings
         model = f"pretrained={facts.folder.resolve()},dtype=auto"
         model += f",peft={self.adapter.resolve()}" if self.adapter else ""
@@ -571,22 +642,46 @@ def quiet() -> Iterator[None]:
         yield
 
 
+WRITTEN_EVERY = 2.0
+"""Seconds between two states of the progress file."""
+
+
 @contextlib.contextmanager
-def progress(model: str) -> Iterator[Callable[[int, int], None]]:
-    """A function ``report(done, total)``: a bar on a terminal; elsewhere a line every half minute, with what is left."""
+def progress(model: str, total: int, file: Path | None = None) -> Iterator[Callable[[int, int], None]]:
+    """A function ``report(done, of)``: a bar on a terminal; elsewhere a line every half minute, with what is left.
+
+    lm-eval asks one kind of request after the other: ``done`` counts one kind, ``total`` all of them. ``file`` gets
+    ``{"model", "done", "total", "eta_s", "time"}``.
+    """
     with console.count_progress() as bar:
-        task = bar.add_task("evaluation", total=None)
+        task = bar.add_task("evaluation", total=total)
         began = last = time.monotonic()
+        written = before = now = 0
+        written_at = -WRITTEN_EVERY
         first: int | None = None  # answers of an earlier call are counted, and took no time
 
-        def report(done: int, total: int) -> None:
-            nonlocal last, first
-            first = done if first is None else first
-            bar.update(task, completed=done, total=total)
+        def write() -> None:
+            nonlocal written_at
+            if file is None or time.monotonic() - written_at < WRITTEN_EVERY:
+                return
+            written_at = time.monotonic()
+            rate = (now - (first or 0)) / (written_at - began)
+            state = {"model": model, "done": now, "total": total, "eta_s": (total - now) / rate if rate else None}
+            with contextlib.suppress(OSError):  # an evaluation does not end because its progress cannot be shown
+                manifest.write_durably(file, json.dumps({**state, "time": round(time.time(), 3)}) + "\n")
+
+        def report(done: int, _of: int) -> None:
+            nonlocal last, first, before, written, now
+            before += written if done < written else 0  # another kind of request begins
+            written, now = done, min(before + done, total)
+            first = now if first is None else first
+            bar.update(task, completed=now, total=total)
+            write()
             if not console.stderr.is_terminal and time.monotonic() - last > SECONDS_BETWEEN_LINES:
                 last = time.monotonic()
-                rate = (done - first) / (last - began)
-                left = f", about {duration((total - done) / rate)} left" if rate else ""
-                console.say(f"evaluation of {model}: {done} of {total} prompts answered{left}")
+                rate = (now - first) / (last - began)
+                left = f", about {duration((total - now) / rate)} left" if rate else ""
+                console.say(f"evaluation of {model}: {now} of {total} prompts answered{left}")
 
+        write()
         yield report

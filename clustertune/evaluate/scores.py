@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from clustertune.console import make_table
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.recipe.schema import Eval
+from clustertune.recipe.schema import OWN_PROMPTS, Eval
 from clustertune.recipe.tasks import find_task
 
 RESULT = "results.json"
 """What an evaluation was called while there was one task."""
 
 
-def clustered_stderr(followed: Sequence[Sequence[bool]]) -> float | None:
-    """Standard error of the share of followed instructions; one inner sequence per prompt. None for fewer than two prompts.
+def clustered_stderr(followed: Sequence[Any]) -> float | None:
+    """Standard error of a ratio over prompts, such as the share of followed instructions: one value per prompt, of a form that
+    :func:`pair` reads. None for fewer than two prompts.
 
     The instructions of one prompt are judged on one answer and are not independent, so that the binomial formula is too
     small. Cluster-robust: sqrt(n/(n-1) * sum_i (x_i - p*m_i)^2) / sum_i m_i over n prompts with x_i of m_i followed
@@ -30,9 +31,10 @@ def clustered_stderr(followed: Sequence[Sequence[bool]]) -> float | None:
     prompts = len(followed)
     if prompts < 2:
         return None
-    total = sum(len(items) for items in followed)
-    share = sum(sum(items) for items in followed) / total
-    spread = sum((sum(items) - share * len(items)) ** 2 for items in followed)
+    pairs = [found for items in followed if (found := pair(items))]
+    total = math.fsum(count for _, count in pairs)
+    share = math.fsum(value for value, _ in pairs) / total
+    spread = math.fsum((value - share * count) ** 2 for value, count in pairs)
     return math.sqrt(prompts / (prompts - 1) * spread) / total
 
 
@@ -118,14 +120,9 @@ def require_pass(result: Mapping[str, Any]) -> None:
 def render(result: Mapping[str, Any], console: Console) -> None:
     """The scores as tables, with what was scored above and below them."""
     marks, missed = result["pass"]["marks"], result["pass"]["missed"]
-    table = Table(title=Text(", ".join(title(name, result) for name in result["tasks"])), title_justify="left")
-    table.add_column("task")
-    table.add_column("score")
-    table.add_column("value", justify="right")
-    table.add_column("± stderr", justify="right")
-    if marks:
-        table.add_column("pass mark", justify="right")
-        table.add_column("verdict")
+    columns = ["task", "score", *(["verdict"] if marks else []), "value", "± stderr", *(["pass mark"] if marks else [])]
+    head = ", ".join(title(name, result) for name in result["tasks"])
+    table = make_table(*columns, title=head, text_columns=3 if marks else 2)
     for name, row in result["tasks"].items():
         named = {find_metric(row, metric): (metric, mark) for metric, mark in marks.get(name, {}).items()}
         for key, value, stderr in metrics(row):
@@ -133,15 +130,14 @@ def render(result: Mapping[str, Any], console: Console) -> None:
             if marks:
                 metric, mark = named.get(key, ("", None))
                 text = "" if mark is None else "below" if f"{name} {metric}" in missed else "passed"
-                cells += ["" if mark is None else f"{mark:.4f}", text]
+                cells = [*cells[:2], text, *cells[2:], "" if mark is None else f"{mark:.4f}"]
             table.add_row(*(Text(cell) for cell in cells))
     console.print(table)
     if result.get("paired"):
-        table = Table(title=Text(f"beside {result['base']['model']}"), title_justify="left")
-        for head in ("task", "score", "base", "tuned", "difference", "95 % interval", "verdict"):
-            table.add_column(head, justify="left" if head in ("task", "score", "verdict") else "right")
-        for cells in paired_rows(result):
-            table.add_row(*(Text(cell) for cell in cells))
+        columns = ["task", "score", "verdict", "base", "tuned", "difference", "95 % interval"]
+        table = make_table(*columns, title=f"beside {result['base']['model']}", text_columns=3)
+        for *cells, verdict in paired_rows(result):
+            table.add_row(*(Text(cell) for cell in (*cells[:2], verdict, *cells[2:])))
         console.print(table)
     for line in result.get("notes") or []:
         console.print(line, markup=False)
@@ -217,11 +213,14 @@ def interval(base: Any, tuned: Any, *, higher_is_better: bool = True) -> dict[st
 
 
 def pair(value: Any) -> tuple[float, float] | None:
-    """A document's value of a metric as (sum, judgements); None where it is not a number nor a list of them."""
+    """A document's value of a metric as (sum, judgements); None where it is not a number, a list of them, nor
+    ``{"sum", "of"}``."""
     if isinstance(value, bool | int | float):
         return float(value), 1.0
     if isinstance(value, list) and value and all(isinstance(item, bool | int | float) for item in value):
         return float(sum(value)), float(len(value))
+    if isinstance(value, Mapping) and value.keys() == {"sum", "of"}:
+        return float(value["sum"]), float(value["of"])
     return None
 
 
@@ -254,7 +253,7 @@ def compare(base: Mapping[str, Any], tuned: Mapping[str, Any], members: Mapping[
             if abs(row["tuned"] - scores[key]) > 1e-6:  # another aggregation than the mean: perplexity, F1 over all
                 continue
             found.setdefault(name, {})[key] = row
-            if name not in members and not any(changed.get(name, {}).values()):
+            if name not in (*members, OWN_PROMPTS) and not any(changed.get(name, {}).values()):
                 changed[name] = _changed(places, before, after, metric, higher)
     return {"paired": found, "changed": changed}
 

@@ -6,13 +6,15 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from clustertune.data.prompts import OwnPrompts
+from clustertune.data.tokenizer import BoundedTokenizer
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.recipe.load import did_you_mean
-from clustertune.recipe.schema import Eval
+from clustertune.recipe.schema import OWN_PROMPTS, Eval
 from clustertune.recipe.tasks import with_rows
 from clustertune.replaced import replaced
 
@@ -108,14 +110,23 @@ def local_data_sets() -> Iterator[dict[str, str]]:
         yield places
 
 
-def load(names: Sequence[str], own: Mapping[str, Path], settings: Eval) -> tuple[dict[str, Any], dict[str, str]]:
+def load(
+    names: Sequence[str], own: Mapping[str, Path], settings: Eval, prompts: OwnPrompts | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
     """lm-eval's tasks, set as ``settings`` say, as its ``evaluate`` takes them; and where their data sets came from.
 
-    ``own``: task files that replace lm-eval's own of the same name. Raises UserError.
+    ``own``: task files that replace lm-eval's own of the same name. ``prompts``: one's own, a task more. Raises UserError.
     """
-    tasks = manager([name for name in names if name not in own])
-    with local_data_sets() as places:
-        loaded: dict[str, Any] = tasks.load([str(own.get(name, name)) for name in names])
+    loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
+    places: dict[str, str] = {}
+    if names:
+        tasks = manager([name for name in names if name not in own])
+        with local_data_sets() as places:
+            loaded = tasks.load([str(own.get(name, name)) for name in names])
+    if prompts is not None:
+        from clustertune.evaluate.own_prompts import OwnTask
+
+        loaded["tasks"][OWN_PROMPTS] = OwnTask(prompts)
     problems = []
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False):
@@ -132,12 +143,14 @@ def load(names: Sequence[str], own: Mapping[str, Path], settings: Eval) -> tuple
     return loaded, places
 
 
-def digest(loaded: Mapping[str, Any], settings: Eval, seed: int, render: Callable[..., str] | None) -> str:
+def digest(loaded: Mapping[str, Any], settings: Eval, seed: int, tokenizing: BoundedTokenizer) -> str:
     """SHA-256 of all requests: documents, few-shot examples, instructions and template. Sets the few-shot seed again.
 
-    ``render`` makes a prompt of a conversation (lm-eval's ``apply_chat_template``); None: plain text.
+    Each prompt is rendered and tokenised once, within the limits of ``tokenizing``: lm-eval does both again, beside the loaded
+    weights and without limits. Raises UserError where one goes beyond them, or the chat template refuses it.
     """
-    total = hashlib.sha256()
+    render = functools.partial(_render, tokenizing) if settings.apply_chat_template else None
+    total, texts = hashlib.sha256(), dict[str, None]()
     for name, task in sorted(loaded["tasks"].items()):
         task.set_fewshot_seed(seed=seed)
         task.build_all_requests(
@@ -152,5 +165,22 @@ def digest(loaded: Mapping[str, Any], settings: Eval, seed: int, render: Callabl
         for request in task.instances:
             line = [name, request.doc_id, request.idx, request.request_type, request.args]
             total.update(json.dumps(line, default=str).encode() + b"\n")
+            texts |= dict.fromkeys(arg for arg in request.args if isinstance(arg, str))
         task.set_fewshot_seed(seed=seed)
+    prompts = list(texts)
+    for start in range(0, len(prompts), _TOKENIZED_AT_ONCE):
+        tokenizing.tokenize(prompts[start : start + _TOKENIZED_AT_ONCE])
     return total.hexdigest()
+
+
+_TOKENIZED_AT_ONCE = 64
+
+
+def _render(tokenizing: BoundedTokenizer, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    """A conversation as the template has it, as lm-eval's ``HFLM.apply_chat_template`` makes it."""
+    more = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+    try:
+        return tokenizing.render(messages, **more)
+    except ValueError as error:
+        fix = "eval.apply_chat_template=false, or eval.num_fewshot=0 where it takes no second question"
+        raise UserError(f"the chat template refuses a prompt: {error}", key=KEY, fix=fix) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -201,12 +202,38 @@ def aligned_configs(config: Mapping[str, Any], generation: Mapping[str, Any] | N
     Of a base without ``generation_config.json`` one is made where its ``config.json`` had to be changed: programs read either.
     """
     new = align(config, ids)
-    inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
-    size = config.get("vocab_size", inner.get("vocab_size"))  # type: ignore[union-attr]
-    fitting = {name: number for name, number in ids.items() if not isinstance(size, int) or number < size}
     if generation is None and new == config:
         return new, None
-    return new, align(generation or {}, fitting)
+    return new, align(generation or {}, _fitting(_of_text(config), ids))
+
+
+def _of_text(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a ``config.json`` with those of its language model, where it is one of pictures too."""
+    inner = config.get("text_config")
+    return {**(inner if isinstance(inner, dict) else {}), **config}
+
+
+def _fitting(config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
+    """The ids for which a model has rows."""
+    size = config.get("vocab_size")
+    return {name: number for name, number in ids.items() if not isinstance(size, int) or number < size}
+
+
+def write_generation(base: Path, stage: Path, ids: Mapping[str, int]) -> None:
+    """Write ``generation_config.json`` of a model without weights, an adapter, with the EOS and padding ``ids``.
+
+    What serves the base with the adapter takes the base's, which does not stop where the training does: it is the base's file
+    that :func:`copy_tokenizer` put into ``stage``, else what transformers derives from the base's ``config.json``.
+    """
+    config = _of_text(read_json(base / "config.json")) if os.path.lexists(base / "config.json") else {}
+    own = stage / GENERATION
+    held = read_json(own) if own.is_file() else {name: config[name] for name in _DERIVED if config.get(name) is not None}
+    aligned = align(held, _fitting(config, ids))
+    if aligned != held or not own.is_file():
+        own.write_text(json.dumps(aligned, indent=2, sort_keys=True) + "\n")
+
+
+_DERIVED = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def problems_of(files: Mapping[str, Path]) -> list[Problem]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
@@ -34,7 +35,7 @@ from clustertune.tensorfile import FLOATS, read_header
 if TYPE_CHECKING:
     import torch
 
-    from clustertune.export.sources import StoredTensor
+    from clustertune.export.tensor_sources import StoredTensor
 
 KIND = "merged"
 """A model folder that can be scored and served; a merge makes the same kind."""
@@ -103,7 +104,7 @@ class _Export:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from clustertune.export.sources import open_source
+        from clustertune.export.tensor_sources import open_source
 
         self.checkpoint, self.base, self.trained = checkpoint, base, trained
         self.config = AutoConfig.for_model(**trained.architecture)
@@ -181,7 +182,7 @@ class _Export:
         """``config.json``, which keeps the base's keys, and ``generation_config.json``, with the EOS and padding ``ids``."""
         made = json.loads(self.config.to_json_string())
         config, generation = dict(made), None
-        if self.base is not None and (self.base / "config.json").is_file():
+        if self.base is not None and os.path.lexists(self.base / "config.json"):
             own = companions.read_json(self.base / "config.json")
             config = own if "model_type" in own else {**made, **own}
             config |= {key: made[key] for key in ("architectures", "dtype")}
@@ -238,7 +239,7 @@ def read_types(base: Path) -> tuple[str | None, dict[str, str]]:
     """
     file = base / "config.json"
     try:
-        config = dict(json.loads(file.read_bytes())) if file.is_file() else {}
+        config = companions.read_json(file) if os.path.lexists(file) else {}
         types = dict[str, str]()
         for file in sorted(base.glob("*.safetensors")):
             types |= {tensor.name: tensor.dtype for tensor in read_header(file).tensors}

@@ -276,7 +276,7 @@ _PARTS: dict[str, Any] = {
 
 
 def from_dict(data: dict[str, Any]) -> HostFacts:
-    """The facts of a JSON document. Unknown keys are skipped; ``said`` is a former name of ``message``. Raises ValueError."""
+    """The facts of a JSON document. Unknown keys are skipped. Raises ValueError."""
     if not isinstance(data, dict) or not isinstance(data.get("hostname"), str):
         raise ValueError("contains no facts of a machine: no hostname")
     known = {name: value for name, value in data.items() if name in HostFacts.__dataclass_fields__}
@@ -289,7 +289,7 @@ def from_dict(data: dict[str, Any]) -> HostFacts:
             raise ValueError(f"{name}: {type(value).__name__}, not {kind.__name__}")
     for name, kind in _PARTS.items():
         try:
-            items = [{"message" if k == "said" else k: v for k, v in item.items()} for item in known.get(name) or []]
+            items = known.get(name) or []
             known[name] = [kind(**{k: v for k, v in item.items() if k in kind.__dataclass_fields__}) for item in items]
         except (TypeError, AttributeError) as error:
             raise ValueError(f"{name}: {error}") from None

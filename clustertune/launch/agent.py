@@ -18,7 +18,7 @@ from typing import Any
 from clustertune import secrets
 from clustertune.errors import ExitCode, Problem
 from clustertune.events import read_object, read_text
-from clustertune.launch.plan import AttemptPlan, newest_attempt
+from clustertune.launch.attempt import AttemptPlan, newest_attempt
 from clustertune.manifest import write_durably
 from clustertune.process import handled, start, stop_signals
 from clustertune.rundir import RunDir
@@ -217,8 +217,10 @@ def monitored(run_path: Path, plan: AttemptPlan, node: int, *, of_run: bool) -> 
 
 
 def measured(run_path: Path) -> contextlib.AbstractContextManager[None]:
-    """Have this machine measured while it evaluates: as the attempt of the present time, negative, in Unix seconds."""
-    return _beside([["sampler", str(run_path.absolute()), str(-int(time.time())), "0"]], Path(os.devnull))
+    """Have this machine measured while it evaluates: as the attempt of the present time, negative, in Unix seconds; and the
+    run's live page kept."""
+    run = str(run_path.absolute())
+    return _beside([["sampler", run, str(-int(time.time())), "0"], ["live", run]], Path(os.devnull))
 
 
 @contextlib.contextmanager

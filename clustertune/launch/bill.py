@@ -7,12 +7,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from clustertune.cluster.hardware import Price, price
+from clustertune.cluster.hardware import Price, price, shown_prices
 from clustertune.cluster.schema import Cluster
+from clustertune.console import duration
 from clustertune.errors import UserError
 from clustertune.launch import serving, shape
 from clustertune.plan.calibration import find_calibrated
-from clustertune.plan.constants import duration
 from clustertune.plan.explanation import money, spent
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.plan.schedule import TOKENS_PER_CPU_S, tokens_to_prepare
@@ -126,7 +126,7 @@ class Bill:
 
     def _money(self, gpu: str) -> str:
         if self.price is None:
-            return f"no price of {gpu} in ops/prices.yaml"
+            return f"no price of {gpu} in {shown_prices()}"
         if self.cost is None or self.around is None:
             return "unknown, because the GPU-hours are unknown"
         kind = next((kind for kind in ("on_demand", "spot") if self.cost[kind] is not None), "on_demand")

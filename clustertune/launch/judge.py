@@ -15,7 +15,7 @@ from typing import Any
 from clustertune.errors import ExitCode, Problem
 from clustertune.events import read_text
 from clustertune.launch.agent import ask_anew, log_file, node_record, rank_record
-from clustertune.launch.plan import OUTCOME, AttemptPlan
+from clustertune.launch.attempt import OUTCOME, AttemptPlan
 from clustertune.manifest import write_durably
 from clustertune.storage import is_full
 
@@ -24,7 +24,7 @@ AGAIN = "the same command resumes from the newest whole checkpoint"
 _RANK_KILLED = re.compile(r"exitcode\s*: -\d+\b")
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):.*?rank\s*: (\d+) .*?exitcode\s*: (-?\d+)", re.DOTALL)
 """How torch's launcher reports the rank that failed first on its node."""
-_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|another process is utilizing it", re.IGNORECASE)
+_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import cluster_paths, megatron, rendezvous
+from clustertune.launch import cluster_paths, rendezvous
 from clustertune.launch.agent import Agent, await_object, leave_record
+from clustertune.launch.attempt import PLAN, AttemptPlan, check_fence, newest_attempt
 from clustertune.launch.environment import make_own_folder
-from clustertune.launch.plan import PLAN, AttemptPlan, check_fence, newest_attempt
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 
@@ -99,52 +99,18 @@ def ranks_command(
     *,
     quiet: bool = False,
 ) -> list[str]:
-    """The launcher of the ranks of node ``node``, all of them where there is no ``plan``, and what each rank runs."""
-    program = rank_program(run.path, attempt, quiet=quiet)
-    if plan is not None and megatron.is_asked(resolved):
-        return megatron.torchrun_command(program, plan, node, address, port)
-    return accelerate_command(run, resolved, program, plan, node, address, port)
+    """torchrun for the ranks of node ``node``, all of them where there is no ``plan``, with the program of a rank.
 
-
-def accelerate_command(
-    run: RunDir,
-    resolved: Resolved,
-    program: Sequence[str],
-    plan: AttemptPlan | None = None,
-    node: int = 0,
-    address: str = "",
-    port: int = 0,
-    start: Sequence[str] = ("--module", "clustertune"),
-) -> list[str]:
-    """``accelerate launch`` for the ranks of node ``node``; ``program`` are the arguments of the ``clustertune`` module, or of
-    the script that ``start`` names.
-
-    With several nodes the rendezvous is static: the first node listens at ``address:port``. On one node port 0 lets
-    accelerate take a free one: a fixed port collides after a killed run. ``--log_dir``: torch's elastic agent would leave a
-    folder ``torchelastic_*`` in /tmp for every node and attempt; the ranks have logs of their own.
+    With several nodes the rendezvous is static: node 0 listens at ``address:port``. On one node torch takes a free port, under
+    an address that needs no resolver. ``--log-dir``: torch's elastic agent would leave a folder ``torchelastic_*`` in /tmp for
+    every node and attempt; the ranks have logs of their own.
     """
-    nodes = len(plan.nodes) if plan else 1
-    rendezvous = ["--main_process_ip", address, "--same_network", "--rdzv_backend", "static"] if nodes > 1 else []
-    if nodes > 1 and resolved.distribution.is_deepspeed:
-        # accelerate's default starts the ranks of all nodes itself, with pdsh and a hostfile.
-        rendezvous += ["--deepspeed_multinode_launcher", "standard"]
+    nodes, ranks = (len(plan.nodes), plan.ranks_per_node) if plan else (1, resolved.world_size)
+    static = ["--rdzv-backend", "static", "--master-addr", address, "--master-port", str(port)]
     return [
-        sys.executable,
-        "-m",
-        "clustertune.launch.accelerate",
-        "--config_file",
-        str(run.accelerate_file.absolute()),
-        "--num_processes",
-        str(plan.world_size if plan else resolved.world_size),
-        "--num_machines",
-        str(nodes),
-        "--machine_rank",
-        str(node),
-        *rendezvous,
-        "--main_process_port",
-        str(port),
-        "--log_dir",
-        os.devnull,
-        *start,
-        *program,
-    ]
+        sys.executable, "-m", "clustertune.launch.elastic",
+        "--nnodes", str(nodes), "--nproc-per-node", str(ranks), "--node-rank", str(node),
+        "--max-restarts", "0", "--log-dir", os.devnull,
+        *(static if nodes > 1 else ["--standalone", "--local-addr", "127.0.0.1"]),
+        "--module", "clustertune", *rank_program(run.path, attempt, quiet=quiet),
+    ]  # fmt: skip

@@ -9,14 +9,12 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.events import read_object
-from clustertune.launch import plan as plans
-from clustertune.launch.plan import OUTCOME, PLAN
+from clustertune.launch.attempt import PLAN, PastAttempt, read_attempts
 from clustertune.manifest import write_durably
 from clustertune.rundir import RunDir
 
@@ -33,44 +31,11 @@ REQUEUED = "requeued.json"
 _PLACE = re.compile(r"rank \d+ on [A-Za-z0-9._-]+")
 
 
-@dataclass(frozen=True)
-class PastAttempt:
-    """One earlier attempt, as its folder tells."""
-
-    number: int
-    from_step: int
-    job: str | None
-    outside: bool
-    """Ended by what is not in the job: no outcome was written, a node was gone, or it was asked to stop."""
-    problems: tuple[str, ...] = field(default=())
-    seconds: float = 0.0
-    """From its plan to the last sign of it."""
-
-
-def read_attempts(run_path: Path) -> list[PastAttempt]:
-    """All attempts of a run that had a plan, oldest first."""
-    found = []
-    for path, plan in plans.read_attempts(run_path):
-        outcome = read_object(path / OUTCOME)
-        outside = not outcome or bool(outcome.get("asked") or outcome.get("nodes_gone") or outcome.get("port_taken"))
-        problems = tuple(str(p.get("message")) for p in outcome.get("problems", []))
-        found.append(PastAttempt(int(path.name), plan.from_step, plan.job, outside, problems, _seconds(path)))
-    return found
-
-
-def _seconds(path: Path) -> float:
-    """How long an attempt lived, by the times of its files: the ranks write heartbeats and logs until they end."""
-    try:
-        return max(0.0, max(entry.stat().st_mtime for entry in path.iterdir()) - (path / PLAN).stat().st_mtime)
-    except (OSError, ValueError, RecursionError):
-        return 0.0
-
-
 def without_progress(attempts: Sequence[PastAttempt], job: str | None, step: int) -> list[PastAttempt]:
     """The attempts of this job at the end of the list that began at the step at which the next one would begin."""
     found: list[PastAttempt] = []
     for attempt in reversed(attempts):
-        if attempt.job != job or attempt.from_step != step:
+        if attempt.plan.job != job or attempt.plan.from_step != step:
             break
         found.append(attempt)
     return found[::-1]
@@ -82,7 +47,7 @@ def check(run_path: Path, job: str | None, step: int) -> None:
     Raises UserError (exit 93) with what the attempts have in common.
     """
     stuck = without_progress(read_attempts(run_path), job, step)
-    failed = [attempt for attempt in stuck if not attempt.outside]
+    failed = [attempt for attempt in stuck if not attempt.ended_outside]
     lost = sum(attempt.seconds for attempt in stuck)
     often = len(stuck) >= ENDED_MOST or (len(stuck) >= ENDED_LIMIT and lost >= ENDED_SECONDS)
     if len(failed) < FAILED_LIMIT and not often:
@@ -95,10 +60,8 @@ def check(run_path: Path, job: str | None, step: int) -> None:
         head = f"{len(stuck)} attempts {where}, {spent} in all, were ended from outside before a new checkpoint: the job stops"
     problems = [Problem(head, file=str(run_path / "attempts"), fix=_advice(failed or stuck))]
     for attempt in (failed or stuck)[-FAILED_LIMIT:]:
-        reason = "; ".join(attempt.problems) or "ended from outside, without a message"
-        problems.append(
-            Problem(f"attempt {attempt.number}: {reason}", file=str(run_path / "attempts" / f"{attempt.number:04d}"))
-        )
+        reason = "; ".join(attempt.messages) or "ended from outside, without a message"
+        problems.append(Problem(f"attempt {attempt.plan.attempt}: {reason}", file=str(attempt.folder)))
     raise UserError(problems, ExitCode.STOP)
 
 
@@ -138,7 +101,7 @@ def _mark(run_path: Path) -> list[int]:
 
 def _advice(attempts: Sequence[PastAttempt]) -> str:
     """What the messages of the attempts have in common."""
-    texts = [" ".join(attempt.problems) for attempt in attempts]
+    texts = [" ".join(attempt.messages) for attempt in attempts]
     places = Counter(word for text in texts for word in set(_PLACE.findall(text)))
     if places:
         location, count = places.most_common(1)[0]

@@ -13,10 +13,11 @@ from pydantic import TypeAdapter, ValidationError
 from clustertune.cluster.hardware import load_hardware
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
+from clustertune.plan.generation import BANDWIDTH_SHARE, LAYER_S
 from clustertune.recipe.parameters import weight_bytes
 from clustertune.recipe.tasks import find_task, first_task
 from clustertune.recipe.values import Values
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import EVAL_DATA, Resolved
 
 GPU_SHARE = 0.9
 """vLLM's own ``--gpu-memory-utilization``."""
@@ -30,16 +31,12 @@ FEWEST, MOST = 16, 256
 """Sequences that a server must hold at once, so that its GPUs are worth their price; and those that it is sent at most."""
 LONGEST = 16_384
 """Tokens of prompt and answer together at most: few-shot prompts fit, and the cache of one sequence stays small."""
-BANDWIDTH_SHARE = 0.2
-"""Of the memory bandwidth while tokens are generated. Published: 1,290 output tokens/s of a 405B model in FP8 on 8 MI325X at 50
-sequences (Vultr's vLLM cookbook, 2026) are 22 %; 75 tokens/s of Llama 3.1 8B in bfloat16 on one A100 40GB are 77 %
-(https://johnmusgrave.com/p/vllm-throughput-latency-sweep-on)."""
 READ_BYTES_S = 1e9
 """Reading the weights on one node, bytes/s: slow shared storage; assumed."""
-LAYER_S = 1e-3
-"""A decoder layer of a step in transformers' eager mode, where its kernels' start and not the memory decides; assumed."""
 START_S = 600.0
 """Processes, compilation, CUDA graphs and the client's imports; assumed."""
+OWN_LONGEST = 512
+"""Tokens of an answer to one of one's own prompts at most, where the recipe does not say."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +203,8 @@ def evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     """How the recipe's tasks are answered on a cluster, with an estimate of the time."""
     settings, like = resolved.recipe.eval, first_task()
     others = [task for task in settings.tasks if find_task(task) is None]
+    if settings.data is not None and count_prompts(resolved) is None:
+        others.append(EVAL_DATA)
     count = f"{settings.limit or like.documents} prompts each"
     assumed = f"assuming the time of {like.title} for {', '.join(others)}, {count}" if others else ""
     return replace(_evaluation(resolved, cluster), assumed=assumed)
@@ -218,8 +217,12 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     weights = weight_bytes(resolved.architecture)
     gpu = load_hardware().get(compute.gpu) if compute.gpus and compute.gpu else None
     tasks = [find_task(task) or first_task() for task in settings.tasks]
-    documents = sum(settings.limit or task.documents for task in tasks)
-    tokens = settings.max_gen_toks or max(task.generation_kwargs.max_gen_toks for task in tasks)
+    asked = [(settings.limit or task.documents, task.generation_kwargs.max_gen_toks) for task in tasks]
+    if settings.data is not None:
+        count = count_prompts(resolved) or first_task().documents
+        asked.append((min(settings.limit or count, count), OWN_LONGEST))
+    documents = sum(count for count, _ in asked)
+    tokens = settings.max_gen_toks or max(longest for _, longest in asked)
     shape = size = None
     if weights is not None and (gpu or not compute.gpus):
         size = ModelSize.of(resolved.architecture, weights)
@@ -228,7 +231,8 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     if settings.tensor_parallel_size or settings.pipeline_parallel_size:
         shape = _given(resolved, compute.gpus, shape)
     small = resolved.tiny or resolved.recipe.model.weights == "random"
-    lacking = "" if cluster.container.vllm else f"{KEY} of {cluster.source} is missing: make build-sif VARIANT=vllm"
+    named = cluster.container.vllm or cluster.assumes_vllm
+    lacking = "" if named else f"{KEY} of {cluster.source} is missing: make build-sif VARIANT=vllm"
     why_hf = ""
     if requested == "hf":
         why_hf = "eval.backend: hf"
@@ -250,12 +254,26 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     if shape is None:
         note = "how large the model or the GPUs are is not known, or it fits nowhere"
         return Evaluation("vllm", "eval.backend: vllm", models=models, note=note)
-    why = "eval.backend: vllm" if requested == "vllm" else "the model does not fit one node" if shape.nodes > 1 else KEY
+    by_what = KEY if cluster.container.vllm else "assumed, no cluster file names it"
+    why = "eval.backend: vllm" if requested == "vllm" else "the model does not fit one node" if shape.nodes > 1 else by_what
     time = start = None
     if gpu and size:
         time = models * seconds(shape, size, gpu.hbm_gb_s * 1e9, documents, tokens)
         start = start_seconds(shape, size)
     return Evaluation("vllm", why, shape, min(compute.gpus, shape.gpus_per_node), models, time, start, lacking)
+
+
+def count_prompts(resolved: Resolved) -> int | None:
+    """How many of one's own prompts are asked, by the lines of their file; None where that is not known."""
+    path = resolved.inputs.get(EVAL_DATA)
+    if path is None or path.suffix not in (".jsonl", ".csv", ".tsv", ".txt"):
+        return None
+    try:
+        with path.open("rb") as file:
+            lines = sum(not line.isspace() for line in file)
+    except OSError:
+        return None
+    return max(1, lines - (path.suffix in (".csv", ".tsv")))
 
 
 def _given(resolved: Resolved, gpus: int, derived: Serving | None) -> Serving:

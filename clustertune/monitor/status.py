@@ -11,25 +11,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from clustertune.errors import ExitCode
 from clustertune.evaluate import scores
-from clustertune.events import read_object
-from clustertune.launch.plan import OUTCOME, AttemptPlan, read_attempts
-from clustertune.monitor.machine import SLOWED
+from clustertune.launch.attempt import AttemptPlan, read_attempts
+from clustertune.monitor.readings import SLOWED
 from clustertune.recipe.schema import Budget
 from clustertune.report import cost, telemetry
 from clustertune.report.content import get
 from clustertune.report.metrics import Metrics, MetricsReader
+from clustertune.report.state import evaluation_of, read_stages, state_of
 from clustertune.rundir import RunDir
 
-SILENT_SECONDS = 120.0
-"""Without a sign of any rank for so long, an attempt that left no outcome counts as lost."""
 RECENT = 20
 """Steps whose median is the present step time."""
 LEAST_FREE_GIB = 5.0
 SAVES_AHEAD = 2
 """Of the largest checkpoint so far: room for fewer is an alert."""
-_STATES = {int(ExitCode.OK): "trained", int(ExitCode.AGAIN): "interrupted", int(ExitCode.STOP): "stopped"}
 
 _OF_GPUS = {"sm_mhz": ("clock", "MHz", 0.05), "temperature_c": ("temperature", "C", 0.15), "power_w": ("power", "W", 0.15)}
 _OF_NODES = {
@@ -73,16 +69,18 @@ class RunStatus:
         """``latest``: the last step's event; ``now``: Unix seconds."""
         self.run, self.document, self.metrics, self.latest = run, document, metrics, latest
         self._measured, self._now = measured, now
-        plans, forecast = read_attempts(run.path), document.get("forecast")
-        self.plan: AttemptPlan | None = plans[-1][1] if plans else None
-        self.outcome = read_object(plans[-1][0] / OUTCOME) if plans else {}
+        attempts, forecast = read_attempts(run.path), document.get("forecast")
+        self.newest = attempts[-1] if attempts else None
+        self.plan = self.newest.plan if self.newest else None
         self.cost = cost.of_run(run.path, document, metrics, measured, now)
         self.title, self.recipe = run.path.resolve().name, get(document, "recipe", "name")
-        self.state = self._state()
-        """``waiting``, ``training``, ``trained``, ``finished``, ``interrupted``, ``stopped``, ``failed`` or ``lost``."""
+        seen = max((node.last.time for node in measured.values() if node.last), default=0.0)
+        self.evaluation = evaluation_of(run, now)
+        """How far the evaluation under way has come; None: there is none."""
+        self.state = state_of(run, read_stages(run, metrics), metrics, self.cost.attempts, now, seen).word
         self.step: int | None = metrics.steps[-1].step if metrics.steps else None
         self.steps = self._steps()
-        recent = [value for value in metrics.steps[-RECENT:].column("seconds") if value]
+        recent = [record.seconds for record in metrics.steps[-RECENT:] if record.seconds]
         self.step_s = statistics.median(recent) if recent else None
         """Median of the recent steps."""
         self.tokens_per_s, self.mfu = latest.get("tokens_per_second"), latest.get("mfu")
@@ -108,6 +106,7 @@ class RunStatus:
         return {
             "state": self.state, "step": self.step, "steps": self.steps, "tokens_per_s": self.tokens_per_s, "mfu": self.mfu,
             "planned_step_s": self.planned_step_s, "step_s": self.step_s, "eta_s": self.eta_s,
+            "evaluation": self.evaluation and vars(self.evaluation),
             "usd": self.cost.training.usd, "kwh": self.cost.training.kwh,
             "nodes": [node.as_dict() for node in self.nodes],
             "alerts": [vars(alert) for alert in self.alerts],
@@ -131,19 +130,6 @@ class RunStatus:
         return get(self.document, "distributed", "steps") or (
             max_steps if isinstance(max_steps, int) and max_steps > 0 else None
         )
-
-    def _state(self) -> str:
-        stages = {record.stage: record.status for record in self.metrics.stages}
-        if stages.get("report") == "done":
-            return "finished"
-        if any(status == "failed" for stage, status in stages.items() if stage != "train"):
-            return "failed"
-        if self.plan is None:
-            return "failed" if stages.get("train") == "failed" else "waiting"
-        if not self.outcome:
-            seen = max((node.last.time for node in self._measured.values() if node.last), default=0.0)
-            return "lost" if min(self._silence, self._now - seen) > SILENT_SECONDS else "training"
-        return _STATES.get(int(self.outcome.get("code", ExitCode.FAILED)), "failed")
 
     @property
     def _silence(self) -> float:
@@ -207,7 +193,7 @@ class RunStatus:
 
     def _alerts(self) -> Iterator[Alert]:
         reason = self.metrics.attempts[-1].reason if self.metrics.attempts else None
-        message = "; ".join(str(problem.get("message")) for problem in self.outcome.get("problems", []))
+        message = "; ".join(self.newest.messages) if self.newest else ""
         if self.state == "stopped" and "not finite" in f"{reason} {message}":
             yield Alert("not_finite", message or str(reason))
         if self.state == "lost":
@@ -222,10 +208,9 @@ class RunStatus:
 
     def _of_now(self) -> Iterator[Alert]:
         """What is only true while it trains."""
-        quiet, recent = self._silence, [value for value in self.metrics.steps[-RECENT:].column("seconds") if value]
-        if recent and quiet > max(60.0, 10 * statistics.median(recent)):
+        quiet, nodes = self._silence, self.nodes
+        if self.step_s and quiet > max(60.0, 10 * self.step_s):
             yield Alert("stalled", f"no rank has written anything for {quiet:.0f} s")
-        nodes = self.nodes
         assert self.plan is not None
         for rank, times in self._slow.items():
             differs = self._differs(self.plan, nodes, rank)

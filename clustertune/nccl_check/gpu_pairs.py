@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import process
-from clustertune.nccl_check.link_schedule import tournament
 from clustertune.process import kill_group
 
 PAIR_SECONDS = 60.0
@@ -52,6 +51,18 @@ def probe_pairs(
         if any(entry["status"] == "hung" for entry in found):
             why = "a pair hung before"
     return found
+
+
+def tournament(players: int) -> list[list[tuple[int, int]]]:
+    """Every pair once, in turns in which no one plays twice (the circle method): with an odd number one rests in each turn."""
+    seats = list(range(players)) + ([-1] if players % 2 else [])
+    turns = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+        turns.append(sorted((min(a, b), max(a, b)) for a, b in pairs if a >= 0 and b >= 0))
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return turns
 
 
 def _start_pair(pair: tuple[int, int], backend: str, environ: Mapping[str, str], folder: Path) -> list[subprocess.Popen[bytes]]:

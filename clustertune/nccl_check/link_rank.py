@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -27,17 +27,7 @@ import torch.distributed as dist
 from clustertune.errors import UserError
 from clustertune.host.probe import Probe
 from clustertune.host.system import MIB, memory
-from clustertune.nccl_check.link_schedule import (
-    CHECKED,
-    LEAST_ITERATIONS,
-    RECORDS,
-    Cases,
-    CaseSchedule,
-    CollectiveCase,
-    Setup,
-    members,
-    shapes,
-)
+from clustertune.nccl_check.link_measure import RECORDS, Cases, CollectiveCase, Setup, members, schedule, shapes
 
 # --- one collective --------------------------------------------------------------------------------------------------
 
@@ -53,17 +43,6 @@ CHUNK = PERIOD << 14
 """Elements that are made or compared at a time, 16 MiB: the check needs little memory beside the buffers."""
 WIDTH = 4
 """Bytes of an element: float32, in which sums of small whole numbers are exact below 2**24."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """What one rank saw."""
-
-    median_s: float
-    spread: float
-    """(95th - 5th percentile) / median over the iterations."""
-    correct: bool
-    iterations: int
 
 
 @dataclass
@@ -112,8 +91,7 @@ class Buffers:
         return True
 
 
-@dataclass
-class Operation:
+class Operation(NamedTuple):
     """A collective that is ready to run."""
 
     run: Callable[[], Any]
@@ -183,16 +161,12 @@ def _exchange(moves: Sequence[tuple[Any, torch.Tensor, int]], group: Any) -> Non
 
 
 def measure(
-    case: CollectiveCase,
-    operation: Operation,
-    device: torch.device,
-    agree: Callable[[float], float],
-    alive: Callable[[], None] = lambda: None,
-) -> Timing:
+    case: CollectiveCase, operation: Operation, device: torch.device, meet: Callable[[], None], alive: Callable[[], None]
+) -> dict[str, Any]:
     """Run it: once with known data, whose result is checked, then the warm-up, then each iteration timed.
 
-    ``agree`` is called by every rank of the group at the same places: it returns the largest value of all. ``alive`` is called
-    whenever something has ended.
+    ``meet`` returns when every rank of the group has called it. ``alive`` is called whenever something has ended.
+    Returns ``median_s`` and ``spread`` over the iterations, and ``correct``.
     """
     operation.fill()
     alive()
@@ -200,25 +174,14 @@ def measure(
     _wait(device)
     correct = operation.check()
     alive()
-    began = time.perf_counter()
-    operation.run()
-    _wait(device)
-    warmup, iterations = fitted(case, agree(time.perf_counter() - began))
-    for _ in range(warmup):
-        alive()
+    for _ in range(case.warmup):
         operation.run()
         _wait(device)
-    agree(0.0)  # all begin together
+        alive()
+    meet()  # all begin together
     alive()
-    times = (_timed_on_gpu if device.type == "cuda" else _timed)(operation, iterations, alive)
-    return Timing(*summary(times), correct, iterations)
-
-
-def fitted(case: CollectiveCase, each: float) -> tuple[int, int]:
-    """Warm-up and iterations that are left to a case of which two were made, where one takes ``each`` seconds."""
-    fitting = int(case.seconds / each) - CHECKED - 1 if case.seconds and each > 0 else case.iterations + case.warmup
-    iterations = max(min(LEAST_ITERATIONS, case.iterations), min(case.iterations, fitting))
-    return max(0, min(case.warmup - 1, fitting - iterations)), iterations
+    median_s, spread = summary((_timed_on_gpu if device.type == "cuda" else _timed)(operation, case.iterations, alive))
+    return {"median_s": median_s, "spread": spread, "correct": correct}
 
 
 def _timed(operation: Operation, iterations: int, alive: Callable[[], None]) -> list[float]:
@@ -403,7 +366,7 @@ class Rank:
         room = min(int(self.store.get(key)) for key in rooms)
         # When nothing more is begun: with time left for one measurement that hangs, and for the last messages.
         end = min(time.monotonic() + setup.seconds, self.began + setup.most_seconds - setup.case_seconds - 3)
-        return CaseSchedule(setup, time.monotonic, end, room, functools.partial(self.records.write, "left_out")).run()
+        return schedule(setup, time.monotonic, end, room, functools.partial(self.records.write, "left_out"))
 
     def _next(self, step: int) -> CollectiveCase | None:
         if self.cases is not None:
@@ -432,9 +395,9 @@ class Rank:
             self.records.write("begin", step=step, case=vars(case), ranks=ranks, moved=moved)
             operation = make_operation(case, self.buffers, group, ranks, self.rank, each)
             alive = functools.partial(self.watchdog.arm, limit, step)
-            timing = measure(case, operation, self.device, functools.partial(self._agree, group), alive)
-            self.records.write("done", step=step, **vars(timing))
-            median = timing.median_s
+            timing = measure(case, operation, self.device, functools.partial(self._meet_group, group), alive)
+            self.records.write("done", step=step, **timing)
+            median = timing["median_s"]
         self.store.set(f"done/{step}/{self.rank}", repr(median))
         if self.cases is not None:
             keys = [f"done/{step}/{rank}" for rank in range(self.setup.world_size)]
@@ -454,7 +417,7 @@ class Rank:
                 dist.destroy_process_group(self.groups.pop(old))
             began = time.monotonic()
             group = None if scope == "world" else dist.new_group(ranks, use_local_synchronization=True)
-            self._agree(group, 0.0)  # NCCL makes a communicator at its first use
+            self._meet_group(group)  # NCCL makes a communicator at its first use
             self.groups[key] = group
             self.records.write("connected", scope=scope, turn=turn, seconds=round(time.monotonic() - began, 4))
         return self.groups[key]
@@ -464,11 +427,11 @@ class Rank:
         """Seconds that other ranks may be at a measurement in which this one has no part any more."""
         return 2 * self.setup.case_seconds
 
-    def _agree(self, group: Any, value: float) -> float:
-        """The largest value of a group's ranks."""
-        largest = torch.tensor([value], dtype=torch.float32, device=self.device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        return float(largest)
+    def _meet_group(self, group: Any) -> None:
+        """Return when all ranks of a group are here."""
+        one = torch.ones(1, device=self.device)
+        dist.all_reduce(one, group=group)
+        one.item()
 
 
 def _message(error: Exception) -> str:

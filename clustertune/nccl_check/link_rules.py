@@ -1,4 +1,4 @@
-"""The rules of ``nccl-check``: how bytes travel, what NCCL reported, and what was measured.
+"""The verdict of ``nccl-check``: its rules over what was measured and what NCCL logged, their order, and the headline.
 
 Bandwidths are bus bandwidths in GB/s of 10^9 bytes. Against the hardware an all-gather counts, which the planner takes too: the
 median of its largest sizes. What to expect comes with the document (``clustertune.nccl_check.link_check.expected``).
@@ -7,14 +7,157 @@ median of its largest sizes. What to expect comes with the document (``clustertu
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from clustertune.check.machine import RDMA_KINDS
-from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Check, Rules, Seen, either, rule_of
-from clustertune.host.facts import HostFacts, Nic
-from clustertune.nccl_check.link_context import PLUGIN_KINDS, LinkContext, gbit, names, number, short
-from clustertune.nccl_check.nccl_log import FOLLOWS, OTHER, TABLE
+from clustertune.check.machine_context import RDMA_KINDS, Expects, Machine
+from clustertune.check.nodes import JobNodes
+from clustertune.check.report import grouped, run
+from clustertune.check.rule import (
+    FAIL,
+    LINKS,
+    MACHINE,
+    NODES,
+    PASS,
+    UNKNOWN,
+    WARN,
+    Check,
+    Finding,
+    Rules,
+    Seen,
+    checks,
+    either,
+    in_order,
+    listed,
+    rule_of,
+    worst,
+)
+from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
+from clustertune.host.gpus import has_nvlink
+from clustertune.nccl_check.nccl_log import FOLLOWS, OTHER, TABLE, Log, LoggedDevice, read
+
+# --- what rules look at ---------------------------------------------------------------------------------------------------
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "p2p")
+"""What is measured, in the order of what training needs most: sharded data parallelism gathers and scatters."""
+PLUGIN_KINDS = ("efa", "slingshot")
+"""Networks that NCCL reaches through a plugin only."""
+
+
+def names(items: Iterable[str], most: int = 4) -> str:
+    """``n1, n2 and 6 more``; names that are empty are left out."""
+    return listed(sorted({item for item in items if item}), most)
+
+
+def short(host: str) -> str:
+    """The first part of a host's name, as NCCL writes it."""
+    return host.partition(".")[0]
+
+
+class LinkContext:
+    """A result of ``nccl-check`` and NCCL's logs, as the rules ask for them; what is absent is empty."""
+
+    def __init__(self, document: Mapping[str, Any], log: Log) -> None:
+        self.document, self.log = document, log
+        expected = document.get("expected") or {}
+        self.compute: Mapping[str, Any] = expected.get("compute") or {}
+        self.network: Mapping[str, Any] = expected.get("network") or {}
+        self.environment: Mapping[str, str] = document.get("environment") or {}
+        self.transport: str = document.get("transport") or ""
+        self.backend: str = document.get("backend") or ("nccl" if log.lines else "")
+        self.facts = [from_dict(item) for item in self.entries("facts")]
+        self.nodes: int = document.get("nodes") or log.node_count() or len(self.facts)
+        """Nodes that took part; 0: not known."""
+        most = max((len(ranks) for ranks in log.local_ranks.values()), default=0)
+        spread = -(-log.ranks // log.nodes) if log.nodes else 0
+        self.ranks: int = document.get("gpus_per_node") or log.local_count or max(most, spread)
+        """Ranks of each node that took part; 0: not known."""
+        kind = self.network.get("kind") or ""
+        self.kind: str = kind if kind not in ("unknown", "none") else ""
+        """The network's kind, as the cluster file says; empty where it does not."""
+        self.configured_interface: str = document.get("interface") or self.network.get("interface") or ""
+        """The interface that ranks of several nodes must use; empty: none is named."""
+
+    def entries(self, key: str) -> list[dict[str, Any]]:
+        """A list of the document."""
+        return self.document.get(key) or []
+
+    def from_log(self, *kinds: str) -> list[Seen]:
+        """What NCCL said first of these kinds of fault, a failure of all hosts that said it; nothing where it said nothing."""
+        faults = [fault for fault in self.log.faults if fault.kind in kinds]
+        return [Seen(FAIL, faults[0].text, where=names(fault.host for fault in faults))] if faults else []
+
+    @cached_property
+    def over(self) -> set[str]:
+        """How bytes went between nodes, as NCCL names it: ``Socket``, ``IB``, ``AWS Libfabric``; empty: not known."""
+        if self.nodes < 2 or self.backend != "nccl":
+            return set()
+        parts = [part.strip() for part in self.transport.split(",")]
+        named = {part.split("/")[1] for part in parts if part.startswith("NET/")}
+        return set(self.log.between()) or set(self.log.networks) or named
+
+    @property
+    def by_socket(self) -> bool:
+        """Whether TCP carried the traffic between nodes."""
+        return "Socket" in self.over
+
+    def used_interfaces(self, host: str) -> list[LoggedDevice]:
+        """Interfaces that carried TCP on a host: by the log, or by what ranks were given."""
+        for known in (self.log.sockets, self.log.bootstrap):
+            for name, devices in known.items():
+                if name and short(name) == short(host):
+                    return devices
+        return [LoggedDevice(self.configured_interface, "")] if self.configured_interface else []
+
+    def rdma_active(self, layer: str = "") -> list[tuple[HostFacts, RdmaPort]]:
+        """Ports of RDMA adapters that are up, of a link layer or of all."""
+        ports = [(facts, port) for facts in self.facts for port in facts.rdma if port.active]
+        return [(facts, port) for facts, port in ports if not layer or port.link_layer == layer]
+
+    @cached_property
+    def machines(self) -> list[Machine]:
+        """The nodes as the rules of a machine see them, with the interface and the variables that ranks had."""
+        tried = [(item["node"], item["status"]) for item in self.entries("p2p_probe")]
+        variables = dict(self.environment)
+        if not self.rdma_active() and self.kind not in RDMA_KINDS:  # there is nothing that the variable could take away
+            variables.pop("NCCL_IB_DISABLE", None)
+        gpus = (self.ranks or None) if self.backend == "nccl" else None
+        machines = []
+        for facts in self.facts:
+            used = [device.name for device in self.used_interfaces(facts.hostname)]
+            named = self.configured_interface or (used[0] if len(used) == 1 else "")
+            mine = {status for node, status in tried if node == facts.hostname}
+            p2p = False if "hung" in mine else True if "ok" in mine else None
+            network = {"hca": [], "environment": {}, **self.network, "kind": self.kind, "interface": named}
+            cluster = {"network": network, "compute": {"interconnect": self.compute.get("interconnect")}}
+            expects = Expects(gpus=gpus, nodes=self.nodes, ran=True, p2p=p2p)
+            machines.append(Machine(replace(facts, environment={**facts.environment, **variables}), cluster, expects))
+        return machines
+
+    def settings(self, name: str) -> set[str]:
+        """The values of one of NCCL's variables."""
+        stated = self.environment.get(name)
+        return set(self.log.settings.get(name, {})) | ({stated} if stated is not None else set())
+
+    def setting(self, name: str) -> str:
+        """The value of a variable, where it is set; the first of several."""
+        return next(iter(sorted(value for value in self.settings(name) if value)), "")
+
+    def is_on(self, name: str) -> bool:
+        """Whether a variable is set to something else than 0, anywhere."""
+        return bool(self.settings(name) - {"", "0"})
+
+    @cached_property
+    def nvlink(self) -> bool:
+        """Whether NVLink joins the GPUs of a node, by the cluster file, what a node says, or the log."""
+        stated = self.compute.get("interconnect") or "none"
+        if stated != "none":
+            return bool(stated.startswith("nvlink"))
+        topology = next((facts.topology for facts in self.facts if facts.topology), "")
+        return has_nvlink(topology) if topology else "NVL" in self.log.gpu_paths
+
 
 # --- what NCCL reported ---------------------------------------------------------------------------------------------------
 
@@ -24,13 +167,13 @@ def _repeating(name: str, row: Mapping[str, Any]) -> Check:
     kinds, status = row.get("kinds", [name]), row.get("status", FAIL)
 
     def look(context: LinkContext) -> Iterator[Seen]:
-        found = [fault for fault in context.log.faults if fault.kind in kinds]
-        if found:
-            times = sum(context.log.faults[fault] for fault in found)
+        faults = [fault for fault in context.log.faults if fault.kind in kinds]
+        if faults:
+            times = sum(context.log.faults[fault] for fault in faults)
             # What torch says around a reason is longer than the reason, and comes first.
-            found.sort(key=lambda fault: "NCCL error" in fault.text or "ncclRemoteError" in fault.text)
+            faults.sort(key=lambda fault: "NCCL error" in fault.text or "ncclRemoteError" in fault.text)
             again = f" ({times} times)" if times > 1 else ""
-            yield Seen(status, f"{found[0].text}{again}", where=names(fault.host for fault in found))
+            yield Seen(status, f"{faults[0].text}{again}", where=names(fault.host for fault in faults))
 
     return Check(rule_of(name, row), look, LINKS)
 
@@ -57,10 +200,8 @@ def collective_hung(context: LinkContext) -> Iterator[Seen]:
     """Every collective ends."""
     log, hung, logged = context.log, context.entries("hung"), context.from_log("hung")
     for item in hung:
-        given = item.get("hosts")
-        hosts = names(str(host) for host in given) if isinstance(given, list) else ""
-        what = f"{item.get('collective', 'a collective')} ({item.get('scope', '?')}, {number(item.get('bytes')):.0f} bytes)"
-        yield Seen(FAIL, f"{what} did not end within {number(item.get('seconds')):.0f} s", where=hosts)
+        what = f"{item['collective']} ({item['scope']}, {item['bytes']} bytes)"
+        yield Seen(FAIL, f"{what} did not end within {item['seconds']:.0f} s", where=names(item["hosts"]))
     yield from logged
     others = {fault.kind for fault in log.faults} - {"no-verbs"}  # every log of a machine without RDMA names that
     if context.entries("results"):
@@ -81,10 +222,8 @@ def wrong_result(context: LinkContext) -> Iterator[Seen]:
     items = [item for key in ("results", "per_node", "per_pair") for item in context.entries(key)]
     bad = next((item for item in items if item.get("correct") is False), None)
     if bad:
-        given = bad.get("nodes")
-        where = names(map(str, given)) if isinstance(given, list) else str(bad.get("node", ""))
-        what = f"{bad.get('collective', 'a collective')} of {number(bad.get('bytes')):.0f} bytes"
-        yield Seen(FAIL, f"{what} has wrong values", where=where)
+        where = names(bad.get("nodes") or [bad.get("node", "")])
+        yield Seen(FAIL, f"{bad['collective']} of {bad['bytes']} bytes has wrong values", where=where)
     elif any(item.get("correct") is True for item in items) and not context.log.wrong:
         yield Seen(PASS, "every value was correct")
 
@@ -98,8 +237,8 @@ def unexplained_error(context: LinkContext) -> Iterator[Seen]:
     if not known and (failures or context.log.failed):
         warned = [fault for fault in faults if fault.kind == OTHER]
         why = f"; the last warning: {warned[-1].text}" if warned else ""
-        found = failures[0].text if failures else "a call of NCCL failed"
-        yield Seen(FAIL, found + why, where=names(fault.host for fault in failures or warned[-1:]))
+        text = failures[0].text if failures else "a call of NCCL failed"
+        yield Seen(FAIL, text + why, where=names(fault.host for fault in failures or warned[-1:]))
 
 
 @RULES("other-warning")
@@ -176,15 +315,15 @@ def wrong_interface(context: LinkContext) -> Iterator[Seen]:
 def _slower(facts: HostFacts, used: list[str]) -> str:
     """Words where an interface four times as fast, up and with an address, stands idle; empty otherwise."""
 
-    def speed(nic: Nic) -> float:
+    def gbit(nic: Nic) -> float:
         return (nic.mbit or 0) / 1000
 
     others = [nic for nic in facts.nics if nic.up and nic.addresses and not nic.virtual and not leads_nowhere(nic.name)]
-    slow = max((nic for nic in facts.nics if nic.name in used and nic.mbit), key=speed, default=None)
-    fast = max((nic for nic in others if nic.name not in used and nic.mbit), key=speed, default=None)
-    if not slow or not fast or speed(fast) < 4 * speed(slow):
+    slow = max((nic for nic in facts.nics if nic.name in used and nic.mbit), key=gbit, default=None)
+    fast = max((nic for nic in others if nic.name not in used and nic.mbit), key=gbit, default=None)
+    if not slow or not fast or gbit(fast) < 4 * gbit(slow):
         return ""
-    return f"{slow.name} ({gbit(speed(slow))}) is used, while {fast.name} ({gbit(speed(fast))}) is up"
+    return f"{slow.name} ({gbit(slow):g} Gbit/s) is used, while {fast.name} ({gbit(fast):g} Gbit/s) is up"
 
 
 @RULES("socket-fallback")
@@ -207,7 +346,7 @@ def socket_fallback(context: LinkContext) -> Iterator[Seen]:
         port = (ports or roce)[0][1]
         status, where = (FAIL if ports else WARN), names(one.hostname for one, _ in ports or roce)
         layer = "RoCE" if not ports else port.link_layer
-        why = f" although {port.device} port {port.port} ({gbit(port.gbit or 0)} {layer}) is active"
+        why = f" although {port.device} port {port.port} ({port.gbit or 0:g} Gbit/s {layer}) is active"
     elif kind in (*RDMA_KINDS, *PLUGIN_KINDS):
         why = f" although the cluster file says {kind}"
     elif listed:
@@ -243,8 +382,8 @@ def nodes_differ(context: LinkContext) -> Iterator[Seen]:
     told: dict[str, dict[str, set[str]]] = {"NCCL": {}, "torch": {}}
     for item in context.entries("software"):
         for what, value in (("NCCL", item.get("nccl")), ("torch", item.get("torch"))):
-            if isinstance(value, str) and value:
-                told[what].setdefault(value, set()).add(str(item.get("node", "")))
+            if value:
+                told[what].setdefault(value, set()).add(item["node"])
     told["NCCL"] = told["NCCL"] or context.log.versions
     told["the network"] = context.log.networks
     settings = {name: context.log.settings.get(name, {}) for name in SAME_EVERYWHERE}
@@ -268,7 +407,7 @@ def gdr_off(context: LinkContext) -> Iterator[Seen]:
         return
     served = {edge.host for edge in edges if edge.gdr}
     off = {host for host, adapters in context.log.gdr_off.items() if adapters} - served
-    if (served and not off) or "GDRDMA" in context.text("transport"):
+    if (served and not off) or "GDRDMA" in context.transport:
         yield Seen(PASS, "GPUDirect RDMA is in use")
     elif off:
         yield Seen(WARN, "GPUDirect RDMA is off: NCCL says that it is disabled", where=names(off))
@@ -276,30 +415,7 @@ def gdr_off(context: LinkContext) -> Iterator[Seen]:
         yield Seen(UNKNOWN, "no connection uses GPUDirect RDMA: GPUs and adapters may be too far apart")
 
 
-@RULES("adapters-unused")
-def adapters_unused(context: LinkContext) -> Iterator[Seen]:
-    """All adapters of a node carry traffic."""
-    log, stated = context.log, int(number(context.section("expected", "network").get("ports")))
-    if not context.several or not log.adapters or not any(name.startswith("IB") for name in context.over):
-        return
-    for host, listed in log.adapters.items():
-        used = {edge.device for edge in log.edges if edge.host == host and edge.plugin.startswith("IB")}
-        ranks = len(log.local_ranks.get(host, ())) or context.ranks
-        if used and 2 * len(used) <= min(max(len(listed), stated), ranks):
-            found = f"traffic of {ranks} GPUs over {len(used)} of {max(len(listed), stated)} adapters"
-            yield Seen(WARN, found, where=host)
-            return
-    yield Seen(PASS, "all adapters that NCCL lists are in use")
-
-
 # --- inside a node --------------------------------------------------------------------------------------------------------
-
-
-def _gpus(context: LinkContext) -> int:
-    """Most GPUs of a node that NCCL used."""
-    if context.backend != "nccl":
-        return 0
-    return max(context.ranks, context.log.highest_gpu + 1 if context.nodes else 0)
 
 
 @RULES("p2p-hang")
@@ -307,12 +423,12 @@ def p2p_hang(context: LinkContext) -> Iterator[Seen]:
     """Two GPUs of a node exchange data."""
     good: set[str] = set()
     for item in context.entries("p2p_probe"):
-        node, status, given = str(item.get("node", "")), item.get("status"), item.get("gpus")
-        what = f"an all-reduce between GPUs {' and '.join(map(str, given)) if isinstance(given, list) else '?'}"
+        node, status = item["node"], item["status"]
+        what = f"an all-reduce between GPUs {' and '.join(map(str, item.get('gpus', [])))}"
         if status == "hung":
             yield Seen(FAIL, f"{what} did not end in time", where=node)
         elif status == "failed":
-            yield Seen(FAIL, f"{what} failed: {str(item.get('message') or 'it failed')[:200]}", where=node)
+            yield Seen(FAIL, f"{what} failed: {item.get('message') or 'it failed'}", where=node)
         elif status == "ok":
             good.add(node)
     if good:
@@ -322,7 +438,7 @@ def p2p_hang(context: LinkContext) -> Iterator[Seen]:
 @RULES("nvlink-unused")
 def nvlink_unused(context: LinkContext) -> Iterator[Seen]:
     """NVLink carries the traffic inside a node."""
-    if not context.nvlink or _gpus(context) < 2:
+    if not context.nvlink or context.backend != "nccl" or context.ranks < 2:
         return
     if broken := context.from_log("p2p-broken"):
         yield from broken
@@ -356,43 +472,8 @@ def p2p_disabled(context: LinkContext) -> Iterator[Seen]:
         yield Seen(off, f"NCCL_P2P_LEVEL={context.setting('NCCL_P2P_LEVEL')} turns P2P off")
     elif log.p2p_off and not context.nvlink:
         yield Seen(WARN, f"the driver has P2P disabled between {len(log.p2p_off)} pairs of GPUs")
-    elif _gpus(context) > 1 and peer:
+    elif context.ranks > 1 and peer:
         yield Seen(PASS, f"{names(peer)} is in use")
-
-
-@RULES("gloo-with-gpus")
-def gloo_with_gpus(context: LinkContext) -> Iterator[Seen]:
-    """NCCL where there are GPUs."""
-    if context.backend != "gloo":
-        return
-    why, gpus = context.text("backend_why"), sum(len(facts.gpus) for facts in context.facts)
-    if gpus > 1:
-        text = f"gloo was measured although there are {gpus} GPUs" + (f": {why}" if why else "")
-        yield Seen(WARN, text, where=names(facts.hostname for facts in context.facts if facts.gpus))
-    elif not context.facts:
-        yield Seen(UNKNOWN, "gloo was measured; whether there are GPUs is not known")
-    else:
-        yield Seen(PASS, f"gloo between CPUs: {why or 'no GPUs'}")
-
-
-@RULES("small-world")
-def small_world(context: LinkContext) -> Iterator[Seen]:
-    """All GPUs take part."""
-    log = context.log
-    if log.ranks == 1 and len(log.processes) > 1 and log.complete > 1:
-        yield Seen(FAIL, f"{len(log.processes)} processes, each with a communicator of one rank")
-        return
-    if context.backend != "nccl":
-        return
-    each = int(number(context.section("expected", "compute").get("gpus")))
-    each = each or max((len(facts.gpus) for facts in context.facts), default=0)
-    stated = int(number(context.document.get("nodes")) * number(context.document.get("gpus_per_node")))
-    if each and context.ranks and context.ranks < each:
-        yield Seen(WARN, f"{context.ranks} of the {each} GPUs of a node took part")
-    elif stated > 1 and log.ranks and log.ranks < stated:
-        yield Seen(FAIL, f"NCCL's largest communicator has {log.ranks} ranks of {stated}")
-    elif log.ranks or stated:
-        yield Seen(PASS, f"{stated or log.ranks} ranks took part")
 
 
 # --- what was measured ----------------------------------------------------------------------------------------------------
@@ -419,33 +500,30 @@ CPU_GB_S = 0.25
 
 def speed(items: Iterable[Mapping[str, Any]], collective: str = "all_gather") -> tuple[float, float, float]:
     """Bandwidth of the largest sizes of one collective, the time of one of them and its spread; zeros where there is none."""
-    sizes: dict[float, Mapping[str, Any]] = {}
-    for item in items:
-        if item.get("collective") == collective and number(item.get("bytes")) > 0:
-            sizes[number(item.get("bytes"))] = item
-    largest = [sizes[size] for size in sorted(sizes)[-LARGEST:]]
+    sizes = {item["bytes"]: item for item in items if item["collective"] == collective}
+    # A budget may end in the middle of the sizes: small ones must not drag the median down.
+    largest = [sizes[size] for size in sorted(sizes)[-LARGEST:] if size * 16 >= max(sizes)]
     if not largest:
         return 0.0, 0.0, 0.0
-    # A budget may end in the middle of the sizes: small ones must not drag the median down.
-    top = number(largest[-1].get("bytes"))
-    largest = [item for item in largest if number(item.get("bytes")) * 16 >= top]
-    gb_s = statistics.median(number(item.get("busbw_gb_s")) for item in largest)
     last = largest[-1]
-    seconds = number(last.get("median_s")) or (top / gb_s / 1e9 if gb_s else 0.0)
-    return gb_s, seconds, number(last.get("spread"))
+    return statistics.median(item["busbw_gb_s"] for item in largest), last["median_s"], last.get("spread", 0.0)
 
 
 def _scope(context: LinkContext, name: str) -> list[dict[str, Any]]:
-    return [item for item in context.entries("results") if item.get("scope") == name]
+    return [item for item in context.entries("results") if item["scope"] == name]
 
 
-def _judged(context: LinkContext, level: str, where: str, gb_s: float, seconds: float, expected: float) -> Iterator[Seen]:
+def _judged(
+    context: LinkContext, level: str, where: str, gb_s: float, seconds: float, expected: float | None = None
+) -> Iterator[Seen]:
     """What a figure means against what is expected. ``level``: of the document's ``expected``."""
-    text, hint = f"{gb_s:.3g} GB/s {where}", context.stated(level, "hint")
+    stated = _stated(context, level)
+    expected = stated.get("expected_gb_s") or 0.0 if expected is None else expected
+    text, hint = f"{gb_s:.3g} GB/s {where}", stated.get("hint")
     if expected <= 0:
         yield Seen(UNKNOWN, f"{text}; what the link should carry is not known (no cluster file)")
         return
-    share, nominal = gb_s / expected, number(context.section("expected", level).get("nominal_gb_s"))
+    share, nominal = gb_s / expected, stated.get("nominal_gb_s") or 0.0
     text += f", {100 * gb_s / nominal:.2g} % of nominal ({nominal:.3g} GB/s)" if nominal > 0 else ""
     text += f", {100 * share:.0f} % of what is expected"
     if share < ENOUGH and seconds < LEAST_S:
@@ -453,6 +531,10 @@ def _judged(context: LinkContext, level: str, where: str, gb_s: float, seconds: 
     else:
         fix = f"look at the other findings first; then: {hint}" if hint else ""
         yield from either(FAIL if share < HALF else WARN, text if share < ENOUGH else "", text, fix)
+
+
+def _stated(context: LinkContext, level: str) -> Mapping[str, Any]:
+    return (context.document.get("expected") or {}).get(level) or {}
 
 
 @RULES("intra-speed")
@@ -464,25 +546,23 @@ def intra_speed(context: LinkContext) -> Iterator[Seen]:
     if not gb_s and context.nodes == 1:
         gb_s, seconds, _ = speed(_scope(context, "world"))
     if gb_s:
-        expected = number(context.section("expected", "intra").get("expected_gb_s"))
-        yield from _judged(context, "intra", "inside a node", gb_s, seconds, expected)
+        yield from _judged(context, "intra", "inside a node", gb_s, seconds)
 
 
 @RULES("inter-speed")
 def inter_speed(context: LinkContext) -> Iterator[Seen]:
     """Bandwidth between nodes."""
-    compute, network = context.section("expected", "compute"), context.section("expected", "network")
-    if context.nodes < 2 or context.nodes * context.ranks <= number(compute.get("nvlink_domain")):
+    if context.nodes < 2 or context.nodes * context.ranks <= context.compute.get("nvlink_domain", 0):
         return
     gb_s, seconds, _ = speed(_scope(context, "world"))
-    if not gb_s and number(network.get("ports")) <= 1:
+    if not gb_s and context.network.get("ports", 0) <= 1:
         # One rank of each node drives one adapter: that says nothing of several.
         gb_s, seconds, _ = speed(_scope(context, "inter"))
     if not gb_s:
         return
-    expected = number(context.section("expected", "inter").get("expected_gb_s"))
+    expected = _stated(context, "inter").get("expected_gb_s") or 0.0
     if context.backend == "gloo" and expected:
-        local = max((number(item.get("busbw_gb_s")) for item in _scope(context, "intra")), default=0.0)
+        local = max((item["busbw_gb_s"] for item in _scope(context, "intra")), default=0.0)
         most = CPU_SHARE * local if local else CPU_GB_S
         ways, carries = _pairs(context).values(), min(expected, most)
         line = min(pair.at_best for pair in ways) if len(ways) == context.nodes * (context.nodes - 1) else 0.0
@@ -505,15 +585,10 @@ def _pairs(context: LinkContext) -> dict[tuple[str, str], Pair]:
     """Bandwidth from one node to another."""
     grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for item in context.entries("per_pair"):
-        nodes = item.get("nodes")
-        if isinstance(nodes, list) and len(nodes) == 2 and item.get("collective") == "p2p":
-            grouped.setdefault((str(nodes[0]), str(nodes[1])), []).append(item)
-    found: dict[tuple[str, str], Pair] = {}
-    for pair, items in grouped.items():
-        gb_s, seconds, spread = speed(items, "p2p")
-        if gb_s and seconds >= LEAST_S:
-            found[pair] = Pair(gb_s, gb_s * (1 + max(0.0, spread)))
-    return found
+        first, second = item["nodes"]
+        grouped.setdefault((first, second), []).append(item)
+    speeds = {pair: speed(items, "p2p") for pair, items in grouped.items()}
+    return {pair: Pair(gb_s, gb_s * (1 + spread)) for pair, (gb_s, seconds, spread) in speeds.items() if seconds >= LEAST_S}
 
 
 def _slow_nodes(pairs: Mapping[tuple[str, str], Pair]) -> dict[str, tuple[float, float, str]]:
@@ -542,13 +617,13 @@ def slow_node(context: LinkContext) -> Iterator[Seen]:
     for node, (gb_s, typical, verb) in sorted(slow.items()):
         ordered = sorted(pairs.items(), key=lambda item: item[1])
         worst = ", ".join(f"{a} to {b} {pair.gb_s:.3g}" for (a, b), pair in ordered if node in (a, b))
-        found = f"{node} {verb} {gb_s:.3g} GB/s at best, the others {typical:.3g} ({worst[:160]})"
-        yield Seen(FAIL if gb_s < HALF * typical else WARN, found, where=node)
+        text = f"{node} {verb} {gb_s:.3g} GB/s at best, the others {typical:.3g} ({worst[:160]})"
+        yield Seen(FAIL if gb_s < HALF * typical else WARN, text, where=node)
     typical = max(inside.values()) if len(inside) == 2 else statistics.median(inside.values() or [0.0])
     bad = {node: gb_s for node, gb_s in sorted(inside.items()) if gb_s < UNEVEN * typical}
     for node, gb_s in bad.items():
-        found = f"{gb_s:.3g} GB/s inside {node}, {typical:.3g} inside the others"
-        yield Seen(FAIL if gb_s < HALF * typical else WARN, found, where=node)
+        text = f"{gb_s:.3g} GB/s inside {node}, {typical:.3g} inside the others"
+        yield Seen(FAIL if gb_s < HALF * typical else WARN, text, where=node)
     if not slow and not bad and (len({node for pair in pairs for node in pair}) > 2 or inside):
         yield Seen(PASS, "no node is slower than the others")
 
@@ -556,10 +631,9 @@ def slow_node(context: LinkContext) -> Iterator[Seen]:
 def _per_node(context: LinkContext) -> dict[str, float]:
     """Bandwidth inside each node; empty for one node, and for gloo, which measures the CPU's load."""
     entries = context.entries("per_node") if context.backend == "nccl" else []
-    nodes = {str(one.get("node")) for one in entries}
-    speeds = {node: speed(one for one in entries if one.get("node") == node) for node in nodes}
-    found = {node: gb_s for node, (gb_s, seconds, _) in speeds.items() if gb_s and seconds >= LEAST_S}
-    return found if len(found) > 1 else {}
+    speeds = {node: speed(one for one in entries if one["node"] == node) for node in {one["node"] for one in entries}}
+    measured = {node: gb_s for node, (gb_s, seconds, _) in speeds.items() if seconds >= LEAST_S}
+    return measured if len(measured) > 1 else {}
 
 
 @RULES("asymmetric")
@@ -571,8 +645,8 @@ def asymmetric(context: LinkContext) -> Iterator[Seen]:
     for (first, second), back in ways:
         pair = pairs[first, second]
         if pair.at_best < UNEVEN * back.gb_s:
-            found = f"{first} sends {pair.gb_s:.3g} GB/s to {second}, and receives {back.gb_s:.3g}"
-            yield Seen(FAIL if pair.gb_s < HALF * back.gb_s else WARN, found, where=first)
+            text = f"{first} sends {pair.gb_s:.3g} GB/s to {second}, and receives {back.gb_s:.3g}"
+            yield Seen(FAIL if pair.gb_s < HALF * back.gb_s else WARN, text, where=first)
             return
     if ways:
         yield Seen(PASS, "pairs are as fast in both directions")
@@ -593,7 +667,115 @@ def slow_pair(context: LinkContext) -> Iterator[Seen]:
     for gb_s, (first, second) in bad[:1]:
         count = len({frozenset(pair) for _, pair in bad})
         more = f" (and {count - 1} pairs more)" if count > 1 else ""
-        found = f"{first} and {second} reach {gb_s:.3g} GB/s, pairs typically {typical:.3g}{more}"
-        yield Seen(WARN, found, where=f"{first}, {second}")
+        text = f"{first} and {second} reach {gb_s:.3g} GB/s, pairs typically {typical:.3g}{more}"
+        yield Seen(WARN, text, where=f"{first}, {second}")
     if not bad:
         yield Seen(PASS, "no pair is slower than the others")
+
+
+# --- the verdict ---------------------------------------------------------------------------------------------------------
+
+INTERFACES = ("wrong-interface", "interface", "interface-subnet", "bond", "mtu", "nodes-network")
+"""The rules of interfaces, which gloo uses too."""
+VERDICT = f"""
+socket-fallback driver duplicate-gpu gpu-missing nccl-memory gpu-fault nvls imex p2p-hang p2p-refused small-shm shm-lost
+low-memlock shm memlock interface-down {" ".join(INTERFACES)} net-plugin gdr-off gpudirect-rdma rdma-port
+rdma-verbs nodes-differ forced-algorithm nccl-settings debug-settings nodes-driver nvlink-unused
+p2p-disabled gpu-pcie pcie-p2p rdma-open rdma-timeout rdma-connect collectives-differ port-refused slow-node asymmetric
+slow-pair intra-speed inter-speed wrong-result cuda rdma-link rdma-error peers-disagree descriptors collective-hung peer-lost
+unexplained-error other-warning
+""".split()
+"""The rules for links, machines and nodes: among findings of equal severity, the first in this order becomes the headline. The
+likeliest causes come first, what often follows from another fault comes last. A new rule about links needs no place here."""
+
+
+def ranked() -> list[Check]:
+    """The rules of ``nccl-check`` in the order of :data:`VERDICT`; those about links that it does not name come last."""
+    asked = [one for one in checks(LINKS, MACHINE, NODES) if one.subject == LINKS or one.rule.id in VERDICT]
+    return sorted(asked, key=lambda one: VERDICT.index(one.rule.id) if one.rule.id in VERDICT else len(VERDICT))
+
+
+def judge(document: Mapping[str, Any], logs: Mapping[str, str]) -> list[Finding]:
+    """What is wrong with a cluster's collectives, worst first; every rule that applies says what it saw.
+
+    ``document`` as in :mod:`clustertune.nccl_check.link_measure`, every key optional: what is absent is unknown.
+    ``logs``: NCCL's logs by name, of any version. Never raises.
+    """
+    return judge_log(document, read(logs.values()))
+
+
+def judge_log(document: Mapping[str, Any], log: Log) -> list[Finding]:
+    """As :func:`judge`, of logs that were read already."""
+    context = LinkContext(document, log)
+    several = JobNodes(context.machines)
+    findings: list[Finding] = []
+    for one in ranked():
+        if one.subject == LINKS:
+            findings += one(context)
+        elif context.backend == "nccl" or (context.nodes > 1 and one.rule.id in INTERFACES):
+            subjects: Sequence[Any] = [several] if one.subject == NODES else several.machines
+            seen = [item for subject in subjects for item in run([one], subject, getattr(subject, "where", ""))]
+            findings += [replace(item, where=names(places)) for item, places in grouped(seen)]
+    return in_order(findings)
+
+
+def headline_of(document: Mapping[str, Any], log: Log, findings: Sequence[Finding]) -> str:
+    """The verdict in one plain sentence."""
+    status = worst(findings)
+    if status in (FAIL, WARN):
+        first = next(item for item in findings if item.status == status)
+        more = sum(item.status in (FAIL, WARN) for item in findings) - 1
+        where = f" ({first.where})" if first.where and first.where not in first.found else ""
+        return f"{status.upper()}: {first.found}{where}" + (f"; {more} more finding{'s' if more > 1 else ''}" if more else "")
+    context = LinkContext(document, log)
+    parts = []
+    if context.nodes and context.ranks:
+        many = f"{context.nodes} nodes" if context.nodes > 1 else "1 node"
+        of = f"{many} of {context.ranks} rank{'s' if context.ranks > 1 else ''}"
+        # The log of one rank, before NCCL logged how many are on a node.
+        parts.append(f"{log.ranks} ranks on {many}" if log.ranks > context.nodes * context.ranks else of)
+    over = ", ".join(sorted(log.transports)) or context.transport
+    if over:
+        parts.append(f"over {over}")
+    elif log.networks:
+        version = f" {log.version}" if log.version else ""
+        parts.append(f"with NCCL{version} and the network {', '.join(sorted(log.networks))}")
+    elif context.backend:
+        parts.append(f"with {context.backend}")
+    speeds = [item.found for item in findings if item.rule in ("inter-speed", "intra-speed") and item.status in (PASS, UNKNOWN)]
+    text = " ".join(parts) + (": " if parts and speeds else "") + "; ".join(speeds)
+    if why := context.document.get("not_judged"):
+        return f"UNKNOWN: {why}{f' (measured: {text})' if text else ''}"
+    cut = next((item.found for item in findings if item.rule == "collective-hung" and item.status == UNKNOWN), "")
+    if cut:
+        return f"UNKNOWN: {text}{', but ' if text else ''}{cut}"
+    if not text and not any(item.status == PASS for item in findings):
+        return "UNKNOWN: there is nothing here to judge"
+    return f"PASS: {text or 'nothing to fix'}"
+
+
+def page() -> str:
+    """The rules as a page of the docs."""
+    rules = [one.rule for one in ranked() if one.subject == LINKS]
+    hosts = [f"`{one.rule.id}`" for one in ranked() if one.subject != LINKS]
+    lines = [
+        "# What nccl-check judges",
+        "",
+        "Written from the rules by `python -m tests.goldens`. Each rule says `pass`, `warn` or `fail`, `unknown`",
+        "where what it looks at could not be seen, and nothing where it does not apply. The verdict is the worst of them, or",
+        "`unknown` where nothing could be judged. Exit codes, as of the doctor: 0 pass, 1 warnings or unknown, 2 failures.",
+        "Rules named in `doctor: {ignore: [...]}` of the cluster file do not count. The same rules judge recorded logs of any",
+        "size and number alone (`-` is standard input):",
+        "",
+        "```sh",
+        "clustertune nccl-check --logs nccl.log",
+        "```",
+        "",
+        f"These {len(rules)} rules look at what was measured and at NCCL's log, what is closest to a cause first. What",
+        "the nodes report of themselves is judged by rules of the [doctor](doctor.md), with the same verdict as there:",
+        f"{', '.join(hosts)}.",
+        "",
+    ]
+    for one in rules:
+        lines += [f"## {one.id}", "", f"{one.title}. {one.why}", "", f"What to do: {one.fix}.", "", f"<{one.link}>", ""]
+    return "\n".join(lines)

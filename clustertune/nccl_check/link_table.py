@@ -4,105 +4,91 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from clustertune import console
+from clustertune.check.report import describe
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding
+from clustertune.console import escape, make_table, say
+from clustertune.nccl_check.link_rules import COLLECTIVES
 
-from clustertune.console import escape
-from clustertune.nccl_check.link_context import COLLECTIVES
-
-MARKS = {"fail": "FAIL", "warn": "WARN", "unknown": "?", "pass": "pass"}
-STYLES = {"fail": "bold red", "warn": "yellow", "unknown": "dim", "pass": "green"}
-COLUMNS = ("scope", "collective", "size", "algbw", "busbw", "of nominal", "median", "spread", "result")
-PAIR_COLUMNS = ("from", "to", "size", "GB/s", "of the median pair", "spread")
-WIDTH = 200
-"""More than any line: figures are looked for by programs and people alike, and a cut one is none."""
+COLUMNS = ["scope", "collective", "size", "algbw", "busbw", "of nominal", "median", "spread", "result"]
+PAIR_COLUMNS = ["from", "to", "size", "GB/s", "of the median pair", "spread"]
 SHOWN_SIZES = 3
 SHOWN_PAIRS = 5
 """Of the slowest pairs; ``--json`` and result.json have all."""
 
 
-def render(found: Mapping[str, Any], console: Console) -> None:
-    """Print a document."""
-    for line in head(found):
-        console.print(Text(escape(line)), soft_wrap=True)
-    if rows := list(result_rows(found)):
-        console.print(_table(COLUMNS, rows))
-    if rows := list(pair_rows(found)):
-        console.print(Text("\nslowest pairs of nodes, one way"))
-        console.print(_table(PAIR_COLUMNS, rows), width=WIDTH, crop=False)
-    for line in notes(found):
-        console.print(Text(escape(line)), soft_wrap=True)
-    verdict(found.get("verdict") or {}, console)
+def show(result: Mapping[str, Any]) -> None:
+    """Print what was measured, on what, how fast, and the verdict."""
+    for line in head(result):
+        say(line)
+    for title, columns, rows in (
+        (None, COLUMNS, [*result_rows(result)]),
+        ("slowest pairs of nodes, one way", PAIR_COLUMNS, [*pair_rows(result)]),
+    ):
+        table = make_table(*columns, title=title, text_columns=2)
+        for row in rows:
+            table.add_row(*map(escape, row))
+        if rows:
+            console.stderr.print(table)
+    for line in (*notes(result), *verdict(result.get("verdict") or {})):
+        say(line)
 
 
-def head(found: Mapping[str, Any]) -> Iterator[str]:
+def head(result: Mapping[str, Any]) -> Iterator[str]:
     """What was measured, on what."""
-    each, nodes = found["gpus_per_node"], found["nodes"]
-    unit = "GPUs" if found["backend"] == "nccl" else "CPU ranks"
+    each, nodes = result["gpus_per_node"], result["nodes"]
+    unit = "GPUs" if result["backend"] == "nccl" else "CPU ranks"
     on = f"{nodes} nodes with {each} {unit} each" if nodes > 1 else f"{each} {unit} of one node"
-    yield f"{found['backend']} over {found['transport']}: {on}, {found['seconds']:g} s ({found.get('backend_why', '')})"
-    if made := found.get("connect_s"):
+    yield f"{result['backend']} over {result['transport']}: {on}, {result['seconds']:g} s ({result.get('backend_why', '')})"
+    if made := result.get("connect_s"):
         yield "communicators: " + ", ".join(f"{scope} in {seconds:.3g} s" for scope, seconds in made.items())
     yield "busbw as nccl-tests defines it, GB/s of 10^9 bytes; the slowest rank's median"
 
 
-def nominal_of(found: Mapping[str, Any], scope: str) -> float | None:
+def nominal_of(result: Mapping[str, Any], scope: str) -> float | None:
     """What the links of a scope carry nominally, GB/s; None where it is unknown."""
-    level = (found.get("expected") or {}).get("intra" if scope == "intra" else "inter") or {}
+    level = (result.get("expected") or {}).get("intra" if scope == "intra" else "inter") or {}
     value = level.get("nominal_gb_s")
     return float(value) if isinstance(value, int | float) and value > 0 else None
 
 
-def result_rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
+def result_rows(result: Mapping[str, Any]) -> Iterator[list[str]]:
     """The largest sizes of every collective, worded."""
-    kinds = dict.fromkeys((entry["scope"], entry["collective"]) for entry in found["results"])
+    kinds = dict.fromkeys((entry["scope"], entry["collective"]) for entry in result["results"])
     for scope, name in sorted(kinds, key=lambda kind: ("world intra inter".find(kind[0]), COLLECTIVES.index(kind[1]))):
-        same = [entry for entry in found["results"] if (entry["scope"], entry["collective"]) == (scope, name)]
-        nominal = nominal_of(found, scope)
+        same = [entry for entry in result["results"] if (entry["scope"], entry["collective"]) == (scope, name)]
+        nominal = nominal_of(result, scope)
         for entry in sorted(same, key=lambda entry: -int(entry["bytes"]))[:SHOWN_SIZES]:
-            yield [
-                scope,
-                name,
-                show_size(entry["bytes"]),
-                f"{entry['algbw_gb_s']:.4g}",
-                f"{entry['busbw_gb_s']:.4g}",
-                f"{entry['busbw_gb_s'] / nominal:.0%}" if nominal else "",
-                f"{entry['median_s'] * 1e3:.4g} ms",
-                f"{entry['spread']:.0%}",
-                "ok" if entry["correct"] else "WRONG",
-            ]
+            share = f"{entry['busbw_gb_s'] / nominal:.0%}" if nominal else ""
+            speed = [f"{entry['algbw_gb_s']:.4g}", f"{entry['busbw_gb_s']:.4g}", share]
+            took = [f"{entry['median_s'] * 1e3:.4g} ms", f"{entry['spread']:.0%}", "ok" if entry["correct"] else "WRONG"]
+            yield [scope, name, show_size(entry["bytes"]), *speed, *took]
 
 
-def pair_rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
+def pair_rows(result: Mapping[str, Any]) -> Iterator[list[str]]:
     """The slowest pairs one way, each beside the median of all pairs."""
-    sized = sorted(found.get("per_pair", []), key=lambda entry: int(entry["bytes"]))
-    ways = {
-        tuple(entry["nodes"]): entry for entry in sized if entry["collective"] == "p2p"
-    }.values()  # the largest size of each
-    if not ways:
-        return
-    middle = statistics.median(entry["busbw_gb_s"] for entry in ways)
+    sized = sorted(result.get("per_pair", []), key=lambda entry: int(entry["bytes"]))
+    ways = {tuple(entry["nodes"]): entry for entry in sized if entry["collective"] == "p2p"}.values()  # the largest of each
+    middle = statistics.median([entry["busbw_gb_s"] for entry in ways] or [0.0])
     for entry in sorted(ways, key=lambda entry: float(entry["busbw_gb_s"]))[:SHOWN_PAIRS]:
         share = f"{entry['busbw_gb_s'] / middle:.0%}" if middle else ""
-        size = show_size(entry["bytes"])
-        yield [*entry["nodes"], size, f"{entry['busbw_gb_s']:.4g}", share, f"{entry['spread']:.0%}"]
+        yield [*entry["nodes"], show_size(entry["bytes"]), f"{entry['busbw_gb_s']:.4g}", share, f"{entry['spread']:.0%}"]
 
 
-def notes(found: Mapping[str, Any]) -> Iterator[str]:
+def notes(result: Mapping[str, Any]) -> Iterator[str]:
     """What did not end, what was left out, what else went wrong."""
-    for entry in found.get("hung", []):
+    for entry in result.get("hung", []):
         where = f" on {', '.join(entry['hosts'])}" if entry["hosts"] else ""
         size = f" of {show_size(entry['bytes'])}" if entry["bytes"] else ""
         text = f": {entry['message']}" if entry["message"] else ""
         yield f"did not end: {entry['collective']} ({entry['scope']}){size}{where}{text}"
-    for entry in found.get("problems", []):
+    for entry in result.get("problems", []):
         yield f"{entry['node']}: {entry['message']}"
     kinds: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
-    for entry in found.get("left_out", []):
+    for entry in result.get("left_out", []):
         kinds.setdefault((entry["scope"], entry["collective"], "memory" in entry["reason"]), []).append(entry)
     for (scope, name, _), entries in kinds.items():
         sizes = ", ".join(show_size(entry["bytes"]) for entry in sorted(entries, key=lambda entry: -int(entry["bytes"]))[:4])
@@ -110,36 +96,15 @@ def notes(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"left out: {name} ({scope}) of {sizes}{more}: {entries[0]['reason']}"
 
 
-def verdict(document: Mapping[str, Any], console: Console) -> None:
+def verdict(document: Mapping[str, Any]) -> Iterator[str]:
     """The findings, worst first; those that passed are counted."""
-    findings = document.get("findings", [])
+    findings = [Finding(**item) for item in document.get("findings", [])]
     for item in findings:
-        if item["status"] not in ("fail", "warn"):
-            continue
-        where = f" {item['where']}:" if item["where"] else ""
-        line = Text(f"\n{MARKS[item['status']]}", style=STYLES[item["status"]])
-        line.append(escape(f" {item['rule']}:{where} {item['found']}"), style="default")
-        console.print(line, soft_wrap=True)
-        for text in (item["why"], f"-> {item['fix']}", item["link"]):
-            if text:
-                console.print(Text(escape(f"     {text}")), soft_wrap=True)
-    passed = sum(item["status"] == "pass" for item in findings)
-    unknown = sum(item["status"] == "unknown" for item in findings)
-    status = document.get("status", "unknown")
-    headline = document.get("headline") or MARKS.get(status, status)
-    console.print()
-    console.print(Text(escape(headline), style=STYLES.get(status, "")), soft_wrap=True)
-    console.print(Text(f"{passed} rules passed, {unknown} could not be seen here", style="dim"), soft_wrap=True)
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    headers = ("scope", "collective", "from", "to", "result")
-    for name in names:
-        table.add_column(name, justify="left" if name in headers else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(escape(cell), style="bold red" if cell == "WRONG" else "") for cell in row))
-    return table
+        if item.status in (FAIL, WARN):
+            yield from describe(item, [item.where] if item.where else [])
+    statuses = [item.status for item in findings]
+    yield str(document.get("headline", ""))
+    yield f"{statuses.count(PASS)} rules passed, {statuses.count(UNKNOWN)} could not be seen here"
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------------------

@@ -78,7 +78,6 @@ class Log:
     """Ranks of one node, as a rank of the largest communicator logged (since 2.18); 0: not logged."""
     local_ranks: dict[str, set[int]] = field(default_factory=dict)
     """Host -> ranks of the largest communicator on it."""
-    processes: set[tuple[str, str]] = field(default_factory=set)
     networks: dict[str, set[str]] = field(default_factory=dict)
     """``Using network ...`` -> hosts."""
     adapters: dict[str, list[LoggedDevice]] = field(default_factory=dict)
@@ -271,8 +270,6 @@ class _NcclLogReader:
             log.hosts.add(record.host)
         if record.gpu:
             log.highest_gpu = max(log.highest_gpu, int(record.gpu))
-        if record.pid:
-            log.processes.add((record.host, record.pid))
         if record.level == WARN:
             self.fault(record)
         elif record.level == INFO:
@@ -457,15 +454,12 @@ _MAX_HEAD = 400
 """Characters before the level in which host, process and place are looked for."""
 
 _LEVEL = re.compile(r"NCCL (INFO|WARN|TRACE|CALL|ABORT)(?: |$)")
-_SIMPLE = re.compile(r"([A-Za-z0-9][\w.-]{0,255}):(\d{1,10}):(\d{1,10}) \[(\d{1,4})\] (?:(\S{1,200}:\d{1,6}) )?$")
+_WHO = re.compile(r"(?<![\w.-])(<?[A-Za-z0-9][\w.-]{0,255}>?):(\d{1,10}):\d{1,10} (?:\[(\d{1,4})\] )?")
+_GPU = re.compile(r"\[(\d{1,4})\] ")
+_SOURCE = re.compile(r"(?<!\S)([^\s:\[\]]{1,200}:\d{1,6}) (?:\([^\s()]{1,80}\) )?$")
 _COLOUR = re.compile(r"\x1b\[[0-9;?]{0,32}[A-Za-z]|ESC\[[0-9;]{0,32}m")
-_SOURCE = re.compile(r"[^\s:]{1,200}:\d{1,6}$")
-_GPU = re.compile(r"\[(\d{1,4})\]$")
-_TIME = re.compile(r"\d{1,16}\.\d{1,9}$")
-_NOT_HOST = re.compile(r"[^A-Za-z0-9._-]")
 _GLUED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?")
 """A time that a log service puts in front of a line without a space."""
-_WHO = re.compile(r"(?<![\w.-])([A-Za-z0-9][\w.-]{0,255}):(\d{1,10}):\d{1,10} \[(\d{1,4})\] ")
 
 _MARKS = re.compile(
     "CCL version|NCCL_|nccl|NCCL (?:[eE]rror|failure|operations)|atchdog|Out of bounds values|Duplicate GPU"
@@ -530,32 +524,14 @@ def _split(line: str, heads: list[re.Match[str]]) -> Iterator[Record]:
 def _head(line: str, begin: int, end: int) -> tuple[str, str, str, str, int]:
     """Host, process, GPU and place before a level, and where in the line they begin."""
     begin = max(begin, end - _MAX_HEAD)
-    if simple := _SIMPLE.match(line, begin, end):
-        return simple[1], simple[2], simple[4], simple[5] or "", begin
-    source = gpu = ""
-    tokens = [("", 0), *((found.group(), found.start()) for found in re.finditer(r"\S+", line[begin:end]))]
-    start = end - begin
-    if tokens[-1][0].startswith("(") and tokens[-1][0].endswith(")"):
-        tokens.pop()
-    if "](http" in tokens[-1][0]:  # a page has made a link of file.cc:12
-        tokens.pop()
-    elif _SOURCE.match(tokens[-1][0]) and tokens[-1][0].count(":") == 1:
-        source, start = tokens.pop()
-    if _TIME.match(tokens[-1][0]):
-        tokens.pop()
-    found = _GPU.match(tokens[-1][0])
-    if found:
-        gpu, start = found[1], tokens.pop()[1]
-    parts = tokens[-1][0].rsplit(":", 2)
-    if len(parts) == 3 and parts[1].isdigit() and parts[2].isdigit():
-        name = _GLUED.sub(" ", parts[0], count=1)
-        # People write <node> in place of a host's name.
-        host = name[name.rfind("<") :] if name.endswith(">") and "<" in name else _NOT_HOST.split(name)[-1]
-        return host, parts[1], gpu, source, begin + tokens[-1][1] + len(parts[0]) - len(host)
-    # The name of a function with spaces in it may stand between (plugins of other makers).
-    for who in _WHO.finditer(line, begin, end):
-        return who[1], who[2], who[3], source, who.start()
-    return "", "", gpu, source, begin + start
+    before = _GLUED.sub(lambda time: " " * len(time[0]), line[begin:end])
+    place = _SOURCE.search(before)
+    source = place[1] if place else ""
+    if who := next(_WHO.finditer(before), None):
+        return who[1], who[2], who[3] or "", source, begin + who.start()
+    gpu = _GPU.search(before)
+    first = gpu or place
+    return "", "", gpu[1] if gpu else "", source, begin + first.start() if first else end
 
 
 # --- for people and programs -------------------------------------------------------------------------------------------

@@ -78,6 +78,7 @@ def bottleneck(plan: Plan) -> str:
         "optimizer": "The optimizer: {share} of the time; a larger batch or more ranks spread it.",
         "evaluation": "Evaluation: {share} of the time; evaluate less often or fewer sequences.",
         "checkpoint": "Checkpoints: {share} of the time; save less often or to faster storage.",
+        "generation": "Generating the answers: {share} of the time; shorter ones, or train.use_vllm, take less.",
         "load": "Start-up and loading: {share} of the time; the training itself is short.",
     }
     return phrases[name].format(share=f"{share:.0%}")
@@ -135,6 +136,9 @@ def topics(plan: Plan) -> dict[str, list[Term]]:
         "host": plan.host,
         "step": [*plan.step.compute, plan.step.exposed, plan.step.bubble, plan.step.optimizer],
     }
+    if plan.step.generation is not None:
+        found["generation"] = [plan.step.generation]
+        found["step"].append(plan.step.generation)
     for moment in plan.moments:
         for term in moment.parts:
             found.setdefault(term.name.replace(" ", "-"), []).append(term)
@@ -232,7 +236,8 @@ def memory_parts(plan: Plan) -> dict[str, float]:
     parts = ("weights", *(["reference"] if plan.strategy.reference_bytes else []), "gradients", "optimizer", "activations")
     found = dict.fromkeys((*parts, "logits", "gathered", "buffers", "fragmentation"), 0.0)
     for term in [*plan.peak.parts, *plan.beside]:
-        found[names.get(term.name, term.name)] += term.value / GIB
+        name = names.get(term.name, term.name)
+        found[name] = found.get(name, 0.0) + term.value / GIB
     return found
 
 
@@ -307,6 +312,7 @@ def advice_json(
                 "accumulation": o.strategy.accumulation,
                 "checkpointed": o.strategy.recompute.share,
                 "why": why.get(o.candidate.family, o.why),
+                "quality": o.quality,
                 "overrides": overrides.get(o.candidate.family),
             }
             for o in [*advice.fitting, *advice.losing]

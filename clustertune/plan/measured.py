@@ -114,7 +114,7 @@ class CheckFile(StrictSection):
     expected: dict[str, Any] | None = None
     verdict: dict[str, Any] | None = None
     """From ``backend_why`` on: what ``clustertune nccl-check`` adds for its own verdict and the report
-    (:mod:`clustertune.nccl_check.link_records`); a plan does not need it."""
+    (:mod:`clustertune.nccl_check.link_measure`); a plan does not need it."""
 
 
 @dataclass(frozen=True)

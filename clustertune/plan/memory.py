@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from clustertune.plan import generation
 from clustertune.plan.constants import BYTES, Constants, Term, total
 from clustertune.plan.strategy import ModelShape
 from clustertune.recipe.counted import LayerKind, ParameterCount
@@ -27,7 +28,7 @@ TILE_TOKENS, TILE_ENTRIES = 4096, 32768
 vocabulary is not (trl/kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE; trl/trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE)."""
 
 FORWARD, LOSS, REFERENCE = "forward pass, last layer", "end of the forward pass, at the loss", "forward pass of the reference"
-BACKWARD, UPDATE = "backward pass", "optimizer step"
+BACKWARD, UPDATE, GENERATION = "backward pass", "optimizer step", "generation of the answers"
 """The moments of a step by name."""
 
 
@@ -53,6 +54,7 @@ def moments(shape: ModelShape, constants: Constants) -> list[Moment]:
         **({FORWARD: _largest(resting, forward)} if (forward := memory.forward()) else {}),
         LOSS: _largest(resting, memory.at_loss()),
         **({REFERENCE: _largest(resting, memory.second_forward())} if paired else {}),
+        **({GENERATION: [*resting, *answers]} if (answers := generation.held(shape)) else {}),
         BACKWARD: _largest(resting, memory.backward()),
         UPDATE: update,
     }
@@ -763,7 +765,7 @@ def row_bytes(resolved: Resolved) -> int:
 
     DeepSpeed makes its float32 copies later, of what lies in its place by then.
     """
-    return 2 + 4 if resolved.distribution.is_fsdp and resolved.recipe.lora is None else 2
+    return 2 + 4 if resolved.distribution.is_fsdp and resolved.lora is None else 2
 
 
 def rows_in_flight(resolved: Resolved, counted: ParameterCount, ranks: int, shards: int) -> float:

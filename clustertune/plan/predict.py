@@ -8,7 +8,7 @@ from typing import Any
 
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.host.system import GIB
-from clustertune.plan import memory
+from clustertune.plan import generation, memory
 from clustertune.plan.constants import Constants, Term, total
 from clustertune.plan.lengths import Lengths, known_lengths
 from clustertune.plan.machine import PlanMachine
@@ -16,6 +16,7 @@ from clustertune.plan.memory import COPY_SHARE, host_parts, save_copy
 from clustertune.plan.schedule import Schedule, schedule
 from clustertune.plan.step import LAUNCHING, Step, flops, step
 from clustertune.plan.strategy import ModelShape, Strategy, strategy
+from clustertune.recipe.native_rules import row_tokens
 from clustertune.recipe.parameters import KNOWN, adapted_experts, count, lora_parameter_count
 from clustertune.resolve.distribution import Distribution
 from clustertune.resolve.resolved import Resolved
@@ -73,7 +74,8 @@ class Plan(Footprint):
     @property
     def fits(self) -> bool:
         """Both memories hold it."""
-        return self.needed <= self.machine.usable_bytes and self.host_bytes <= self.machine.host_bytes
+        left = 1.0 - (self.strategy.rollouts.vllm if self.strategy.rollouts else 0.0)
+        return self.needed <= left * self.machine.usable_bytes and self.host_bytes <= self.machine.host_bytes
 
     @property
     def tokens_per_s(self) -> float:
@@ -85,7 +87,7 @@ class Plan(Footprint):
         """Share of the computed tokens that are tokens of a conversation."""
         if self.lengths is None or self.strategy.packing:
             return 1.0
-        longest = int(self.resolved.train_args["max_length"])
+        longest = int(row_tokens(self.resolved.train_args))
         return min(1.0, self.lengths.mean(longest) / self.strategy.sequence)
 
     def utilisation(self, *, hardware: bool) -> float:
@@ -107,6 +109,7 @@ class Plan(Footprint):
             "exposed_communication": one.exposed.value,
             "pipeline_bubble": one.bubble.value,
             "optimizer": one.optimizer.value,
+            **({"generation": one.generation.value} if one.generation else {}),
         }
         if around.steps:
             found["evaluation"] = (around.evaluations or 0) * around.evaluation.value / around.steps
@@ -137,6 +140,8 @@ def make_plan(
     one = step(shape, machine, constants)
     low, high = step_range(shape, machine, constants, one) if sure else (1.0, 1.0)
     notes = [*used.notes, *more, *([one.offload.note] if one.offload.note else [])]
+    if used.rollouts is not None:
+        notes += [generation.NOTE.format(share=generation.BANDWIDTH_SHARE), *([generation.VLLM] if used.rollouts.vllm else [])]
     copy = save_copy(shape)
     if copy is not None:
         if copy.value <= COPY_SHARE * (machine.host_bytes - room.host_bytes):
@@ -226,10 +231,10 @@ def make_shape(resolved: Resolved, used: Strategy, *, cudnn: bool = False) -> Mo
             fix = "name plain linear modules in lora.target_modules, such as [q_proj, v_proj]"
             raise UserError(Problem(text, file=f"{resolved.name}/recipe.yaml", key="lora", fix=fix))
         adapters = found
-    targets = (lora or {}).get("target_modules") or ()
+    targets = (lora["target_modules"] if lora else None) or ()
     names = tuple(str(name).split(".")[-1] for name in targets) if not isinstance(targets, str) else _all_linear(counted)
     rank, dropout = (lora["r"], lora["lora_dropout"]) if lora else (0, 0.0)
-    wrapped = tuple(sorted({linear.name for _, linear in adapted_experts(resolved.architecture, lora or {})}))
+    wrapped = tuple(sorted({linear.name for _, linear in adapted_experts(resolved.architecture, lora)})) if lora else ()
     trained = adapters if lora is not None else counted.total
     return ModelShape(counted, used, trained, adapters, rank, names, wrapped, dropout, cudnn)
 

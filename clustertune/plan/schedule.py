@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clustertune.errors import Problem
+from clustertune.plan import generation
 from clustertune.plan.constants import SECONDS, Constants, Term, total
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.step import micro_batch, traffic
-from clustertune.plan.strategy import ModelShape
+from clustertune.plan.strategy import ModelShape, strategy
+from clustertune.recipe.native_rules import row_tokens
 from clustertune.recipe.schema import parse_minutes, seconds_of
 from clustertune.resolve.resolved import Resolved
 
@@ -70,7 +72,7 @@ class PackedRows:
 
 def rows(resolved: Resolved, lengths: Lengths | None) -> PackedRows:
     """How many sequences training and one evaluation have."""
-    data, longest = resolved.recipe.data, resolved.train_args["max_length"]
+    data, longest = resolved.recipe.data, row_tokens(resolved.train_args)
     counts = data.expect
     if counts is None or counts.train is None:
         return PackedRows(
@@ -79,8 +81,8 @@ def rows(resolved: Resolved, lengths: Lengths | None) -> PackedRows:
     train, held = float(counts.train), counts.eval
     if held is None:
         held = round(train * data.eval_fraction / (1 - data.eval_fraction))
-    packing = bool(resolved.train_args.get("packing"))
-    packs_eval = packing if (stated := resolved.train_args.get("eval_packing")) is None else stated
+    packing = bool(resolved.train_args["packing"])
+    packs_eval = packing if (stated := resolved.train_args["eval_packing"]) is None else stated
     if not packing:
         return PackedRows(
             train, _packed(held, lengths, longest) if packs_eval else held, f"{counts.train:,} conversations, a sequence each"
@@ -104,7 +106,7 @@ def tokens_to_prepare(resolved: Resolved) -> float | None:
     found, lengths = resolved.recipe.data.expect, known_lengths(resolved)
     if found is None or found.train is None or resolved.recipe.megatron is not None:
         return None
-    longest = resolved.train_args["max_length"]
+    longest = row_tokens(resolved.train_args)
     each = 2 if resolved.is_dpo else 1
     return (found.train + (found.eval or 0)) * each * (lengths.mean(10**9) if lengths else float(longest))
 
@@ -147,9 +149,9 @@ def schedule(
         text = "{copy} s to copy + {write} s to write - {every} x {step} s in which training continues"
         cost = Term("save", copied + wait, SECONDS, text, values)
     evaluations = times(args, "eval", steps)
-    if evaluations is not None and args.get("eval_on_start"):
+    if evaluations is not None and args["eval_on_start"]:
         evaluations += 1
-    kept = int(args.get("save_total_limit") or 0)
+    kept = int(args["save_total_limit"] or 0)
     most = kept or 1 if saves is None else min(kept + len(milestones), saves) if kept else saves
     disk = {"checkpoints": size * most, "merged model": 2.0 * shape.counted.total}
     if shape.strategy.lora:
@@ -236,7 +238,7 @@ def find_idle_schedule(resolved: Resolved, steps: int | None = None, lengths: Le
     """
     steps, why = _known_steps(resolved, steps, lengths)
     args = resolved.train_args
-    if steps != 1 or not args.get("warmup_steps") or str(args.get("lr_scheduler_type")) in _WITHOUT_WARMUP:
+    if steps != 1 or not args["warmup_steps"] or str(args["lr_scheduler_type"]) in _WITHOUT_WARMUP:
         return []
     text = f"{float(args['warmup_steps']):g}: the training has 1 step{why}, which is the warm-up's first, with the learning "
     fix = "a smaller train.global_batch_size, or more epochs; train.warmup_steps=0 makes the one step train"
@@ -245,12 +247,14 @@ def find_idle_schedule(resolved: Resolved, steps: int | None = None, lengths: Le
 
 def steps_of(resolved: Resolved, found: PackedRows) -> tuple[int | None, str]:
     """Optimizer steps of a training, and how they are known."""
-    args, batch = resolved.train_args, int(resolved.recipe.train["global_batch_size"])
+    args, batch = resolved.train_args, resolved.global_batch_size
     most = args["max_steps"]
     if most > 0:
         return most, f"train.max_steps {most}"
     if found.train is not None:
         epochs = float(args["num_train_epochs"])
+        if resolved.is_grpo:
+            return _steps_of_prompts(resolved, found.train, epochs)
         # Trainer rounds up within an epoch: the last, smaller batch is a step as well.
         return max(
             1, math.ceil(epochs * math.ceil(found.train / batch))
@@ -258,6 +262,16 @@ def steps_of(resolved: Resolved, found: PackedRows) -> tuple[int | None, str]:
     if resolved.recipe.expect.steps is not None:
         return resolved.recipe.expect.steps, f"expect.steps of the recipe ({found.why})"
     return None, found.why
+
+
+def _steps_of_prompts(resolved: Resolved, prompts: float, epochs: float) -> tuple[int, str]:
+    """TRL draws as many prompts as a generation answers; those that are left over at an epoch's end are left out."""
+    args, made = resolved.train_args, strategy(resolved).rollouts
+    assert made is not None
+    at_a_time = made.answers * resolved.data_parallel_size / args["num_generations"]
+    steps = max(1, math.ceil(epochs * math.floor(prompts / at_a_time) * made.steps))
+    text = f"{prompts:,.0f} prompts, {at_a_time:g} in a generation, which is for {made.steps:g} steps; x {epochs:g} epochs"
+    return steps, text
 
 
 def times(args: dict[str, Any], what: str, steps: int | None) -> int | None:
@@ -275,7 +289,7 @@ def times(args: dict[str, Any], what: str, steps: int | None) -> int | None:
 
 def every_steps(args: dict[str, Any], what: str, steps: int | None) -> int | None:
     """Steps between two evaluations or saves; None for a share of steps whose number is not known."""
-    value = float(args.get(f"{what}_steps") or args["logging_steps"])  # transformers' rule for eval_steps
+    value = float(args[f"{what}_steps"] or args["logging_steps"])  # transformers' rule for eval_steps
     if value < 1:
         return None if steps is None else max(1, math.ceil(value * steps))
     return max(1, int(value))
@@ -287,13 +301,18 @@ def _evaluation(args: dict[str, Any], shape: ModelShape, machine: PlanMachine, c
     batch = args["per_device_eval_batch_size"]
     if not found.eval:
         return Term("evaluation", 0.0, SECONDS, "no eval split known", {})
-    passes = math.ceil(found.eval / (batch * plan.data_parallel_size))
-    filled = found.eval / (passes * plan.data_parallel_size)
+    sequences = found.eval * (args["num_generations_eval"] or args["num_generations"] if plan.rollouts else 1)
+    passes = math.ceil(sequences / (batch * plan.data_parallel_size))
+    filled = sequences / (passes * plan.data_parallel_size)
     forward = total(micro_batch(shape, machine, constants).forward) * filled / plan.micro_batch
     moved = sum(c.seconds(machine, constants.intra_scale, constants.inter_scale) for c in traffic(shape).forward)
     values = {"passes": passes, "forward": forward, "moved": moved, "rows": found.eval, "batch": batch}
     text = "{passes} passes ({rows} sequences, {batch} per rank) x the longer of {forward} s computing and {moved} s gathering"
-    return Term("evaluation", passes * max(forward, moved), SECONDS, text, values)
+    if plan.rollouts is None:
+        return Term("evaluation", passes * max(forward, moved), SECONDS, text, values)
+    made = passes * generation.seconds(shape, machine, batch, plan.rollouts)[0]
+    text += ", and {made} s for the answers"
+    return Term("evaluation", passes * max(forward, moved) + made, SECONDS, text, {**values, "made": made})
 
 
 def _checkpoint_bytes(shape: ModelShape) -> float:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from clustertune.plan import generation
 from clustertune.plan.constants import SECONDS, Constants, Term, total
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.memory import WHOLE, SavedActivations
@@ -537,10 +538,12 @@ class Step:
     wires: list[TimedCollective]
     """Every collective of the step, hidden or not."""
     offload: Offload
+    generation: Term | None = None
+    """Of the model's own answers; None where it makes none."""
 
     @property
     def seconds(self) -> float:
-        parts = [self.exposed, self.bubble, self.optimizer]
+        parts = [self.exposed, self.bubble, self.optimizer, *([self.generation] if self.generation else [])]
         return total(self.compute) + total(parts)
 
     @property
@@ -577,6 +580,7 @@ def step(shape: ModelShape, machine: PlanMachine, constants: Constants) -> Step:
         copies.optimizer or _optimizer(shape, machine, constants),
         timer.wires(moved, count),
         copies,
+        generation.of_step(shape, machine),
     )
 
 

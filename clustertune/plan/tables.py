@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from clustertune.cluster.schema import Cluster
+from clustertune.console import make_table
 from clustertune.host.system import GIB
 from clustertune.plan import explanation
 from clustertune.plan.advise import ALIKE, Advice, CostedCandidate, reasons
@@ -29,6 +29,7 @@ MARKS = {
     "evaluation": "e",
     "checkpoint": "c",
     "load": "l",
+    "generation": "g",
 }
 
 
@@ -44,14 +45,6 @@ def render(plan: Plan, headline: str, whole: Mapping[str, str], console: Console
     console.print()
     for line in explanation.assumptions(plan):
         console.print(Text(f"- {line}"), soft_wrap=True)
-
-
-def make_table(*columns: str, title: str | None = None, text_columns: int = 1) -> Table:
-    """A plain table, whose first columns hold text and the others numbers."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index < text_columns else "right", overflow="fold")
-    return table
 
 
 def _answers(plan: Plan, headline: str, whole: Mapping[str, str]) -> Table:
@@ -116,8 +109,9 @@ def compare(one: Plan, other: Plan, wholes: Sequence[Mapping[str, str]], console
     for name in rows[0] | rows[1]:
         table.add_row(*map(Text, (name, rows[0].get(name, ""), rows[1].get(name, ""))))
     before, after = one.parts(), other.parts()
-    for name in before:
-        table.add_row(f"{name.replace('_', ' ')}, s per step", f"{before[name]:.3g}", f"{after.get(name, 0.0):.3g}")
+    for name in before | after:
+        seconds = (f"{parts.get(name, 0.0):.3g}" for parts in (before, after))
+        table.add_row(f"{name.replace('_', ' ')}, s per step", *seconds)
     console.print(table)
     ratio = one.step.seconds / other.step.seconds
     faster = other if ratio > 1 else one
@@ -165,7 +159,6 @@ def advice(
     table = make_table(
         "strategy", "nodes", "micro batch", "recomputed", "s per step", "hours", currency or "cost", "GiB", title=title
     )
-    table.columns[0].no_wrap = True
     shown = [*local[:ROWS], *elsewhere[:1]]
     for index, option in enumerate(shown):
         if index == len(local[:ROWS]):
@@ -175,13 +168,15 @@ def advice(
         name = option.candidate.family if option.starts(cluster) else f"needs Megatron image: {option.candidate.family}"
         table.add_row(
             name, str(used.nodes), f"{used.micro_batch} x {used.accumulation}", f"{used.recompute.share:.0%}",
-            f"{option.step_s:.3g}", hours, "" if spent is None else f"{spent:,.0f}",
+            f"{option.step_s:.3g}", hours, "" if spent is None else f"{spent:,.2f}",
             f"{option.needed / GIB:.1f}",
         )  # fmt: skip
     if found.fitting:
         console.print(table)
     for option in shown:
         console.print(Text(f"- {option.candidate.family}: {why[option.candidate.family]}"), soft_wrap=True)
+    for text in dict.fromkeys(option.quality for option in shown if option.quality):
+        console.print(Text(f"Quality: {text}."), soft_wrap=True)
     if elsewhere:
         text = f"Megatron-Core runs in NVIDIA's image, which {cluster.name} does not name (container.megatron)."
         console.print(Text(text), soft_wrap=True)

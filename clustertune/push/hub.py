@@ -154,34 +154,15 @@ def _message(target: Target, token: str) -> Iterator[None]:
 
 
 def _explain(error: Exception, target: Target, token: str) -> UserError:
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-
-    again = "nothing was committed: run the same command again"
+    """The Hub's own words, with what to do about them."""
+    response = getattr(error, "response", None)
+    status = int(getattr(response, "status_code", 0))
     lines = str(error).replace(token, "***").strip().splitlines()
-    first = (lines[0] if lines else type(error).__name__)[:300]
-    if isinstance(error, OfflineModeIsEnabled):
-        return UserError("HF_HUB_OFFLINE is set: nothing is asked of the Hub", key="HF_HUB_OFFLINE", fix="unset it")
-    if isinstance(error, HFValidationError):
-        return UserError(first, file="command line", key="--repo", fix="--repo OWNER/NAME")
-    if isinstance(error, HfHubHTTPError):
-        return _explain_status(error.response.status_code if error.response is not None else 0, first, target, again)
-    if isinstance(error, ValueError):
-        return UserError(f"the Hub refuses it: {first}", file=target.repo)
+    said = (lines[0] if lines else type(error).__name__)[:300]
     where = target.endpoint or "https://huggingface.co"
-    return UserError(f"no answer of {where}: {type(error).__name__}: {first}", fix=again, code=ExitCode.AGAIN)
-
-
-def _explain_status(status: int, first: str, target: Target, again: str) -> UserError:
-    if status == 401:
-        fix = "make one that may write: https://huggingface.co/settings/tokens, and put it into .env"
-        return UserError("the Hub does not accept the token (401)", file=".env", key="HF_TOKEN", fix=fix)
-    if status == 403:
+    if isinstance(error, ValueError) or (400 <= status < 500 and status not in (409, 412, 429)):
         owner = target.repo.partition("/")[0]
-        fix = f"a token that may write for {owner}, or --repo with your own name"
-        return UserError(f"the token may not write to {target.repo} (403)", file=".env", key="HF_TOKEN", fix=fix)
-    if status in (409, 412):
-        fix = "run the same command again: it looks at what is there now"
-        return UserError(f"was changed by somebody else meanwhile ({status})", file=target.repo, fix=fix, code=ExitCode.AGAIN)
-    if status == 429 or status >= 500:
-        return UserError(f"the Hub answers {status}: {first}", file=target.repo, fix=again, code=ExitCode.AGAIN)
-    return UserError(f"the Hub refuses it ({status}): {first}", file=target.repo)
+        fix = f"HF_TOKEN of .env must be one that may write for {owner}: https://huggingface.co/settings/tokens"
+        return UserError(f"the Hub refuses it ({status or type(error).__name__}): {said}", file=target.repo, fix=fix)
+    fix = "nothing was committed: run the same command again"
+    return UserError(f"{where} answers {status or 'nothing'}: {type(error).__name__}: {said}", fix=fix, code=ExitCode.AGAIN)

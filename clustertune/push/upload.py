@@ -163,7 +163,11 @@ def build_card(run: RunDir, document: Mapping[str, Any], sealed: Manifest, repo:
         notes.append("The base model has random weights and was made by the run itself: nobody else can load this adapter.")
     distributed = document.get("distributed") or {}
     ranks = distributed.get("world_size") or get(document, "recipe", "world_size")
-    found = (("training loss", content.train_losses(metrics)), ("eval loss", content.eval_losses(metrics)))
+    found = (
+        ("training loss", content.train_losses(metrics)),
+        ("eval loss", content.eval_losses(metrics)),
+        ("reward of the held-out prompts", content.held_out_rewards(metrics)),
+    )
     losses = [(f"{name}, {loss[0]}", ", ".join(f"{value:.4f}" for value in loss[1])) for name, loss in found if loss]
     # Of all tries that ended: the stage's own record has the last one only.
     tries = next((stage.seconds for stage in metrics.stages if stage.stage == "train"), None)

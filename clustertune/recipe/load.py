@@ -123,7 +123,8 @@ def find_folder(recipe: str | Path) -> tuple[Path, str]:
         raise _refused(f"{given!r} cannot be read: {error.strerror or error}") from None
     if folder is None:
         known = sorted({entry.parent.name for below in (Path("recipes"), RECIPES) for entry in below.glob("*/recipe.yaml")})
-        raise _refused(f"there is no recipe {given!r}", did_you_mean(path.name, known))
+        looked = ", ".join(dict.fromkeys(str(place.parent.absolute()) for place in places[1:] or places))
+        raise _refused(f"there is no recipe {given!r} (looked in {looked})", did_you_mean(path.name, known))
     if not re.fullmatch(NAME, folder.resolve().name):
         text = f"the folder name {folder.resolve().name!r} becomes a path and a job name and may hold only letters, digits, "
         text += "'.', '_' and '-' (64 at most, the first a letter or digit)"

@@ -62,6 +62,7 @@ TRAIN_RANGES = {
     "num_train_epochs": NumberRange(0, 10_000, low_open=True),  # no rate ever falls in a schedule of a billion
     **dict.fromkeys(("max_grad_norm", "eval_delay"), NumberRange(0)),
     "dataloader_num_workers": NumberRange(0, 512),  # each is a process on a node that others may share
+    "global_batch_size": NumberRange(1, 10**7),
     **dict.fromkeys(
         (
             *("per_device_train_batch_size", "per_device_eval_batch_size", "eval_accumulation_steps", "save_total_limit"),
@@ -83,12 +84,29 @@ DPO_RANGES = {
     "discopop_tau": NumberRange(0, low_open=True),
 }
 
+GRPO_RANGES = {
+    "num_generations": NumberRange(2),
+    **dict.fromkeys(
+        ("num_generations_eval", "max_completion_length", "num_iterations", "steps_per_generation", "max_prompt_length"),
+        NumberRange(1),
+    ),
+    **dict.fromkeys(("beta", "epsilon", "epsilon_high", "entropy_coef", "top_k"), NumberRange(0)),
+    "temperature": NumberRange(0, low_open=True),
+    **dict.fromkeys(("top_p", "top_entropy_quantile"), NumberRange(0, 1, low_open=True)),
+    "min_p": NumberRange(0, 1),
+    "vllm_gpu_memory_utilization": NumberRange(0, 1, low_open=True, high_open=True),
+}
+
 LORA_RANGES = {"r": NumberRange(1, 65536), "lora_alpha": NumberRange(0, low_open=True), "lora_dropout": _SHARE}
 
 _RESUME = "a run resumes by itself from its newest whole checkpoint"
 
 TRAIN_OWNED = {
     **dict.fromkeys(("output_dir", "run_name", "logging_dir"), "the run folder decides it"),
+    **dict.fromkeys(
+        ("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "accelerator_config"),
+        "the distribution is in the recipe's accelerate.yaml",
+    ),
     **dict.fromkeys(("use_cpu", "no_cuda", "local_rank", "ddp_backend"), "the launcher says so for each machine"),
     **dict.fromkeys(
         ("dataset_num_proc", "dataset_kwargs", "dataset_text_field", "remove_unused_columns"),
@@ -143,6 +161,36 @@ DPO_OWNED = {
     "padding_free": "TRL 1.16 pads all the same, with a warning",  # trl/trainer/dpo_trainer.py:732
 }
 """The same of ``DPOConfig``'s own."""
+
+_SERVERS = "rollout: servers is not built: vLLM generates on the GPUs that train (vllm_mode: colocate)"
+_NO_TOOLS = "the model is given no tools"
+
+GRPO_OWNED = {
+    **dict.fromkeys(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _REFERENCE),
+    **dict.fromkeys(
+        ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"), _SERVERS
+    ),
+    "reward_weights": "the section reward says it, as weight",
+    "generation_batch_size": "steps_per_generation says it",
+    "label_smoothing_factor": "GRPOTrainer does not read it",
+    **dict.fromkeys(
+        ("log_completions", "log_unique_prompts", "num_completions_to_print", "log_multimodal"),
+        "sample answers are in metrics.jsonl and in the report",
+    ),
+    "log_completions_hub_repo": "a run publishes nothing",
+    "max_tool_calling_iterations": _NO_TOOLS,
+    # It casts the model, adapters too (trl/trainer/grpo_trainer.py:1777 of 1.16), and was not tried sharded.
+    **dict.fromkeys(
+        ("use_transformers_continuous_batching", "transformers_continuous_batching_config", "use_transformers_paged"),
+        "transformers' generate is used, or vLLM: use_vllm",
+    ),
+    "vllm_importance_sampling_cap": "write vllm_importance_sampling_clip_max",
+}
+"""The same of ``GRPOConfig``'s own."""
+
+MAX_PROMPT = "max_prompt_length"
+"""A key of ours under ``train`` with ``trainer: grpo``, once TRL's own: tokens of a prompt at most, chat template included.
+TRL 1.16 takes any length, and what an over-long one needs is found by running out of memory; ``prepare`` refuses it here."""
 
 LORA_OWNED = {
     "base_model_name_or_path": "it is the recipe's model.name",
@@ -275,13 +323,29 @@ class NativeField:
     """The values that it takes, where they are a closed set."""
 
 
+GLOBAL_BATCH = NativeField("global_batch_size", UNKNOWN, [["plain", "int"]], "a whole number of sequences")
+"""The one key of ``train`` that is not TRL's."""
+
+
 @cache
 def train_fields(trainer: str = "sft") -> dict[str, NativeField]:
-    """The fields of TRL's ``SFTConfig``, or with ``dpo`` of ``DPOConfig``, with those of its bases."""
-    found, dpo = facts("trl")["fields"], facts("trl")["dpo"]
-    if trainer == "dpo":
-        found = {name: field for name, field in (found | dpo["fields"]).items() if name not in dpo["lacks"]}
-    return _fields(found)
+    """The fields of TRL's ``SFTConfig``, ``DPOConfig`` or ``GRPOConfig`` with those of its bases, by the ``trainer``."""
+    found, other = facts("trl")["fields"], facts("trl").get(trainer)
+    if other is not None:
+        found = {name: field for name, field in (found | other["fields"]).items() if name not in other["lacks"]}
+    fields = _fields(found)
+    if trainer == "grpo":
+        fields[MAX_PROMPT] = NativeField(MAX_PROMPT, 512, [["plain", "int"]], "a whole number")
+    return fields
+
+
+OWNED = {"sft": {}, "dpo": DPO_OWNED, "grpo": GRPO_OWNED}
+"""By trainer, what a recipe may not set beside :data:`TRAIN_OWNED`."""
+
+
+def row_tokens(train: Mapping[str, Any]) -> Any:
+    """Tokens of a sequence at most, of ``train`` with its defaults: ``max_length``; with GRPO a prompt and its completion."""
+    return train[MAX_PROMPT] + train["max_completion_length"] if MAX_PROMPT in train else train["max_length"]
 
 
 @cache
@@ -291,18 +355,26 @@ def lora_fields() -> dict[str, NativeField]:
 
 
 def train_defaults(trainer: str = "sft") -> dict[str, Any]:
-    """What TRL takes for each key of ``train`` that a recipe leaves out, but for those that it leaves out itself (None)."""
-    return _defaults(train_fields(trainer), {*TRAIN_OWNED, *(DPO_OWNED if trainer == "dpo" else ())})
+    """What TRL takes for each key of ``train`` that a recipe leaves out. The one place that knows it.
+
+    Of ``dpo`` and ``grpo`` too it has all keys of SFTConfig, so that a reader need not ask for the trainer: neither packs.
+    """
+    return _defaults(train_fields(), set(TRAIN_OWNED)) | _defaults(train_fields(trainer), {*TRAIN_OWNED, *OWNED[trainer]})
 
 
 def lora_defaults() -> dict[str, Any]:
-    """What PEFT takes for each key of ``lora`` that a recipe leaves out, but for those that it leaves out itself (None)."""
+    """What PEFT takes for each key of ``lora`` that a recipe leaves out. The one place that knows it."""
     return _defaults(lora_fields(), set(LORA_OWNED))
 
 
 def _defaults(fields: Mapping[str, NativeField], owned: Collection[str]) -> dict[str, Any]:
-    plain = {name: field.default for name, field in fields.items() if field.default is not UNKNOWN and name not in owned}
-    return {name: copy.copy(value) for name, value in plain.items() if value is not None}
+    return {name: copy.copy(field.default) for name, field in fields.items() if name not in owned}
+
+
+def filled(defaults: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+    """A section with the library's ``defaults`` in it: for a key that is null, too."""
+    given = {key: value for key, value in stated.items() if value is not None}
+    return given | {key: value for key, value in defaults.items() if key not in given}
 
 
 def _fields(found: dict[str, Any]) -> dict[str, NativeField]:

@@ -1,7 +1,8 @@
 """The schema of a recipe: what is trained, on what data, how it is judged. Keys that belong to TRL and PEFT stay theirs.
 
 ``train`` and ``lora`` are open mappings here: :mod:`clustertune.recipe.native_rules` checks their keys against the pinned
-``SFTConfig`` (``DPOConfig``) and ``LoraConfig``, so that a field which a new release removes is an error before the queue.
+``SFTConfig`` (``DPOConfig``, ``GRPOConfig``) and ``LoraConfig``, so that a field which a new release removes is an error before
+the queue.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ MetricName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.+-]{1,80}(,[A-Za-z0-9_.
 """lm-eval's ``METRIC``, or ``METRIC,FILTER``."""
 FIRST_TASK = "ifeval"
 """What ``eval.tasks`` is by default."""
+OWN_PROMPTS = "own_prompts"
+"""What the rows of ``eval.data`` are called among the tasks."""
 
 Scores = dict[TaskName, dict[MetricName, Score]]
 Differences = dict[TaskName, dict[MetricName, Annotated[Number, Field(ge=-1, le=1)]]]
@@ -145,6 +148,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "sharegpt": ("conversations", "system", *OF_THE_TEMPLATE),
     "prompt-completion": ("prompt", "completion", *OF_THE_TEMPLATE),
     "preference": ("prompt", "chosen", "rejected", *OF_THE_TEMPLATE),
+    "prompt": ("prompt",),
     "alpaca": ("instruction", "input", "output", "system", "history", *OF_THE_TEMPLATE),
     "oasst-tree": (
         *("message_id", "parent_id", "message_tree_id", "text", "role", "lang", "rank", "deleted", "review_result"),
@@ -153,7 +157,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "lima": ("conversations", *OF_THE_TEMPLATE),
     "text": ("text",),
 }
-"""The columns that each format reads; ``data.columns`` gives them other names."""
+"""The columns that each format reads; ``data.columns`` gives them other names. Of ``prompt`` all others are kept."""
 
 FORMATS = tuple(COLUMNS)
 
@@ -200,7 +204,7 @@ class DataSource(Section):
 
     @model_validator(mode="after")
     def _has_columns(self) -> DataSource:
-        if self.format and (other := sorted(set(self.columns or ()) - set(COLUMNS[self.format]))):
+        if self.format not in (None, "prompt") and (other := sorted(set(self.columns or ()) - set(COLUMNS[self.format]))):
             known = ", ".join(COLUMNS[self.format])
             raise ValueError(f"columns: {', '.join(other)}: {self.format} has no such column, it has {known}")
         return self
@@ -246,6 +250,11 @@ class Data(DataSource):
         return all(part.format == "preference" for part in self.parts)
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether all of it are prompts, which the model answers itself; none is where others are."""
+        return all(part.format == "prompt" for part in self.parts)
+
+    @property
     def has_chats(self) -> bool:
         """Whether a chat template renders any of it; plain text needs none."""
         return any(part.format != "text" for part in self.parts)
@@ -273,7 +282,11 @@ class Slurm(Section):
 class Eval(Section):
     """How the model is scored, in lm-eval's names."""
 
-    tasks: Annotated[list[TaskName], Field(min_length=1)] = [FIRST_TASK]
+    tasks: list[TaskName] = [FIRST_TASK]
+    """lm-eval's names; empty only beside ``data``."""
+    data: LocalPath | None = None
+    """A file of one's own prompts, which are answered beside ``tasks``: absolute, or relative to the recipe folder if it exists
+    there. Rows are those that a training reads, with or without an answer, and with rules."""
     num_fewshot: Count | None = None
     """Examples before each question; None: the task's own number."""
     limit: Positive | None = None
@@ -300,6 +313,8 @@ class Eval(Section):
 
     @model_validator(mode="after")
     def _has_base(self) -> Eval:
+        if not self.tasks and self.data is None:
+            raise ValueError("nothing is asked: name tasks of lm-eval, or data: a file of prompts")
         if self.pass_difference and not self.base:
             raise ValueError("pass_difference compares with the base: set base: true")
         return self
@@ -421,20 +436,71 @@ class Push(Section):
     """For everybody to see; a new repository is private without it."""
 
 
+REWARD_OPTIONS: dict[str, tuple[str, ...]] = {
+    "ifeval": (),
+    "exact_match": ("column", "extract"),
+    "regex": ("pattern", "column"),
+    "json_schema": ("schema", "column"),
+    "length": ("min", "max", "unit"),
+}
+"""Rewards that are here, each with what it can be told."""
+CODE = r"[A-Za-z_]\w{0,63}:[A-Za-z_]\w{0,63}"
+"""The form of a reward that the recipe brings: a file of its folder, without ``.py``, and a function in it."""
+
+
+class Reward(Section):
+    """One reward of a completion. ``function`` alone may stand for the section."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    function: str
+    """``ifeval``, ``exact_match``, ``regex``, ``json_schema``, ``length``, or ``module:function`` of the recipe folder."""
+    weight: Annotated[Number, Field(ge=-1000, le=1000)] = 1.0
+    """What the reward is multiplied by before all are added."""
+
+    @property
+    def name(self) -> str:
+        """What it is logged as: the function, without its module."""
+        return self.function.rpartition(":")[2]
+
+    @property
+    def module(self) -> str | None:
+        """The file of the recipe folder that has it, without ``.py``; None: it is one of ours."""
+        return self.function.partition(":")[0] if ":" in self.function else None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What it is told beside: of a function of the recipe's own, further keyword arguments."""
+        return dict(self.model_extra or {})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_a_name(cls, value: Any) -> Any:
+        return {"function": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _is_known(self) -> Reward:
+        known = REWARD_OPTIONS.get(self.function)
+        if known is None and not re.fullmatch(CODE, self.function):
+            raise ValueError(f"{self.function} is not one of {', '.join(REWARD_OPTIONS)}, nor module:function")
+        if known is not None and (other := sorted(self.options.keys() - set(known))):
+            raise ValueError(f"{', '.join(other)}: {self.function} takes {', '.join(known) or 'no options'}")
+        return self
+
+
 class Recipe(Section):
-    """One recipe, after its base and the overrides are laid over each other."""
+    """The sections of a recipe whose keys are clustertune's own, after its base and the overrides are laid over each other."""
 
     base: Annotated[list[str], BeforeValidator(named_bases)] | None = None
     """A file of ``recipes/_base``, without ``.yaml``, or several, the last the strongest; one level, never a chain."""
     model: Model
     data: Data
-    trainer: Literal["sft", "dpo"] = "sft"
-    """TRL's class that trains: ``SFTTrainer`` on conversations and text, or ``DPOTrainer`` on preferences."""
-    train: dict[str, Any]
-    """Fields of TRL's ``SFTConfig`` or ``DPOConfig``, and ``global_batch_size`` (sequences, or preferences, per optimizer step
-    over all ranks), from which gradient accumulation is derived."""
-    lora: dict[str, Any] | None = None
-    """Fields of PEFT's ``LoraConfig``; absent: all parameters are trained."""
+    trainer: Literal["sft", "dpo", "grpo"] = "sft"
+    """TRL's class that trains: ``SFTTrainer`` on conversations and text, ``DPOTrainer`` on preferences, or ``GRPOTrainer`` on
+    the model's own answers to prompts, by their rewards."""
+    reward: Annotated[list[Reward], Field(min_length=1)] | None = None
+    """What answers are judged by, with ``trainer: grpo``: names, or ``{function: NAME, weight: 1.0, ...options}``."""
+    rollout: Literal["colocate", "servers"] = "colocate"
+    """Where answers are generated: ``colocate`` on the GPUs that train. ``servers`` beside them is not built."""
     accelerate: Annotated[str, form(rf"{NAME}\.yaml", "the name of a .yaml file in the recipe folder")] = "accelerate.yaml"
     """The distribution: an accelerate configuration file in the recipe folder."""
     activation_checkpointing: ActivationCheckpointing | None = None
@@ -452,3 +518,13 @@ class Recipe(Section):
     budget: Budget | None = None
     push: Push | None = None
     save: Save | None = None
+
+
+class RecipeFile(Recipe):
+    """All that a recipe may say."""
+
+    train: dict[str, Any]
+    """Fields of TRL's ``SFTConfig``, ``DPOConfig`` or ``GRPOConfig``, and ``global_batch_size`` (sequences, preferences or
+    completions per optimizer step over all ranks), from which gradient accumulation is derived."""
+    lora: dict[str, Any] | None = None
+    """Fields of PEFT's ``LoraConfig``; absent: all parameters are trained."""

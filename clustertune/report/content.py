@@ -11,14 +11,14 @@ from itertools import islice
 from statistics import median
 from typing import Any
 
+from clustertune.console import duration
 from clustertune.errors import ExitCode
 from clustertune.evaluate import scores as evaluation
-from clustertune.report.metrics import Metrics
+from clustertune.recipe.schema import OWN_PROMPTS
+from clustertune.report.metrics import WARM_UP, Metrics
 
 Row = list[str]
 
-WARM_UP = 2
-"""First steps that hold compilation and first connections."""
 FORECAST = {
     "step_s": "seconds of a step",
     "tokens_per_s": "tokens per second",
@@ -34,13 +34,6 @@ _ENDS = {
     int(ExitCode.STORAGE): "stopped: storage",
     int(ExitCode.AGAIN): "interrupted, saved, continues with the same command",
     int(ExitCode.STOP): "stopped: loss or gradient norm not finite",
-}
-
-
-_BADGES = {
-    int(ExitCode.OK): {"text": "trained", "tone": "good"},
-    int(ExitCode.AGAIN): {"text": "interrupted", "tone": "plain"},
-    int(ExitCode.STOP): {"text": "stopped: not finite", "tone": "warn"},
 }
 
 
@@ -107,21 +100,8 @@ def on_cpu(document: Mapping[str, Any]) -> bool:
     return not any(get(document, *keys) for keys in gpus)
 
 
-def status_of(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """One word for the whole run, and its tone (``good``, ``warn``, ``plain``)."""
-    failed = [name for name, record in stages.items() if record.get("status") == "failed"]
-    if failed and failed[-1] != "train":
-        return {"text": f"{failed[-1]} failed", "tone": "warn"}
-    if not failed and get(stages, "eval", "status") in ("done", "reused"):
-        return {"text": "finished", "tone": "good"}
-    code = metrics.attempts[-1].exit_code if metrics.attempts else None
-    if code is not None:
-        return _BADGES.get(code, {"text": f"training failed, exit {code}", "tone": "warn"})
-    return {"text": "train failed", "tone": "warn"} if failed else {"text": "unfinished", "tone": "plain"}
-
-
 def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any, trained: Any) -> list[dict[str, str]]:
-    """The figures that come first; ``trained`` is the number of trainable parameters."""
+    """The figures that come first; ``trained`` is the number of trainable parameters, ``stages`` what each stage took."""
     found = []
 
     def add(name: str, value: str, note: str = "") -> None:
@@ -131,7 +111,7 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any
     steps, evals = metrics.steps, metrics.evals
     if steps:
         add("Training loss", number(steps[-1].loss), f"step {steps[-1].step}, {number(steps[0].loss)} at step {steps[0].step}")
-    if evals:
+    if evals and evals[-1].eval_reward is None:
         first, last = evals[0], evals[-1]
         if len(evals) > 1:
             add("Eval loss", f"{number(first.eval_loss, 3)} → {number(last.eval_loss, 3)}", f"step {first.step} → {last.step}")
@@ -141,11 +121,8 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any
         add("Token accuracy", percent(last.eval_token_accuracy), note)
     elif steps:
         add("Token accuracy", percent(steps[-1].token_accuracy), "train")
-    if (pairs := evals[-1] if evals else None) and pairs.eval_reward_accuracy is not None:
-        note = f"eval pairs won by the chosen answer; margin {number(pairs.eval_reward_margin)}"
-        add("Reward accuracy", percent(pairs.eval_reward_accuracy), note)
-    elif steps and steps[-1].reward_accuracy is not None:
-        add("Reward accuracy", percent(steps[-1].reward_accuracy), f"train; margin {number(steps[-1].reward_margin)}")
+    for name, value, note in _rewards(metrics):
+        add(name, value, note)
     rates = steps.known("tokens_per_second")
     if rates and math.isfinite(rate := median(rates)):
         add("Tokens/s", number(float(round(rate))), f"median, {number(steps[-1].tokens)} tokens in all")
@@ -159,9 +136,25 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any
     for name, row in (get(scored, "tasks") or {}).items():
         key, value = evaluation.headline(name, row)
         if not _is_part(scored, name):
-            note = evaluation.shown(key) + ("" if get(scored, "details", name, "comparable") else ", not the benchmark")
-            add(name, score(value), note)
+            is_known = name == OWN_PROMPTS or get(scored, "details", name, "comparable")
+            add(name, score(value), evaluation.shown(key) + ("" if is_known else ", not the benchmark"))
     return found
+
+
+def _rewards(metrics: Metrics) -> Iterator[tuple[str, str, str]]:
+    """Tiles of pairs of answers, and of the model's own answers."""
+    last, steps = metrics.evals[-1] if metrics.evals else None, metrics.steps
+    if last is not None and last.eval_reward_accuracy is not None:
+        note = f"eval pairs won by the chosen answer; margin {number(last.eval_reward_margin)}"
+        yield "Reward accuracy", percent(last.eval_reward_accuracy), note
+    elif last is not None and last.eval_reward is not None:
+        note = f"held-out prompts, step {last.step}"
+        if last.eval_reward_difference is not None:
+            error = number(last.eval_reward_difference_error, 2)
+            note += f": {last.eval_reward_difference:+.3f} ± {error} to the first"
+        yield "Reward", number(last.eval_reward, 3), note
+    elif steps and steps[-1].reward_accuracy is not None:
+        yield "Reward accuracy", percent(steps[-1].reward_accuracy), f"train; margin {number(steps[-1].reward_margin)}"
 
 
 def _is_part(scored: Any, name: str) -> bool:
@@ -177,11 +170,19 @@ def score(value: Any) -> str:
 
 
 def eval_losses(metrics: Metrics) -> tuple[str, list[float]] | None:
-    """The first and the last eval loss, behind when they were taken; None where nothing was evaluated.
+    """The first and the last eval loss, behind when they were taken; None where nothing was evaluated, and of answers that the
+    model draws anew, whose loss says nothing.
 
     Few recipes evaluate before the first step (``eval_on_start``): without that the first one is not a loss before training.
     """
-    found = [(record.step, record.eval_loss) for record in metrics.evals if record.eval_loss is not None]
+    of_losses = (record for record in metrics.evals if record.eval_reward is None)
+    found = [(record.step, record.eval_loss) for record in of_losses if record.eval_loss is not None]
+    return _between(found) if found else None
+
+
+def held_out_rewards(metrics: Metrics) -> tuple[str, list[float]] | None:
+    """The same of the reward of held-out prompts."""
+    found = [(record.step, record.eval_reward) for record in metrics.evals if record.eval_reward is not None]
     return _between(found) if found else None
 
 
@@ -236,7 +237,8 @@ def forecast(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, A
     Of steps the median behind the first two, which hold warm-up; None where nothing happened yet.
     """
     steps, peaks = metrics.steps, metrics.steps.known("memory_bytes")
-    times, rates = (steps.known(name, WARM_UP) or steps.known(name) for name in ("seconds", "tokens_per_second"))
+    times, rates = (steps.steady() or steps.known("seconds")), steps.known("tokens_per_second")
+    rates = steps.known("tokens_per_second", WARM_UP) or rates
     train_seconds = get(stages, "train", "seconds")
     reached = {
         "step_s": median(times) if times else None,
@@ -309,11 +311,13 @@ def recipe_rows(resolved: Any) -> list[Row]:
     """Key, value and origin of everything that the recipe sets."""
     origins = get(resolved, "origins") or {}
     rows = []
-    for key, value in flatten(get(resolved, "recipe")):
+    batch, train = get(resolved, "global_batch_size"), get(resolved, "train_args")
+    complete = {"train": {"global_batch_size": batch, **(train or {})}, "lora": get(resolved, "lora")}
+    for key, value in flatten({**(get(resolved, "recipe") or {}), **complete}):
         origin = get(origins, key)
         if origin is None:  # a value inside a mapping that was set as a whole
             origin = next((o for o in (get(origins, key.rsplit(".", n)[0]) for n in range(1, key.count(".") + 1)) if o), "")
-        if origin != "default":
+        if origin and origin != "default":  # TRL's and PEFT's own have none
             rows.append([key, plain(value), str(origin)])
     return rows
 
@@ -355,12 +359,17 @@ def eval_content(scored: Any) -> dict[str, Any] | None:
         named = {evaluation.find_metric(task, metric): mark for metric, mark in (get(marks, name) or {}).items()}
         for key, value, error in evaluation.metrics(task):
             mark = named.get(key)
-            cells = [name, evaluation.shown(key), score(value), score(error)]
+            lower = key.partition(",")[0] in (get(scored, "details", name, "lower_is_better") or ())
+            form = number if lower else score
+            cells = [name, evaluation.shown(key), form(value), form(error)]
             rows.append([*cells, *([percent(mark)] if marks else [])])
-            if isinstance(value, int | float) and 0 <= value <= 1 and not _is_part(scored, name):
+            if isinstance(value, int | float) and 0 <= value <= 1 and not lower and not _is_part(scored, name):
                 label = evaluation.shown(key) if len(tasks) == 1 else f"{name} {evaluation.shown(key)}"
                 base = get(scored, "paired", name, key, "base")
-                bars.append((label, base, float(value), error if isinstance(error, int | float) else None, mark))
+                metric, _, kept = key.partition(",")
+                beside = get(scored, "base", "tasks", name, f"{metric}_stderr,{kept}")
+                both = [one if isinstance(one, int | float) else None for one in (beside, error)]
+                bars.append((label, base, float(value), *both, mark))
     notes = ["Below the recipe's pass mark."] if get(scored, "pass", "passed") is False else []
     notes += [str(note) for note in get(scored, "notes") or []]
     by_hand = get(scored, "by_hand")
@@ -383,7 +392,22 @@ def eval_content(scored: Any) -> dict[str, Any] | None:
             for side, found in sides.items()
             for row in found
         ],
+        "answers": [_own_answer(row) for row in get(scored, "answers", "first") or []],
+        "more_answers": (get(scored, "answers", "count") or 0) - len(get(scored, "answers", "first") or []),
     }
+
+
+def _own_answer(row: Mapping[str, Any]) -> dict[str, Any]:
+    """One of one's own prompts with its answers, and behind each what it reached."""
+    sides = []
+    for side in ("base", "tuned"):
+        reached = [
+            f"{metric} {number(value, 3)}" if metric == "loss" else f"{metric} {'kept' if value else 'not kept'}"
+            for metric, value in (row.get(f"{side}_scores") or {}).items()
+        ]
+        if side in row:
+            sides.append({"title": " · ".join([side.capitalize(), *reached]), "text": row[side]})
+    return {"title": f"row {row['line']}", "prompt": row["prompt"], "answer": row.get("answer"), "sides": sides}
 
 
 def subtitle(run: Mapping[str, Any]) -> str:
@@ -404,6 +428,7 @@ def warnings_of(run: Mapping[str, Any], metrics: Metrics, adapter: Any) -> list[
     bad = next((step for step, loss in losses if loss is not None and not math.isfinite(loss)), None)
     if bad is not None:
         found.append(f"The loss is not finite at step {bad}.")
+    found += [f"Alarm at {metrics.alarm}."] if metrics.alarm else []
     for source in (get(run, "recipe", "warnings"), get(adapter, "meta", "warnings")):
         found += [str(item) for item in source] if isinstance(source, list) else []
     return found
@@ -450,18 +475,6 @@ def size(value: Any) -> str:
             return f"{left:.0f} {unit}" if unit == "B" else f"{left:.2f} {unit}"
         left /= 1024
     raise AssertionError("the last unit takes everything")
-
-
-def duration(seconds: Any) -> str:
-    """``0.42 s``, ``41.2 s``, ``12 min 05 s``, ``8 h 24 min``."""
-    if not is_number(seconds):
-        return UNKNOWN
-    if seconds < 60:
-        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def moment(seconds: Any) -> str:

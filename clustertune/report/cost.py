@@ -10,12 +10,12 @@ from statistics import median
 from typing import Any
 
 from clustertune.cluster.hardware import Price, price, recognise
+from clustertune.console import duration
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.events import read_object
-from clustertune.launch.plan import OUTCOME, AttemptPlan, read_attempts
+from clustertune.launch.attempt import AttemptPlan, read_attempts
 from clustertune.plan.schedule import best_seconds, seconds_between_ends
 from clustertune.recipe.schema import Budget
-from clustertune.report.content import duration, get, number, on_cpu, percent, size
+from clustertune.report.content import get, number, on_cpu, percent, size
 from clustertune.report.metrics import Metrics
 from clustertune.report.telemetry import NodeTelemetry
 from clustertune.rundir import RunDir
@@ -199,13 +199,13 @@ def of_attempts(
 ) -> list[AttemptCost]:
     """Every attempt that had a plan; ``joules`` by attempt, as the samplers measured."""
     found = []
-    for folder, plan in read_attempts(run):
-        outcome, number = read_object(folder / OUTCOME), plan.attempt
+    for one in read_attempts(run):
+        plan, number = one.plan, one.plan.attempt
         kwh = joules[number] / 3.6e6 if joules and number in joules else None
         lost = lost_seconds.get(number, 0.0) if lost_seconds else 0.0
-        seen, ended, code = _last_sign(folder, plan), outcome.get("time"), outcome.get("code")
-        failed = code in (None, ExitCode.FAILED, ExitCode.STORAGE) or (code == ExitCode.AGAIN and bool(outcome.get("problems")))
-        failed = failed and not outcome.get("port_taken")
+        seen, ended, code = _last_sign(one.folder, plan), one.outcome.get("time"), one.code
+        failed = code in (None, ExitCode.FAILED, ExitCode.STORAGE) or (code == ExitCode.AGAIN and bool(one.messages))
+        failed = failed and not one.outcome.get("port_taken")
         sizes = plan.world_size, code, len(plan.nodes)
         found.append(AttemptCost(number, plan.begun, ended, seen, *sizes, failed, kwh, lost, plan.limit_minutes))
     return found

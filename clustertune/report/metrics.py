@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
-import sys
-from array import array
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 
 class StepRecord(NamedTuple):
@@ -36,141 +33,49 @@ class StepRecord(NamedTuple):
     """Share of the pairs whose chosen answer has the higher reward."""
     reward_margin: float | None = None
     """The chosen answer's reward less the rejected one's, on average."""
+    reward: float | None = None
+    """Of the model's own answers, each reward times its weight, on average."""
+    kl: float | None = None
+    """Divergence of the model from its reference, nats per token."""
+    completion_length: float | None = None
+    """Tokens of an answer, on average."""
+    generation_seconds: float | None = None
 
 
-_MISSING = -sys.float_info.max
-"""In a column: the line had no such number. Losses may be NaN and infinite."""
 _NUMBERS = StepRecord._fields[2:]
+WARM_UP = 2
+"""First steps that hold compilation and first connections."""
 
 
-class _Column(Sequence[float | None]):
-    """The numbers of an array, None for what is missing; a slice is a list."""
-
-    def __init__(self, numbers: Any, factor: float) -> None:
-        self._numbers, self._factor = numbers, factor
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __iter__(self) -> Iterator[float | None]:
-        return (None if value == _MISSING else value * self._factor for value in self._numbers)
-
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        """For numpy: of shape (len,), float64, NaN for what is missing."""
-        import numpy as np
-
-        numbers = np.frombuffer(self._numbers)
-        return np.where(numbers == _MISSING, np.nan, numbers) * self._factor
-
-    @overload
-    def __getitem__(self, index: int) -> float | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[float | None]: ...
-    def __getitem__(self, index: int | slice) -> float | list[float | None] | None:
-        if isinstance(index, slice):
-            return list(_Column(self._numbers[index], self._factor))
-        value = self._numbers[index]
-        return None if value == _MISSING else value * self._factor
-
-
-class Steps(Sequence[StepRecord]):
-    """Step records by step, in columns of 8 bytes a value: of a million steps 112 MB, which as objects are 500."""
-
-    def __init__(self, records: Iterable[StepRecord] = ()) -> None:
-        self._columns: dict[str, Any] = {name: array("d" if name in _NUMBERS else "q") for name in StepRecord._fields}
-        self._bind()
-        for record in records:
-            self.put(*record)
-
-    def _bind(self) -> None:
-        self._append = [column.append for column in self._columns.values()]
+class Steps(list[StepRecord]):
+    """Step records by step."""
 
     @property
-    def numbers(self) -> Sequence[int]:
+    def numbers(self) -> list[int]:
         """The step of each record."""
-        found: array[int] = self._columns["step"]
-        return found
+        return [record.step for record in self]
 
-    def __len__(self) -> int:
-        return len(self.numbers)
+    def column(self, name: str, factor: float = 1.0) -> list[float | None]:
+        """One field of all records, times ``factor``."""
+        at = StepRecord._fields.index(name)
+        return [None if (value := record[at]) is None else value * factor for record in self]
 
-    @overload
-    def __getitem__(self, index: int) -> StepRecord: ...
-    @overload
-    def __getitem__(self, index: slice) -> Steps: ...
-    def __getitem__(self, index: int | slice) -> StepRecord | Steps:
-        row = {name: column[index] for name, column in self._columns.items()}
-        if isinstance(index, slice):
-            part = Steps()
-            part._columns = row
-            part._bind()
-            return part
-        return StepRecord._make(None if value == _MISSING else value for value in row.values())
+    def known(self, name: str, skip: int = 0) -> list[float]:
+        """One field of the records that have it, without the first ``skip`` records."""
+        at = StepRecord._fields.index(name)
+        return [value for record in self[skip:] if (value := record[at]) is not None]
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
+    def timed(self) -> Iterator[tuple[int, int, float]]:
+        """Of each logged stretch with a time: the step before it, how many steps it is, and the seconds of one of them."""
+        before = 0
+        for record in self:
+            start, before = before, record.step
+            if record.seconds is not None and 0 < record.seconds < math.inf and record.step > start:
+                yield start, record.step - start, record.seconds
 
-    __hash__ = None  # type: ignore[assignment]
-
-    def column(self, name: str, factor: float = 1.0) -> Sequence[float | None]:
-        """One field of all records, times ``factor``: a view, as a list of a million numbers would be 32 MB."""
-        return _Column(self._columns[name], factor)
-
-    def known(self, name: str, skip: int = 0) -> Sequence[float]:
-        """One field of the records that have it, without the first ``skip`` records. 8 bytes a value."""
-        import numpy as np
-
-        numbers, found = np.frombuffer(self._columns[name])[skip:], array("d")
-        found.frombytes(numbers[numbers != _MISSING].tobytes())
-        return found
-
-    def attempt_of(self, step: int) -> int | None:
-        """The attempt whose record of this step is here; None where there is none."""
-        steps = self.numbers
-        if not steps or step > steps[-1]:
-            return None
-        at = bisect_left(steps, step)
-        return int(self._columns["attempt"][at]) if steps[at] == step else None
-
-    def put(self, step: int, attempt: int, *numbers: float | None) -> None:
-        """Add a record, in the place of another one of this step; numbers that are left out at the end are None."""
-        self.put_row((step, attempt, *(_MISSING if value is None else value for value in numbers)))
-
-    def put_row(self, row: Sequence[float]) -> None:
-        """:meth:`put` of a step, its attempt and numbers of which none is None: a million rows take half the time."""
-        steps, step = self.numbers, int(row[0])
-        if not steps or step > steps[-1]:
-            for append, value in zip(self._append, row, strict=False):
-                append(value)
-            for append in self._append[len(row) :]:
-                append(_MISSING)
-            return
-        at = bisect_left(steps, step)
-        if steps[at] == step:
-            self._remove(at)
-        for column, value in zip(self._columns.values(), (*row, *[_MISSING] * len(_NUMBERS)), strict=False):
-            column.insert(at, value)
-
-    def drop(self, after: int, attempt: int) -> list[tuple[int, int, float | None, float | None]]:
-        """Remove the records behind step ``after`` of ``attempt`` and those before it.
-
-        Returns for each attempt that lost some: its number, its last step, when that was done, and when the last step was done
-        that it keeps (Unix seconds; None where no line says).
-        """
-        attempts, times, found = self._columns["attempt"], self.column("time"), []
-        lost = [at for at in range(bisect_right(self.numbers, after), len(self)) if attempts[at] <= attempt]
-        for number, places in groupby(lost, attempts.__getitem__):
-            first, *rest = places
-            kept = times[first - 1] if first and attempts[first - 1] == number else None
-            last = rest[-1] if rest else first
-            found.append((number, self.numbers[last], times[last], kept))
-        for at in reversed(lost):
-            self._remove(at)
-        return found
-
-    def _remove(self, at: int) -> None:
-        for column in self._columns.values():
-            del column[at]
+    def steady(self) -> list[float]:
+        """Seconds of a step of each stretch that begins behind the warm-up."""
+        return [seconds for start, _, seconds in self.timed() if start >= WARM_UP]
 
 
 @dataclass(frozen=True)
@@ -184,6 +89,23 @@ class EvalRecord:
     seconds: float | None = None
     eval_reward_accuracy: float | None = None
     eval_reward_margin: float | None = None
+    eval_reward: float | None = None
+    """Of the held-out prompts."""
+    eval_reward_difference: float | None = None
+    """To the first evaluation, prompt by prompt."""
+    eval_reward_difference_error: float | None = None
+    """Its standard error."""
+    eval_completion_length: float | None = None
+
+
+@dataclass(frozen=True)
+class AnswerRecord:
+    """An answer to a held-out prompt."""
+
+    step: int
+    prompt: str
+    answer: str
+    rewards: dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -273,6 +195,10 @@ class Metrics:
     """By number."""
     startups: list[StartupRecord] = field(default_factory=list)
     """By number of the attempt."""
+    answers: list[AnswerRecord] = field(default_factory=list)
+    """Of the newest evaluation on held-out prompts."""
+    alarm: str | None = None
+    """The newest one: the reward of training rose, and that of the held-out prompts did not."""
     unreadable_lines: int = 0
     """Lines that are not events: torn by a crash, or not JSON."""
 
@@ -294,7 +220,7 @@ class MetricsReader:
     """Collects events in file order. :meth:`follow` may be called again while the file grows."""
 
     def __init__(self) -> None:
-        self.steps = Steps()
+        self.steps: dict[int, StepRecord] = {}
         self.evals: dict[int, EvalRecord] = {}
         self.checkpoints: list[CheckpointRecord] = []
         self.stages: dict[str, StageRecord] = {}
@@ -304,7 +230,9 @@ class MetricsReader:
         self.latest: dict[str, Any] = {}
         """The last step's event, with all that it holds."""
         self._place = 0
-        names = ("start", "step", "eval", "checkpoint", "startup", "stage", "stop")
+        self.answers: list[AnswerRecord] = []
+        self.alarm: str | None = None
+        names = ("start", "step", "eval", "answer", "alarm", "checkpoint", "startup", "stage", "stop")
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {name: getattr(self, f"_on_{name}") for name in names}
 
     def follow(self, path: Path) -> bytes:
@@ -334,12 +262,14 @@ class MetricsReader:
 
     def result(self) -> Metrics:
         return Metrics(
-            steps=self.steps,
+            steps=Steps(sorted(self.steps.values())),
             evals=[self.evals[step] for step in sorted(self.evals)],
             checkpoints=self.checkpoints,
             stages=list(self.stages.values()),
             attempts=[AttemptMetrics(number, **self.attempts[number]) for number in sorted(self.attempts)],
             startups=[self.startups[number] for number in sorted(self.startups)],
+            answers=self.answers,
+            alarm=self.alarm,
             unreadable_lines=self.unreadable,
         )
 
@@ -349,15 +279,18 @@ class MetricsReader:
     def _on_start(self, event: dict[str, Any]) -> None:
         start, number = _whole(event["step"]), _whole(event.get("attempt", 1))
         attempt = self._attempt(event)
-        lost = self.steps.drop(start, number)
+        lost = sorted(record for record in self.steps.values() if record.step > start and record.attempt <= number)
+        before = {record.attempt: record.time for record in sorted(self.steps.values()) if record.step <= start}
         world = _maybe_whole(event.get("world_size"))
-        repeated = max((step for _, step, _, _ in lost), default=start) - start
+        repeated = max((record.step for record in lost), default=start) - start
         attempt.update(start_step=start, world_size=world, repeated=repeated, begun=_number(event.get("time")))
-        for one, _, ended, kept in lost:
-            before = self.attempts.setdefault(one, {})
-            since = before.get("begun") if kept is None else kept
+        for one, ended in {record.attempt: record.time for record in lost}.items():
+            of_one = self.attempts.setdefault(one, {})
+            since = of_one.get("begun") if before.get(one) is None else before[one]
             if ended is not None and since is not None:
-                before["lost_seconds"] = before.get("lost_seconds", 0.0) + max(0.0, ended - since)
+                of_one["lost_seconds"] = of_one.get("lost_seconds", 0.0) + max(0.0, ended - since)
+        for record in lost:
+            del self.steps[record.step]
         for step in [step for step, record in self.evals.items() if step > start and record.attempt <= number]:
             del self.evals[step]
 
@@ -371,18 +304,25 @@ class MetricsReader:
     def _on_step(self, event: dict[str, Any]) -> None:
         step, number = _whole(event["step"]), _whole(event.get("attempt", 1))
         self.attempts.setdefault(number, {})["last_step"], self.latest = step, event
-        row: list[Any] = [step, number, *map(event.get, _NUMBERS)]
-        for at, value in enumerate(row):
-            if type(value) is not float and at > 1:
-                row[at] = _MISSING if (plain := _number(value)) is None else plain
-        if len(self.attempts) == 1 or self._counts(step, number, self.steps.attempt_of(step)):
-            self.steps.put_row(row)
+        kept = self.steps.get(step)
+        if len(self.attempts) == 1 or self._counts(step, number, kept and kept.attempt):
+            values = (value if type(value) is float else _number(value) for value in map(event.get, _NUMBERS))
+            self.steps[step] = StepRecord(step, number, *values)
 
     def _on_eval(self, event: dict[str, Any]) -> None:
         step = _whole(event["step"])
         names, number = [item.name for item in fields(EvalRecord)][2:], _whole(event.get("attempt", 1))
         if self._counts(step, number, self.evals[step].attempt if step in self.evals else None):
             self.evals[step] = EvalRecord(step, number, **{n: _number(event.get(n)) for n in names})
+
+    def _on_answer(self, event: dict[str, Any]) -> None:
+        step, rewards = _whole(event["step"]), event.get("rewards")
+        named = {str(name): _number(value) for name, value in rewards.items()} if isinstance(rewards, dict) else {}
+        before = [record for record in self.answers if record.step == step]
+        self.answers = [*before, AnswerRecord(step, str(event["prompt"]), str(event["answer"]), named)]
+
+    def _on_alarm(self, event: dict[str, Any]) -> None:
+        self.alarm = f"step {_whole(event['step'])}: {event['message']}"
 
     def _on_checkpoint(self, event: dict[str, Any]) -> None:
         path = event.get("path")

@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import manifest
-from clustertune.console import say
+from clustertune.console import duration, say
 from clustertune.errors import ExitCode, Problem, UserError, storing
 from clustertune.evaluate.scores import BETTER, SAME, WORSE, read_result, shown
 from clustertune.events import read_object
 from clustertune.manifest import MANIFEST, require_whole, write_durably
 from clustertune.nccl_check.link_check import FOLDER, RESULT
-from clustertune.nccl_check.link_context import COLLECTIVES
-from clustertune.nccl_check.link_records import SCHEMA
-from clustertune.nccl_check.link_table import nominal_of, pair_rows, result_rows, show_size
+from clustertune.nccl_check.link_measure import SCHEMA
+from clustertune.nccl_check.link_table import pair_rows, result_rows
 from clustertune.report import content, cost, plots, telemetry
-from clustertune.report.content import UNKNOWN, duration, get, moment, number, percent, plain, size
+from clustertune.report.content import UNKNOWN, get, moment, number, percent, plain, size
 from clustertune.report.cost import AttemptCost, Cost, Expense
 from clustertune.report.metrics import Metrics, read_metrics
+from clustertune.report.state import read_stages, state_of
 from clustertune.rundir import RunDir
 
 MARK = '<meta name="generator" content="clustertune report">'
@@ -31,8 +31,7 @@ MARK = '<meta name="generator" content="clustertune report">'
 SCHEMA_OF_JSON = "clustertune.report/1"
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 _OWN_STAGE = "report"
-FINISHED = ("finished", "trained")
-"""Words of :func:`clustertune.report.content.status_of` for a training that took its last step."""
+BAD = ("failed", "stopped", "lost")
 
 
 def build(run_dir: Path, out: Path | None = None) -> Path:
@@ -80,9 +79,11 @@ class _ReportedRun:
             self.metrics = read_metrics(run.metrics)
         self.history = telemetry.History()
         nodes = telemetry.TelemetryReader(run.path / telemetry.FOLDER, self.history).read()
-        self.cost = cost.of_run(run.path, document, self.metrics, nodes, time.time())
+        now = time.time()
+        self.cost = cost.of_run(run.path, document, self.metrics, nodes, now)
         self.stages = read_stages(run, self.metrics)
-        self.status = content.status_of(self.metrics, self.stages)
+        self.stages.pop(_OWN_STAGE, None)  # it cannot be finished while its page is written
+        self.state = state_of(run, self.stages, self.metrics, self.cost.attempts, now)
         require_whole(run.eval)
         self.scores = _read(read_result, run.eval)
         self.saves = cost.saves_as_dict(document, self.metrics, self.cost.attempts)
@@ -102,7 +103,7 @@ class _ReportedRun:
             "recipe": get(self.resolved, "name"),
             "model": content.model_of(self.resolved),
             "dataset": content.dataset_of(self.resolved),
-            "state": self.status["text"],
+            "state": str(self.state),
             "answer": self.answer,
             "step": steps[-1].step if steps else None,
             "loss": _finite(steps[-1].loss) if steps else None,
@@ -113,12 +114,19 @@ class _ReportedRun:
             "saves": self.saves,
         }
 
+    def _seconds_of(self, name: str, record: Mapping[str, Any]) -> float | None:
+        """What the table of costs says that a stage took; of a stage that it leaves out, its record's."""
+        spent = self.cost.stages.get(name)
+        return record.get("seconds") if spent is None or spent.seconds is None else spent.seconds
+
     def _forecast(self) -> list[tuple[str, float, float | None]]:
         return content.forecast(self.document.get("forecast"), self.metrics, self.stages)
 
     def page(self) -> dict[str, Any]:
         """Everything that the template shows."""
-        run, document, metrics, resolved, stages = self.run, self.document, self.metrics, self.resolved, self.stages
+        run, document, metrics, resolved = self.run, self.document, self.metrics, self.resolved
+        # One figure for one duration: of the training that of its ranks, without what starts them.
+        stages = {name: {**record, "seconds": self._seconds_of(name, record)} for name, record in self.stages.items()}
         restarts = [a.start_step for a in metrics.attempts[1:] if a.start_step is not None]
         torn, folder = metrics.unreadable_lines, run.checkpoints
         present = {f"{folder.name}/{path.name}" for path in folder.iterdir()} if folder.is_dir() else set()
@@ -126,7 +134,7 @@ class _ReportedRun:
         return {
             "title": str(get(resolved, "name") or run.path.resolve().name),
             "subtitle": content.subtitle(document),
-            "status": self.status,
+            "status": {"text": str(self.state), "tone": tone_of(self.state.word)},
             "answer": self.answer,
             "notes": content.warnings_of(document, metrics, self.adapter),
             "tiles": content.tiles(metrics, stages, self.scores, self.trained),
@@ -134,6 +142,10 @@ class _ReportedRun:
             "expected": content.expected_rows(expect, metrics, stages, self.scores, self.trained),
             "plots": [plot for plot in (*training_plots(metrics, restarts), *_machine_plots(self.history)) if plot],
             "restarts": restarts,
+            "answers": [
+                {**vars(one), "title": ", ".join(f"{name} {number(value, 3)}" for name, value in one.rewards.items())}
+                for one in metrics.answers
+            ],
             "scored": self._scored(),
             "data": _data(run, self.data),
             "cost": {
@@ -170,10 +182,10 @@ class _ReportedRun:
         many = get(self.data, "train", "conversations")
         rows = f"{number(many)} conversations of " if many is not None else ""
         steps = self.metrics.steps[-1].step if self.metrics.steps else 0
-        planned_steps, status = get(run, "distributed", "steps"), self.status["text"]
-        whole = status in FINISHED or steps == planned_steps
+        planned_steps = get(run, "distributed", "steps")
+        whole = self.state.is_trained or steps == planned_steps
         of_all = f" of {number(planned_steps)}" if planned_steps else ""
-        took = f"{number(steps)} steps" if whole else f"{number(steps)}{of_all} steps so far ({status})"
+        took = f"{number(steps)} steps" if whole else f"{number(steps)}{of_all} steps so far ({self.state})"
         name, source = content.model_of(self.resolved) or "A model", content.dataset_of(self.resolved) or "its data"
         return f"{name} was fine-tuned {how} on {rows}{source} for {took}"
 
@@ -198,20 +210,25 @@ class _ReportedRun:
         lost = f"; {attempts - 1} restart{'s' if attempts > 2 else ''}" if attempts > 1 else ""
         if cost.lost.gpu_hours and hours:
             lost += f" and {percent(cost.lost.gpu_hours / hours)} of the hours went to work that was lost"
-        it = "It" if self.status["text"] in FINISHED else "So far it"
+        it = "It" if self.state.is_trained else "So far it"
         return f"{it} took {duration(total.seconds)}{where}: {', '.join(parts)}{lost}."
 
     def _scored(self) -> dict[str, Any] | None:
         found = content.eval_content(self.scores)
         if found is None or not found["bars"]:
             return found and {**found, "plot": None}
-        labels, base, tuned, errors, marks = ([bar[i] for bar in found["bars"]] for i in range(5))
+        labels, base, tuned, base_errors, errors, marks = ([bar[i] for bar in found["bars"]] for i in range(6))
         groups = {"base": base, "tuned": tuned} if any(value is not None for value in base) else {"score": tuned}
+        whiskers = {"base": base_errors, "tuned": errors} if "base" in groups else {"score": errors}
+        ends = [
+            (value or 0.0) + (error or 0.0)
+            for values, these in ((tuned, errors), (base, base_errors))
+            for value, error in zip(values, these, strict=True)
+        ]
         has_marks = any(mark is not None for mark in marks)
         return {**found, "plot": plots.bars(
-            "Base and tuned" if len(groups) > 1 else "Scores", labels, groups, form=percent, errors=errors,
-            marks=marks if has_marks else (), limit=max(0.05, *(value + (error or 0) for value, error in zip(tuned, errors,
-            strict=True)), *(value or 0.0 for value in (*base, *marks))), head="score",
+            "Base and tuned" if len(groups) > 1 else "Scores", labels, groups, form=percent, errors=whiskers,
+            marks=marks if has_marks else (), limit=max(0.05, *ends, *(mark or 0.0 for mark in marks)), head="score",
         )}  # fmt: skip
 
     def _planned(self) -> dict[str, Any] | None:
@@ -276,23 +293,9 @@ def _data(run: RunDir, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def read_stages(run: RunDir, metrics: Metrics) -> dict[str, dict[str, Any]]:
-    """Each stage's status and seconds, by first start; the record of a finished one in ``stages/`` wins over the events.
-
-    The report's own stage is left out: it cannot be finished while its page is written.
-    """
-    found: dict[str, dict[str, Any]] = {
-        record.stage: {"status": record.status, "seconds": record.seconds, "tries": record.tries} for record in metrics.stages
-    }
-    if (run.path / "stages").is_dir():
-        for path in sorted((run.path / "stages").glob("*.json")):
-            record = _read_json(path)
-            if isinstance(record, Mapping) and found.get(path.stem, {}).get("status") != "failed":
-                stage = found.setdefault(path.stem, {"seconds": None, "tries": 1})
-                stage["status"] = record.get("status", "done")
-                stage["seconds"] = stage["seconds"] or record.get("seconds")
-    found.pop(_OWN_STAGE, None)
-    return found
+def tone_of(word: str) -> str:
+    """How a page shows the word of a :class:`RunState`: ``good``, ``warn`` or ``plain``."""
+    return "warn" if word in BAD else "good" if word in ("training", "trained", "evaluating", "finished") else "plain"
 
 
 def training_plots(
@@ -316,6 +319,9 @@ def training_plots(
         ("Loss", [train("train", "loss"), evaluated("eval_loss")], f"nats per {'pair' if pairs else 'token'}", False),
         ("Reward accuracy", rewards, "% of the pairs", False),
         ("Reward margin", margins, "chosen less rejected", False),
+        ("Reward", [train("train", "reward"), evaluated("eval_reward")], "mean of the answers", False),
+        ("Divergence", [train("train", "kl")], "nats per token from the reference", True),
+        ("Length of answers", [train("train", "completion_length"), evaluated("eval_completion_length")], "tokens", True),
         ("Token accuracy", [train("train", "token_accuracy", 100), evaluated("eval_token_accuracy", 100)], "%", False),
         ("Throughput", [train("tokens/s", "tokens_per_second")], "tokens/s over all ranks", True),
         ("MFU", [train("MFU", "mfu", 100)], "% of the GPUs' peak", True),
@@ -425,33 +431,11 @@ def _content(document: dict[str, Any]) -> dict[str, Any]:
             f"{document['backend']} over {document['transport']}, {document['nodes']} nodes with "
             f"{document['gpus_per_node']} ranks each, {document['date']}; GB/s of 10^9 bytes, as nccl-tests defines them"
         ),
-        "svg": draw(document),
         "columns": COLUMNS,
         "rows": list(result_rows(document)),
         "pairs": list(pair_rows(document)),
         "findings": findings[:SHOWN_FINDINGS],
-        "environment": [[name, plain(value)] for name, value in (document.get("environment") or {}).items()],
     }
-
-
-def draw(document: Mapping[str, Any]) -> str:
-    """busbw over size for every collective over all ranks (inside a node where there is one), with the nominal line."""
-    scope = next((s for s in ("world", "intra", "inter") if any(e["scope"] == s for e in document["results"])), "")
-    series = []
-    for name in COLLECTIVES:
-        points = sorted(
-            (int(e["bytes"]), float(e["busbw_gb_s"]))
-            for e in document["results"]
-            if (e["scope"], e["collective"]) == (scope, name) and e["bytes"] > 0 and math.isfinite(e["busbw_gb_s"])
-        )
-        if points:
-            series.append((name, points))
-    if not series:
-        return ""
-    where = "all ranks" if scope != "intra" else "the ranks of a node"
-    return plots.draw_sizes(
-        f"busbw over size, {where}", series, unit=f"busbw, GB/s, {where}", nominal=nominal_of(document, scope), show=show_size
-    )
 
 
 # --- axis: a run's stages, attempts, saves and faults over time -----------------------------------------------------
@@ -526,6 +510,11 @@ def time_axis(metrics: Metrics, attempts: Sequence[AttemptCost], now: float | No
 
 def _better(metrics: Metrics, scored: Any) -> str:
     rows = [(task, key, row) for task, found in (get(scored, "paired") or {}).items() for key, row in found.items()]
+    last = metrics.evals[-1] if metrics.evals else None
+    if not rows and last is not None and last.eval_reward_difference is not None:
+        change = f"changed by {last.eval_reward_difference:+.3f} ± {number(last.eval_reward_difference_error, 2)}"
+        text = f"; the reward of its answers to held-out prompts {change}, prompt by prompt, to {number(last.eval_reward, 3)}"
+        return f"{text}. Whether its answers got better than the base's by another measure was not measured."
     if not rows:
         loss = content.eval_losses(metrics)
         if loss is None or len(loss[1]) < 2:

@@ -143,16 +143,18 @@ def bars(
     *,
     form: Callable[[float | None], str] = number,
     notes: Sequence[str] = (),
-    errors: Sequence[float | None] = (),
+    errors: Mapping[str, Sequence[float | None]] | None = None,
     marks: Sequence[float | None] = (),
     limit: float | None = None,
     head: str = "",
 ) -> Plot | None:
     """Horizontal bars below their labels, first on top, those of a label's groups side by side, each with its value.
 
-    ``form`` formats a value; ``notes`` stand behind the labels; ``errors`` are whiskers of one standard error, last group only,
-    ``marks`` ticks across a label's bars; ``limit``: where the scale ends. None where nothing has a finite value.
+    ``form`` formats a value, of the scale too; ``notes`` stand behind the labels; ``errors`` are whiskers of one standard
+    error, by group; ``marks`` ticks across a label's bars; ``limit``: where the scale ends. None where no value is finite.
     """
+    from matplotlib.ticker import MaxNLocator
+
     known = [value for values in groups.values() for value in values if value is not None and _finite(value)]
     if not known:
         return None
@@ -160,7 +162,7 @@ def bars(
     longest = limit or max([*known, *(mark for mark in marks if mark is not None), 1e-9])
     drawn = [[row for row, values in enumerate(groups.values()) if _finite(values[at])] for at in range(len(labels))]
     height = each * sum(len(rows) + 1.6 for rows in drawn)
-    with _figure(height + (0.35 if len(groups) > 1 else 0.1)) as (figure, axes):
+    with _figure(height + (0.57 if len(groups) > 1 else 0.32)) as (figure, axes):
         top = 0.0
         for position, label in enumerate(labels):
             axes.text(0, top + each * 0.55, f"{label}   {notes[position] if notes else ''}".rstrip(), va="center", fontsize=9)
@@ -169,7 +171,8 @@ def bars(
                 name, values = list(groups.items())[row]
                 end = float(values[position] or 0.0)
                 axes.barh(top, end, height=each * 0.86, color=styles[row % len(styles)], alpha=0.75, label=name)
-                if errors and row == len(groups) - 1 and (error := errors[position]) is not None and _finite(error):
+                of_group = (errors or {}).get(name) or ()
+                if of_group and (error := of_group[position]) is not None and _finite(error):
                     axes.errorbar(end, top, xerr=error, color=STRONG, capsize=2.5, linewidth=1.2)
                     end += error
                 mark = marks[position] if marks else None
@@ -181,8 +184,11 @@ def bars(
         axes.set_ylim(height, -each * 0.2)
         axes.set_xlim(0, longest * 1.18)
         axes.grid(visible=False)
+        axes.grid(visible=True, axis="x")
         axes.spines[["bottom", "left"]].set_visible(False)
-        axes.set_xticks([])
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.xaxis.set_major_formatter(lambda value, _: form(value) if value <= longest * 1.0001 else "")
+        axes.tick_params(axis="x", labelsize=8, length=0)
         axes.set_yticks([])
         if len(groups) > 1:
             handles, names = axes.get_legend_handles_labels()
@@ -198,36 +204,6 @@ def bars(
     if any(notes):
         rows, heads = [[*row, note] for row, note in zip(rows, notes, strict=True)], [*heads, ""]
     return Plot(title, svg, heads, rows)
-
-
-def draw_sizes(
-    name: str,
-    series: Sequence[tuple[str, Sequence[tuple[int, float]]]],
-    *,
-    unit: str,
-    nominal: float | None,
-    show: Callable[[int], str],
-) -> str:
-    """Values over sizes in bytes, both scales logarithmic, a line for each of up to five series; the nominal value across.
-
-    ``show`` formats a size. Values of 0 are gaps: a logarithmic scale has no place for them.
-    """
-    styles = ((FIRST, "-"), (SECOND, "-"), (STRONG, "-"), (WARN, "--"), (INK, ":"))
-    with _figure(3.2) as (figure, axes):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        for (label, points), (colour, line) in zip(series, styles, strict=False):
-            values = [value if value > 0 else math.nan for _, value in points]
-            axes.plot([size for size, _ in points], values, line, color=colour, label=label, marker="o", markersize=3.5)
-        if nominal is not None and nominal > 0:
-            axes.axhline(nominal, color=INK, linewidth=1.1, linestyle=(0, (6, 3)), label=f"nominal {nominal:.4g}")
-        sizes = sorted({size for _, points in series for size, _ in points})
-        shown = sizes[:: max(1, len(sizes) // 5)]
-        axes.set_xticks(shown, [show(size) for size in shown])
-        axes.minorticks_off()
-        axes.set_ylabel(unit)
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0, handlelength=2.0)
-        return _to_svg(figure, name)
 
 
 def _finite(value: float | None) -> bool:

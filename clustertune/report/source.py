@@ -2,7 +2,7 @@
 
 The source (a 7B model on one node and on two) prints one JSON object per job. Its rate is the mean over all steps, the first
 ones with their compilation and first connections among them: of its 4.7 s some 3.4 s are such. The steady rate beside it is
-that of the median step behind the first :data:`clustertune.report.content.WARM_UP`.
+that of the median step behind the first :data:`clustertune.report.metrics.WARM_UP`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertune.events import read_object
+from clustertune.launch.attempt import read_attempts
 from clustertune.manifest import write_durably
-from clustertune.report.content import WARM_UP, dataset_of, get, model_of
-from clustertune.report.metrics import Metrics, Steps, read_metrics
-from clustertune.resolve.resolved import recorded_precision
+from clustertune.recipe.native_rules import MAX_PROMPT, row_tokens
+from clustertune.report.content import dataset_of, get, model_of
+from clustertune.report.metrics import Metrics, read_metrics
 
 FILE = "metrics.json"
 FIELDS = (
@@ -27,22 +27,6 @@ FIELDS = (
 )  # fmt: skip
 """The source's, in its order."""
 STEADY = "steady_tokens_per_s_per_rank"
-
-
-def seconds_of(steps: Steps) -> Iterator[tuple[int, float]]:
-    """For each logged stretch how many steps it is and seconds of one of them; what has no time is left out."""
-    before = 0
-    for step, seconds in zip(steps.numbers, steps.column("seconds"), strict=True):
-        taken, before = step - before, step
-        if seconds is not None and math.isfinite(seconds) and seconds > 0 and taken > 0:
-            yield taken, seconds
-
-
-def steady_step(steps: Steps) -> float | None:
-    """Seconds of the median step behind the warm-up; None where there is no such step."""
-    timed = zip(steps.numbers, steps.column("seconds"), strict=True)
-    times = [seconds for step, seconds in timed if step > WARM_UP and seconds and math.isfinite(seconds) and seconds > 0]
-    return statistics.median(times) if times else None
 
 
 def counted_share(data_parallel_size: int | None, world_size: int | None) -> float:
@@ -61,7 +45,7 @@ def tokens_per_step(resolved: Mapping[str, Any]) -> float:
     args = get(resolved, "train_args") or {}
     rows = int(args.get("per_device_train_batch_size") or 0) * int(args.get("gradient_accumulation_steps") or 0)
     share = counted_share(resolved.get("data_parallel_size"), resolved.get("world_size"))
-    return share * rows * int(args.get("max_length") or 0)
+    return share * rows * int((row_tokens(args) if MAX_PROMPT in args else args.get("max_length")) or 0)
 
 
 def nodes_of(folder: Path, run: Mapping[str, Any]) -> int | None:
@@ -69,21 +53,20 @@ def nodes_of(folder: Path, run: Mapping[str, Any]) -> int | None:
 
     ``allocation`` in run.json is that of the last job of all, which for a submitted chain is the report's, of one node.
     """
-    attempts = (path for path in folder.glob("attempts/*/plan.json") if path.parent.name.isdecimal())
-    for path in sorted(attempts, key=lambda path: int(path.parent.name), reverse=True):
-        if isinstance(nodes := read_object(path).get("nodes"), list) and nodes:
-            return len(nodes)
+    for attempt in reversed(read_attempts(folder)):
+        return len(attempt.plan.nodes)
     return len(get(run, "allocation", "nodes") or ()) or None
 
 
 def describe(run: Mapping[str, Any], metrics: Metrics) -> dict[str, Any] | None:
     """The object; None for a run without a timed step."""
-    wall, count = math.fsum(n * s for n, s in seconds_of(metrics.steps)), sum(n for n, _ in seconds_of(metrics.steps))
+    timed = [(count, seconds) for _, count, seconds in metrics.steps.timed()]
+    wall, count = math.fsum(n * seconds for n, seconds in timed), sum(n for n, _ in timed)
     if not count:
         return None
     resolved = run.get("recipe") or {}
     per_step = tokens_per_step(resolved)
-    steady = steady_step(metrics.steps)
+    steady = statistics.median(times) if (times := metrics.steps.steady()) else None
     distributed = run.get("distributed")
     worlds = [a.world_size for a in metrics.attempts if a.world_size]
     tokens = per_step * count
@@ -97,7 +80,7 @@ def describe(run: Mapping[str, Any], metrics: Metrics) -> dict[str, Any] | None:
         "model": model_of(resolved),
         "dataset": dataset_of(resolved),
         "fsdp": get(distributed, "type") == "FSDP",
-        "bf16": recorded_precision(resolved) == "bf16",
+        "bf16": get(resolved, "distribution", "mixed_precision") == "bf16",
         STEADY: round(per_step / steady, 2) if steady else None,
     }
 

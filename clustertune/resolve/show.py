@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from clustertune.cluster.schema import Cluster
+from clustertune.console import make_table
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import architecture
 from clustertune.recipe.load import BESIDE
@@ -19,20 +20,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SECTIONS = (
-    "base", "model", "data", "trainer", "train", "lora", "activation_checkpointing", "reduce_dtype", "accelerate", "megatron",
-    "slurm", "eval", "expect", "push",
+    "base", "model", "data", "trainer", "reward", "rollout", "train", "lora", "activation_checkpointing", "reduce_dtype",
+    "accelerate", "megatron", "slurm", "eval", "expect", "push",
 )  # fmt: skip
 
-WIDE = 130
-"""Columns of a terminal in which the value of a revision or a model stays on one line."""
-LONGEST_KEY = 48
-"""Characters of a key that stays on one line of the table."""
+_BY_TRAINER = {"trainer": ("dpo", "grpo"), "reward": ("grpo",), "rollout": ("grpo",)}
+"""Sections that only recipes with these trainers show."""
 
 
 def as_json(resolved: Resolved) -> dict[str, Any]:
     """The document of ``show --json``: every set value with its origin, what was derived, and the resolved sections."""
     values = {key: {"value": value, "origin": origin} for key, value, origin in _rows(resolved)}
-    stated = {".".join(key.split(".")[:2]) for key in values}  # TRL's own defaults aside
+    shown = {".".join(key.split(".")[:2]) for key in values}  # TRL's own defaults aside
     return {
         "recipe": resolved.name,
         "folder": resolved.folder,
@@ -41,7 +40,7 @@ def as_json(resolved: Resolved) -> dict[str, Any]:
         "derived": [vars(item) for item in resolved.derived],
         "world_size": resolved.world_size,
         "data_parallel_size": resolved.data_parallel_size,
-        "train_args": {key: value for key, value in resolved.train_args.items() if f"train.{key}" in stated},
+        "train_args": {key: value for key, value in resolved.train_args.items() if f"train.{key}" in shown},
         "architecture": resolved.architecture,
         "parameters": parameter_count(resolved.architecture),
         "trainable_parameters": trained_count(resolved.architecture, resolved.lora),
@@ -55,19 +54,12 @@ def as_json(resolved: Resolved) -> dict[str, Any]:
 
 def render(resolved: Resolved, console: Console) -> None:
     """Print the table: key, value, origin; then the architecture, the distribution and the warnings."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
     title = resolved.name + (" --tiny" if resolved.tiny else "")
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    rows = list(_rows(resolved))
-    # accelerate's longest keys alone would fill a terminal of 80 columns: those tables may break them.
-    table.add_column("key", no_wrap=max(len(key) for key, _, _ in rows) <= LONGEST_KEY, overflow="fold", min_width=30)
-    table.add_column("value", overflow="fold", max_width=30 if console.width < WIDE else None)
-    table.add_column("origin", overflow="fold")
+    table = make_table("key", "value", "origin", title=title, text_columns=3)
     section = ""
-    for key, value, origin in rows:
+    for key, value, origin in _rows(resolved):
         name = key.split(".")[0] if "." in key else section
         if section and name != section:
             table.add_section()
@@ -84,10 +76,16 @@ def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
     """Key, value and origin of everything that is set, section by section, the derived values with their formula."""
     derived = {item.key: item for item in resolved.derived if item.key != "architecture"}
     body = resolved.recipe.model_dump(mode="json")
+    stated = {".".join(key.split(".")[:2]) for key in resolved.origins}
+    for name, complete in {
+        "train": {"global_batch_size": resolved.global_batch_size, **resolved.train_args},
+        "lora": resolved.lora,
+    }.items():
+        body[name] = complete and {key: value for key, value in complete.items() if f"{name}.{key}" in stated}
     for section in SECTIONS:
         if section == "accelerate" and not resolved.accelerate:
             continue  # Megatron's recipes have no such file
-        if section == "trainer" and not resolved.is_dpo:
+        if section in _BY_TRAINER and resolved.recipe.trainer not in _BY_TRAINER[section]:
             continue
         own = {key: item for key, item in derived.items() if key.split(".")[0] == section}
         for path, value in leaves(body[section], (section,)):
@@ -150,15 +148,9 @@ def _notes(resolved: Resolved) -> Iterator[str]:
 
 def render_cluster(cluster: Cluster, console: Console) -> None:
     """Print the machines, the facts of a compute node, network, storage, Slurm and container, and the notes."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        title=f"{cluster.name} ({cluster.source})", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0)
-    )
-    for heading in ("machine", "address", "roles"):
-        table.add_column(heading, overflow="fold")
+    table = make_table("machine", "address", "roles", title=f"{cluster.name} ({cluster.source})", text_columns=3)
     for host in cluster.nodes:
         table.add_row(Text(host.name), Text(host.address), Text(", ".join(host.roles)))
     console.print(table)

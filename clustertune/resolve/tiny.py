@@ -20,12 +20,15 @@ from clustertune.resolve.resolved import Derived
 CONVERSATIONS = Path("tiny-oasst2", "conversations.jsonl")
 """The conversations that come with the project, below ``recipes/``."""
 PREFERENCES = Path("tiny-dpo", "preferences.jsonl")
+PROMPTS = Path("tiny-grpo", "prompts.jsonl")
+"""The same of prompts with instructions."""
 """The same of preferences."""
 MAX_LENGTH = 256
 MAX_STEPS = 6
 EVERY = 2
 MAX_ACCUMULATION = 2
 MAX_NEW_TOKENS = 32
+MAX_PROMPTS = 64
 SIGNAL_SECONDS = 60
 """A tiny model's step and save take a second together."""
 RANKS = 2
@@ -108,25 +111,44 @@ def tiny_layer(values: dict[str, Any], folder: Path, data_parallel_size: int) ->
     """
     train = values.get("train")
     train = train if isinstance(train, dict) else {}
-    dpo = values.get("trainer") == "dpo"
-    rows = PREFERENCES if dpo else CONVERSATIONS
+    trainer, data = values.get("trainer"), values.get("data")
+    rows, form = {"dpo": (PREFERENCES, "preference"), "grpo": (PROMPTS, "prompt")}.get(
+        str(trainer), (CONVERSATIONS, "oasst-tree")
+    )
+    shipped = {
+        "name": rows.parent.name,
+        "input": _shipped(rows, folder),
+        "format": form,
+        "language": "en" if rows is CONVERSATIONS else None,
+        "revision": None,
+        "expect": None,
+        **{key: None for key in CHOOSING if isinstance(data, dict) and data.get(key) is not None},
+    }
+    own: dict[str, Any] = data if trainer == "grpo" and isinstance(data, dict) and data.get("input") is not None else {}
     return {
         "model": {"weights": "random", "revision": None, "path": None},
-        "data": {
-            "name": rows.parent.name,
-            "input": _shipped(rows, folder),
-            "format": "preference" if dpo else "oasst-tree",
-            "language": None if dpo else "en",
-            "revision": None,
-            "expect": None,
-            **{key: None for key in CHOOSING if isinstance(data := values.get("data"), dict) and data.get(key) is not None},
-        },
-        "train": _train(train, data_parallel_size),
+        # A reward of the recipe's own reads columns that no other prompts have.
+        "data": {"limit": min(usable(own.get("limit"), MAX_PROMPTS), MAX_PROMPTS), "expect": None} if own else shipped,
+        **({"reward": [FIRST_TASK]} if trainer == "grpo" and not own else {}),
+        "train": _train(train, data_parallel_size) if trainer != "grpo" else _rollouts(train, data_parallel_size),
         "eval": {"tasks": [FIRST_TASK], "max_gen_toks": MAX_NEW_TOKENS, "base": False, "pass_mark": {}, "pass_difference": {}},
         "expect": {},
         "push": None,
         "slurm": {"signal_seconds": SIGNAL_SECONDS},
     }
+
+
+def _rollouts(train: dict[str, Any], data_parallel_size: int) -> dict[str, Any]:
+    """The same of GRPO: two short answers to each prompt."""
+    result = _train(train, data_parallel_size)
+    del result["max_length"]
+    pair = {} if result["global_batch_size"] % 2 == 0 else {"global_batch_size": 2 * result["global_batch_size"]}
+    result |= {"num_generations": 2, "num_generations_eval": 1, **pair}
+    result |= {"max_completion_length": min(usable(train.get("max_completion_length"), MAX_NEW_TOKENS), MAX_NEW_TOKENS)}
+    # The tokenizer of a tiny run knows few words: prompts have more tokens.
+    result["max_prompt_length"] = 4 * MAX_LENGTH
+    result |= {"use_vllm": False} if train.get("use_vllm") else {}
+    return result | ({"steps_per_generation": None} if train.get("steps_per_generation") is not None else {})
 
 
 def _train(train: dict[str, Any], data_parallel_size: int) -> dict[str, Any]:

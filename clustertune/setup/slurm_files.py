@@ -395,6 +395,11 @@ def _problems(cluster: Cluster) -> Iterator[Problem]:
     if slurm is None:
         yield Problem("missing: from it come Slurm's files", file=file, key="slurm", fix="write slurm: {partition: gpu}")
         return
+    if cluster.controller is None:
+        text = "no machine has the role slurmctld: the site's own Slurm is used as it is, and there is nothing to set up"
+        yield Problem(
+            text, file=file, key="nodes", fix="to have one set up, give the role to the machine on which it is to run"
+        )
     if len(cluster.name) > LONGEST_CLUSTER:
         text = f"{len(cluster.name)} characters: Slurm takes {LONGEST_CLUSTER} for a cluster's name"
         yield Problem(text, file=file, key="name", fix="shorten it, and the file's name with it")

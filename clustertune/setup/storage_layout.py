@@ -112,8 +112,9 @@ def find_node(cluster: Cluster, name: str) -> Host:
     """The machine of that name. Raises UserError with the nearest name, and where there is no storage to set up."""
     host = choose_node(cluster, name)
     if not cluster.storage.bricks:
-        fix = "name the bricks: docs/storage.md"
-        raise UserError(Problem("there is no storage to set up", file=cluster.source, key="storage.bricks", fix=fix))
+        fix = "to have disks of nodes joined into one storage, name the bricks: docs/storage.md"
+        text = "there is no storage to set up: without bricks the site's own is used as it is"
+        raise UserError(Problem(text, file=cluster.source, key="storage.bricks", fix=fix))
     return host
 
 

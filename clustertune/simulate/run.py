@@ -32,6 +32,9 @@ def refusals(resolved: Resolved) -> Iterator[Problem]:
         yield Problem(f"{engine} allocates behind torch's dispatcher and cannot be simulated", file=file, fix=_INSTEAD)
     elif used.kind not in ("FSDP2", "NO") and used.world_size > 1:
         yield Problem(f"{used.kind} reduces in C++ code that needs data, and cannot be simulated", file=file, fix=_INSTEAD)
+    if resolved.is_grpo:
+        text = "trainer: grpo: answers cannot be generated without data"
+        yield Problem(text, file=f"{resolved.name}/recipe.yaml", fix=_INSTEAD)
     if used.compiled:
         fix = f"simulate it uncompiled: accelerate.{acc.COMPILER}=null"
         yield Problem("code that Inductor compiles cannot be simulated", file=file, fix=fix)
@@ -40,7 +43,7 @@ def refusals(resolved: Resolved) -> Iterator[Problem]:
         key = "train.model_init_kwargs.quantization_config"
         text = f"the kernels of {quantization.method(config)} need data and cannot be simulated"
         yield Problem(text, file=f"{resolved.name}/recipe.yaml", key=key, fix="plan it without --simulate")
-    if resolved.train_args.get("use_liger_kernel"):
+    if resolved.train_args["use_liger_kernel"]:
         text = "Liger's Triton kernels cannot be simulated"
         yield Problem(text, file=f"{resolved.name}/recipe.yaml", key="train.use_liger_kernel", fix="simulate it with false")
 

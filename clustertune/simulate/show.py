@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from clustertune.console import make_table
 from clustertune.host.system import GIB
 from clustertune.plan.constants import quantity
 from clustertune.plan.predict import Plan
-from clustertune.plan.tables import make_table
 from clustertune.simulate import compare
 from clustertune.simulate.run import Simulation
 

@@ -14,15 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clustertune.errors import Problem, UserError, raise_if
+from clustertune.data.prompts import read_prompts
+from clustertune.errors import Problem, UserError, collect_problems, raise_if
 from clustertune.manifest import MANIFEST, Manifest, read_manifest
-from clustertune.resolve.resolved import Resolved, expand_home, is_there
+from clustertune.resolve.resolved import EVAL_DATA, Resolved, expand_home, is_there
 
 KIND = "parcel"
 HUB, MODEL, DATA, EVAL, NLTK, CONTAINER, RECIPES, SUMS = (
     *("hub", "model", "data", "eval", "nltk_data", "container", "recipes"),
     "SHA256SUMS",
 )
+OWN = "own prompts"
+"""What a bundle calls the part that ``eval.data`` names."""
 STAGED = "staged"
 """The recipe key that names a bundle."""
 
@@ -60,18 +63,29 @@ def data_input(resolved: Resolved) -> Path | None:
 
 def data_inputs(resolved: Resolved) -> dict[str, Path]:
     """Files and folders with a recipe's conversations by their keys, of its bundle where it has one; none of the Hub."""
-    staged = data_input(resolved)
-    return {"data.input": staged} if staged is not None else resolved.inputs
+    staged, prompts = data_input(resolved), eval_data(resolved)
+    if staged is None:
+        return resolved.inputs
+    return {"data.input": staged, **({EVAL_DATA: prompts} if prompts else {})}
+
+
+def eval_data(resolved: Resolved) -> Path | None:
+    """The file of a recipe's own prompts, of its bundle where it has one; None: the recipe names none."""
+    folder = staged_folder(resolved)
+    return (folder and _part(folder, OWN)) or resolved.inputs.get(EVAL_DATA)
 
 
 def missing_inputs(resolved: Resolved) -> list[Problem]:
-    """Those of them that are not there."""
-    fix = "data.input=PATH names another file or folder"
-    return [
-        Problem("no such file or folder", file=str(path), key=key, fix=fix)
+    """Those of them that are not there, and every bad row of one's own prompts."""
+    problems = [
+        Problem("no such file or folder", file=str(path), key=key, fix=f"{key}=PATH names another")
         for key, path in data_inputs(resolved).items()
         if not is_there(path)
     ]
+    if (path := eval_data(resolved)) is not None and is_there(path):
+        with collect_problems(problems):
+            read_prompts(path, EVAL_DATA)
+    return problems
 
 
 def prompts(resolved: Resolved) -> Path | None:

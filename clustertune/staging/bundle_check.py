@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import manifest
+from clustertune.data.prompts import read_prompts
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import SHA256
 from clustertune.process import captured
 from clustertune.recipe.tasks import PUNKT
 from clustertune.resolve.resolve import resolve
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import EVAL_DATA, Resolved
 from clustertune.staging import bundle, hashed_copy
 
 SECONDS = 3600.0
@@ -160,8 +161,9 @@ def load_model(resolved: Resolved) -> str:
     """Configuration, tokenizer and the header of every shard."""
     if resolved.recipe.model.weights == "random":
         return "the run makes its model itself"
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
+    from clustertune.data.tokenizer import open_tokenizer
     from clustertune.evaluate.model import check_weights
     from clustertune.merge.base import read_base
 
@@ -169,9 +171,9 @@ def load_model(resolved: Resolved) -> str:
     if folder is None:
         raise UserError("contains no model", file=str(resolved.recipe.staged), fix="stage the recipe again")
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-    AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    open_tokenizer(str(folder))
     raise_if(check_weights(folder))
-    if resolved.recipe.lora is None:
+    if resolved.lora is None:
         return f"{config.model_type}, weights are complete"
     base = read_base(folder)
     return f"{config.model_type}, {len(base.tensors)} tensors in {len(base.headers)} files"
@@ -179,7 +181,8 @@ def load_model(resolved: Resolved) -> str:
 
 def load_tasks(resolved: Resolved, scratch: Path) -> str:
     """lm-eval's tasks on the prompts that the chain will score, with the sentence splitter."""
-    from clustertune.evaluate import inputs, punkt, run, tasks
+    from clustertune.data import punkt
+    from clustertune.evaluate import inputs, run, tasks
 
     evaluation, published = resolved.recipe.eval, resolved.recipe.model.weights == "hub"
     folder, prompts = Path(str(resolved.recipe.staged)), bundle.prompts(resolved)
@@ -189,7 +192,8 @@ def load_tasks(resolved: Resolved, scratch: Path) -> str:
         if splitter and splitter.source != punkt.TRAINED and not splitter.path.is_relative_to(folder):
             text = f"the sentence splitter came from {splitter.path}, not from the folder"
             raise UserError(text, fix="stage the recipe where NLTK_DATA names the data")
-        loaded, _ = tasks.load(evaluation.tasks, own.write_tasks(evaluation, scratch / "task"), evaluation)
+        asked = read_prompts(path, EVAL_DATA) if (path := bundle.eval_data(resolved)) else None
+        loaded, _ = tasks.load(evaluation.tasks, own.write_tasks(evaluation, scratch / "task"), evaluation, asked)
         raise_if(own.find_differences(loaded["tasks"]))
         for rows in own.rows.values():
             hub, source = rows.task.hub, rows.called

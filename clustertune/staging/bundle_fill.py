@@ -17,17 +17,18 @@ from typing import Any
 from clustertune import console, manifest
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say
+from clustertune.data import punkt
+from clustertune.data.prompts import read_prompts
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storing
-from clustertune.evaluate import punkt
 from clustertune.evaluate.inputs import TaskRows, fetch_benchmark
 from clustertune.evaluate.tasks import data_sets
 from clustertune.evaluate.tasks import snapshot as cached_data
 from clustertune.launch import image as images
 from clustertune.launch.container import enroot_name
-from clustertune.manifest import GIT_SHA1, SHA256, FileRecord
+from clustertune.manifest import SHA256, FileRecord
 from clustertune.recipe.load import find_elsewhere
 from clustertune.recipe.tasks import PUNKT, needed, reader_of, with_rows
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import EVAL_DATA, Resolved
 from clustertune.staging import bundle, hashed_copy, needs
 from clustertune.staging.cache import SPARE
 from clustertune.staging.hashed_copy import amount
@@ -44,7 +45,7 @@ class BundlePart:
     """One thing that goes into the folder."""
 
     what: str
-    """``model``, ``data``, ``benchmark``, ``task``, ``nltk``, ``container`` or ``recipe``."""
+    """``model``, ``data``, ``own prompts``, ``benchmark``, ``task``, ``nltk``, ``container`` or ``recipe``."""
     name: str
     target: str
     """Its folder below the bundle."""
@@ -82,7 +83,16 @@ class Collector:
         """What goes in, and from where. Raises UserError with everything that is not available."""
         parts: list[BundlePart] = []
         problems: list[Problem] = []
-        for find in (self._model, self._data, self._benchmark, self._task_data, self._nltk, self._container, self._recipe):
+        for find in (
+            self._model,
+            self._data,
+            self._prompts,
+            self._benchmark,
+            self._task_data,
+            self._nltk,
+            self._container,
+            self._recipe,
+        ):
             with collect_problems(problems):
                 parts += find()
         raise_if(problems)
@@ -135,6 +145,19 @@ class Collector:
         if source.is_file():
             return [BundlePart("data", data.name, bundle.DATA, source.parent, [_one(source)], path=target)]
         return [BundlePart("data", data.name, target, source, hashed_copy.survey(source, "data", self._stall), path=target)]
+
+    def _prompts(self) -> list[BundlePart]:
+        """The file of ``eval.data``; one in the recipe folder goes with that."""
+        source = self._resolved.inputs.get(EVAL_DATA)
+        if source is None:
+            return []
+        read_prompts(source, EVAL_DATA)
+        folder = Path(self._resolved.folder)
+        if source.is_relative_to(folder):
+            path = f"{bundle.RECIPES}/{folder.name}/{source.relative_to(folder).as_posix()}"
+            return [BundlePart(bundle.OWN, source.name, f"{bundle.RECIPES}/{folder.name}", folder, path=path)]
+        path = f"{bundle.EVAL}/{source.name}"
+        return [BundlePart(bundle.OWN, source.name, bundle.EVAL, source.parent, [_one(source)], path=path)]
 
     def _benchmark(self) -> list[BundlePart]:
         if (path := self._rows) is not None:
@@ -278,27 +301,31 @@ class Collector:
 
     def _load(self, part: BundlePart) -> dict[str, FileRecord]:
         """From the network, each file compared with the Hub's own digest of it: ``snapshot_download`` compares sizes."""
-        target = self._out / part.target
         assert part.fetch is not None
-        part.fetch(target)
-        digests, records = hub_digests(target), {}
-        names = [name for name in part.names if (target / name).is_file()]
-        answers = hashed_copy.hash_files(
-            [(target / name, None) for name in names], SHA256, self._stall, f"verifying {part.name}"
-        )
-        for name, record in zip(names, answers, strict=True):
-            if isinstance(record, str):
-                raise UserError(f"cannot be read: {record}", file=str(target / name), code=ExitCode.STORAGE)
-            digest, expected = record.digest, digests.get(name)
-            if expected and len(expected) == 40:
-                digest = manifest.hash_file(target / name, GIT_SHA1).digest
-            if expected and digest != expected:
-                (target / name).unlink()
-                text = f"came from the network as {digest[:12]}, the Hub says {expected[:12]}"
-                raise UserError(text, file=str(target / name), fix="run the same command again", code=ExitCode.AGAIN)
-            records[name] = record
-        shutil.rmtree(target / DOWNLOADS, ignore_errors=True)
-        return records
+        root = self._out / part.target
+        part.fetch(root)
+        if not part.target.startswith(bundle.HUB):  # NLTK's: hashed where the folder is sealed
+            return {}
+        files = hashed_copy.survey(root, part.what, self._stall)
+        known = [FileRecord(file.size, file.digest or "", file.algorithm or SHA256) for file in files]
+        pairs = [(root / file.name, record if record.digest else None) for file, record in zip(files, known, strict=True)]
+        answers = hashed_copy.hash_files(pairs, SHA256, self._stall, f"verifying {part.name}")
+        for (path, record), answer in zip(pairs, answers, strict=True):
+            if isinstance(answer, str):
+                raise UserError(f"cannot be read: {answer}", file=str(path), code=ExitCode.STORAGE)
+            if record is not None and answer != record:
+                path.resolve().unlink()
+                path.unlink()
+                text = f"came from the network as {answer.digest[:12]}, the Hub says {record.digest[:12]}"
+                raise UserError(text, file=str(path), fix="run the same command again", code=ExitCode.AGAIN)
+            if path.is_symlink():  # plain files go onto any medium; two may have one blob
+                plain = path.with_name(f".{path.name}.tmp")
+                os.link(path.resolve(), plain)
+                plain.replace(path)
+        for folder in (root.parents[1] / "blobs", self._out / bundle.HUB / ".locks"):
+            shutil.rmtree(folder, ignore_errors=True)
+        records = zip(files, answers, strict=True)
+        return {file.name: answer for file, answer in records if isinstance(answer, FileRecord) and answer.algorithm == SHA256}
 
     def _seal(self, parts: Sequence[BundlePart], records: dict[str, FileRecord], overrides: Sequence[str]) -> None:
         """What lies there and is none of the parts', as NLTK's other languages, goes with them; then sums and manifest."""
@@ -332,8 +359,6 @@ def _one(path: Path) -> SourceFile:
 # --- the Hub, and NLTK's data ----------------------------------------------------------------------------------------
 
 
-DOWNLOADS = ".cache"
-"""Where huggingface_hub keeps what it knows of a folder that it fills."""
 ANSWER_SECONDS = 10.0
 
 
@@ -349,25 +374,21 @@ def list_hub_files(kind: str, name: str, revision: str | None) -> list[str]:
 
 
 def download(kind: str, name: str, revision: str | None, files: list[str], out: Path) -> None:
-    """Load files of a commit into ``out``; what an earlier call has loaded is not loaded again. Raises UserError."""
+    """Load files of a commit into the Hub's cache of a bundle; what an earlier call has loaded is kept. Raises UserError.
+
+    ``out``: the snapshot's folder there, which has the name of the revision that the recipe gives.
+    """
     import huggingface_hub
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not console.stderr.is_terminal:
         disable_progress_bars()
     with _asking(kind, name):
-        huggingface_hub.snapshot_download(name, revision=revision, repo_type=kind, local_dir=out, allow_patterns=files)
-
-
-def hub_digests(out: Path) -> dict[str, str]:
-    """The Hub's own digest of each loaded file: SHA-256, or git's SHA-1 of a small one."""
-    found = {}
-    folder = out / DOWNLOADS / "huggingface" / "download"
-    for path in folder.rglob("*.metadata"):
-        lines = path.read_text(errors="replace").splitlines()
-        if len(lines) > 1:
-            found[path.relative_to(folder).as_posix().removesuffix(".metadata")] = lines[1].strip()
-    return found
+        cache = out.parents[2]
+        made = huggingface_hub.snapshot_download(name, revision=revision, repo_type=kind, cache_dir=cache, allow_patterns=files)
+    if Path(made) != out:  # by its commit, where the recipe has none
+        shutil.rmtree(out, ignore_errors=True)
+        Path(made).replace(out)
 
 
 @contextlib.contextmanager

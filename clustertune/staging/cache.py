@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import lock
+from clustertune.check.rule import listed
 from clustertune.cluster.schema import Staging
 from clustertune.console import say
 from clustertune.errors import ExitCode, UserError, storage_error, storing
@@ -128,7 +129,7 @@ class StagingCache:
         with self.alone(tree.key, wait=None) as taken:
             if taken is None:
                 return False
-            say(f"removes {self.folder(tree.key)} ({amount(tree.bytes)}, used {ago(tree.used)}) {why}")
+            say(f"removes {self.folder(tree.key)} ({amount(tree.bytes)}) {why}")
             discard(self.folder(tree.key))
             self.lock_file(tree.key).unlink(missing_ok=True)
         return True
@@ -192,15 +193,6 @@ def tree_bytes(folder: Path) -> int:
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(root, name)).st_size  # noqa: PTH118 - thousands of files
     return total
-
-
-def ago(used: float) -> str:
-    """``3 days ago``."""
-    seconds = max(0.0, time.time() - used)
-    for size, word in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {word} ago" if used else "never"
-    return "just now"
 
 
 # --- one tree: known by what the source holds, filled, verified, and leased while it is read -------------------------
@@ -318,24 +310,22 @@ class Stager:
         if not (folder / MANIFEST).exists():
             return None
         try:
-            found = read_manifest(folder, KIND)
+            sealed = read_manifest(folder, KIND).files
         except UserError as error:
             self._tell(f"warning: {error.problems[0]}")
             return [MANIFEST]
-        recorded = found.meta.get("signs", {})
-        expected = {f"{source.name}/{file.name}" for file in files}
+        expected = {f"{source.name}/{file.name}": (file.size, file.mtime_ns) for file in files}
         # What is not part of the copy: transformers would read some files by their names. Hidden folders are the libraries' own
         # (datasets keeps its tables in .cache beside the data).
-        present = {name for name in list_files(folder) if not any(part.startswith(".") for part in name.split("/"))}
-        wrong = sorted(present ^ expected)
-        states = {name: signs(folder / name) for name in sorted(expected & found.files.keys())}
-        suspects = [name for name, state in states.items() if state and (deep or list(state) != recorded.get(name))]
-        answers = hashed_copy.hash_files([(folder / name, found.files[name]) for name in suspects], XXH3_128, self._stall)
-        wrong += [name for name, answer in zip(suspects, answers, strict=True) if answer != found.files[name]]
+        names = [name for name in list_files(folder) if not any(part.startswith(".") for part in name.split("/"))]
+        present = {name: ((state := (folder / name).stat()).st_size, state.st_mtime_ns) for name in names}
+        wrong = {name for name in present.keys() | expected.keys() if present.get(name) != expected.get(name)}
+        look = sorted(sealed.keys() - wrong) if deep else []
+        answers = hashed_copy.hash_files([(folder / name, sealed[name]) for name in look], XXH3_128, self._stall)
+        wrong |= {name for name, answer in zip(look, answers, strict=True) if answer != sealed[name]}
         if wrong:
-            shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-            self._tell(f"warning: {folder}: damaged, missing or foreign: {shown}")
-        return wrong
+            self._tell(f"warning: {folder}: damaged, missing or foreign: {listed(sorted(wrong), 3)}")
+        return sorted(wrong)
 
     def _fill(self, folder: Path, source: SourceFolder, files: Sequence[SourceFile]) -> int:
         """Copy what is missing, and seal the tree. Returns the bytes that were copied."""
@@ -353,7 +343,7 @@ class Stager:
                 raise UserError("changed while it was copied", file=str(source.root), fix=fix, code=ExitCode.AGAIN)
             named = {f"{source.name}/{name}": record for name, record in records.items()}
             meta = {"source": str(source.root), "revision": source.revision, "host": os.uname().nodename}
-            seal(folder, KIND, {**meta, "signs": {name: signs(folder / name) for name in named}}, named)
+            seal(folder, KIND, meta, named)
         except (UserError, OSError) as error:
             # The finished files of a copy that failed stay, unless the disk is full, which harms all who use the node.
             if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
@@ -361,12 +351,3 @@ class Stager:
                     discard(folder)
             raise
         return copied
-
-
-def signs(path: Path) -> tuple[int, int, int] | None:
-    """Inode, mtime and ctime: a file whose signs are the same was not written to through the file system. None: not there."""
-    try:
-        state = path.stat()
-    except OSError:
-        return None
-    return state.st_ino, state.st_mtime_ns, state.st_ctime_ns

@@ -1,23 +1,22 @@
 """Reading, copying and hashing many files in a child process that is given up when nothing moves.
 
 A mount that hangs holds every process that reads from it, and no signal helps: so :func:`within` has a child do the work, and
-ends it where no byte comes for so many seconds. The child is ``python -m clustertune.staging.hashed_copy FD``, with a
-``multiprocessing.Connection`` at that descriptor; ``multiprocessing`` itself would wait for the child when the parent exits.
-Copies are hashed on their way: neither ``rsync`` nor ``cp`` says what it has read.
+ends it where it has read, written and computed nothing for so many seconds. The child is ``python -m
+clustertune.staging.hashed_copy FD``, with a ``multiprocessing.Connection`` at that descriptor; ``multiprocessing`` itself would
+wait for the child when the parent exits. Copies are hashed: neither ``rsync`` nor ``cp`` says what it has written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from io import FileIO
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 
 from clustertune import console
 from clustertune.errors import ExitCode, UserError, storage_error
-from clustertune.manifest import FileRecord, new_hasher
+from clustertune.manifest import FileRecord, hash_file
 from clustertune.process import die_with_parent
 from clustertune.staging import source_files
 from clustertune.staging.source_files import SourceFile
@@ -36,13 +35,10 @@ SECONDS_BETWEEN_LINES = 30.0
 BLOCK = 8 << 20
 """Bytes of one read: a network file system splits it into requests that are under way together."""
 THREADS = 8
-REPORT_SECONDS = 0.2
-
-Advance = Callable[[int], None]
 
 
 class Stalled(UserError):
-    """No byte came for the whole limit."""
+    """Nothing moved for the longest time allowed."""
 
 
 def amount(size: float) -> str:
@@ -63,8 +59,8 @@ def locate(root: Path, stall: float) -> Path:
 
 def survey(root: Path, what: str, stall: float) -> list[SourceFile]:
     """:func:`clustertune.staging.source_files.survey` with a limit. Raises UserError."""
-    found: list[SourceFile] = within(stall, root, "survey", root, what)
-    return found
+    files: list[SourceFile] = within(stall, root, "survey", root, what)
+    return files
 
 
 def mirror(
@@ -75,13 +71,11 @@ def mirror(
     A file that is there with the source's size and time is hashed and kept, as rsync would; one whose hash is not the one that
     the source's folder names is copied again. A file has its name only once all of it is on the disk. Raises UserError.
     """
-    if not sources:
-        return {}, 0
-    with shown(f"copying {root.name}", sum(file.size for file in sources)) as advance:
-        found: tuple[dict[str, FileRecord], int] = within(
-            stall, root, "copy_files", root, out, sources, algorithm, advance=advance, target=out
-        )
-    return found
+    shown = (f"copying {root.name}", sum(file.size for file in sources))
+    copies: tuple[dict[str, FileRecord], int] = within(
+        stall, root, "copy_files", root, out, sources, algorithm, shown=shown, target=out
+    )
+    return copies
 
 
 def hash_files(
@@ -93,38 +87,20 @@ def hash_files(
     """
     if not paths:
         return []
-    with shown(what, sum(record.size for _, record in paths if record)) as advance:
-        pairs = [(path, record.algorithm if record else algorithm) for path, record in paths]
-        found: list[FileRecord | str] = within(stall, paths[0][0].parent, "hash_all", pairs, advance=advance)
-    return found
-
-
-@contextlib.contextmanager
-def shown(what: str, total: int) -> Iterator[Advance]:
-    """A function that shows the bytes done so far: a bar on a terminal, elsewhere a line every half minute."""
-    with console.byte_progress() as bar:
-        task = bar.add_task(what, total=total)
-        began = last = time.monotonic()
-
-        def advance(done: int) -> None:
-            nonlocal last
-            bar.update(task, completed=done)
-            now = time.monotonic()
-            if not console.stderr.is_terminal and now - last > SECONDS_BETWEEN_LINES:
-                last = now
-                rate = done / max(now - began, 1e-9) / 1e9
-                console.say(f"{what}: {amount(done)} of {amount(total)}, {rate:.2f} GB/s")
-
-        yield advance
+    pairs = [(path, record.algorithm if record else algorithm) for path, record in paths]
+    shown = (what, sum(record.size for _, record in paths if record))
+    records: list[FileRecord | str] = within(stall, paths[0][0].parent, "hash_all", pairs, shown=shown)
+    return records
 
 
 # --- the child, seen from the parent -------------------------------------------------------------------------------------
 
 
 def within(
-    stall: float, path: Path, task: str, *arguments: Any, advance: Advance = lambda _: None, target: Path | None = None
+    stall: float, path: Path, task: str, *arguments: Any, shown: tuple[str, int] | None = None, target: Path | None = None
 ) -> Any:
-    """Have a child carry out one of :data:`TASKS`. ``path``: for messages; ``advance``: called with the bytes so far.
+    """Have a child carry out one of :data:`TASKS`. ``path``: for messages; ``shown``: what is done, and how many bytes it is:
+    a bar on a terminal, elsewhere a line every half minute.
 
     Raises UserError: the task's own, or exit 73 where nothing moved for ``stall`` seconds.
     """
@@ -139,20 +115,15 @@ def within(
     theirs.close()
     try:
         ours.send((task, arguments))
-        while ours.poll(stall):
-            kind, body = ours.recv()
-            if kind == "bytes":
-                advance(body)
-            elif kind == "answer":
-                return body
-            elif kind == "problems":
-                raise UserError(*body)
-            else:
-                where = body.filename or str(path)
-                doing = "cannot be written" if target is not None and Path(where).is_relative_to(target) else "cannot be read"
-                raise storage_error(body, doing, where)
-        fix = "is the storage mounted and its server up? --stall SECONDS waits longer"
-        raise Stalled(f"nothing was read or written for {stall:g} s", file=str(path), fix=fix, code=ExitCode.STORAGE)
+        _await(ours, child.pid, stall, path, shown)
+        kind, body = ours.recv()
+        if kind == "answer":
+            return body
+        if kind == "problems":
+            raise UserError(*body)
+        where = body.filename or str(path)
+        doing = "cannot be written" if target is not None and Path(where).is_relative_to(target) else "cannot be read"
+        raise storage_error(body, doing, where)
     except (EOFError, ConnectionError):
         text = f"the copying process ended (exit code {child.wait()})"
         raise UserError(text, file=str(path), fix="run the same command again: it continues", code=ExitCode.AGAIN) from None
@@ -164,70 +135,75 @@ def within(
         ours.close()
 
 
+def _await(answer: Connection, pid: int, stall: float, path: Path, shown: tuple[str, int] | None) -> None:
+    """Return when there is an answer, or the child has ended. Raises Stalled."""
+    before, moved, told = _counts(pid), time.monotonic(), time.monotonic()
+    with console.byte_progress() as bar:
+        task = bar.add_task(shown[0], total=shown[1]) if shown else None
+        while not answer.poll(0.5):
+            now, counts = time.monotonic(), _counts(pid)
+            if counts != before:
+                before, moved = counts, now
+            elif now - moved > stall:
+                fix = "is the storage mounted and its server up? --stall SECONDS waits longer"
+                text = f"nothing was read or written for {stall:g} s"
+                raise Stalled(text, file=str(path), fix=fix, code=ExitCode.STORAGE)
+            if shown and task is not None:
+                bar.update(task, completed=min(counts[0], shown[1]))
+                if not console.stderr.is_terminal and now - told > SECONDS_BETWEEN_LINES:
+                    told = now
+                    console.say(f"{shown[0]}: {amount(counts[0])} of {amount(shown[1])} read")
+
+
+def _counts(pid: int) -> tuple[int, int, int]:
+    """Bytes that a process has read and written, and clock ticks that it has computed (proc(5)); zeros where it has ended."""
+    try:
+        done = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+        ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    except OSError:
+        return 0, 0, 0
+    return int(done["rchar"]), int(done["wchar"]), sum(map(int, ticks))
+
+
 # --- the child -----------------------------------------------------------------------------------------------------------
 
 
-class Progress:
-    """The bytes done by all threads, sent to the parent a few times a second."""
-
-    def __init__(self, parent: Connection) -> None:
-        self._parent, self._lock = parent, threading.Lock()
-        self._bytes, self._sent = 0, 0.0
-
-    def __call__(self, count: int) -> None:
-        with self._lock:
-            self._bytes += count
-            if time.monotonic() - self._sent > REPORT_SECONDS:
-                self._sent = time.monotonic()
-                self._parent.send(("bytes", self._bytes))
-
-
-def copy_files(
-    advance: Advance, root: Path, out: Path, sources: Sequence[SourceFile], algorithm: str
-) -> tuple[dict[str, FileRecord], int]:
+def copy_files(root: Path, out: Path, sources: Sequence[SourceFile], algorithm: str) -> tuple[dict[str, FileRecord], int]:
     """:func:`mirror`, in this process. Raises UserError, OSError of the first file that fails."""
     pool = ThreadPoolExecutor(THREADS)
     largest_first = sorted(sources, key=lambda file: -file.size)  # none is left alone at the end
-    running = {pool.submit(_copy, advance, file, root / file.name, out / file.name, algorithm): file for file in largest_first}
-    records, copied = {}, 0
+    running = {file: pool.submit(_copy, file, root / file.name, out / file.name, algorithm) for file in largest_first}
     try:
-        for done in as_completed(running):
-            records[running[done].name], new = done.result()
-            copied += new
+        answers = {file.name: running[file].result() for file in largest_first}
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    return records, copied
+    return {name: record for name, (record, _) in answers.items()}, sum(copied for _, copied in answers.values())
 
 
-def _copy(advance: Advance, file: SourceFile, source: Path, target: Path, algorithm: str) -> tuple[FileRecord, int]:
+def _copy(file: SourceFile, source: Path, target: Path, algorithm: str) -> tuple[FileRecord, int]:
     """The record of the copy, and the bytes that were copied."""
-    # By its own digest where that is another too: a copy on a node's disk is recorded by XXH3 beside the source's SHA-256,
-    # for it is hashed again and again, eight times faster.
-    kinds = {kind for kind in (algorithm, file.algorithm) if kind}
-
-    def record(digests: Mapping[str, str]) -> FileRecord | None:
-        fits = not file.algorithm or digests[file.algorithm] == file.digest
-        return FileRecord(file.size, digests[algorithm], algorithm) if fits else None
-
     with contextlib.suppress(OSError):
         there = target.stat()
-        if (there.st_size, there.st_mtime_ns) == (file.size, file.mtime_ns):
-            with target.open("rb", buffering=0) as kept:
-                if same := record(_hash(advance, kept, target, kinds, file.size)[1]):
-                    return same, 0
+        if (there.st_size, there.st_mtime_ns) == (file.size, file.mtime_ns) and (same := _record(file, target, algorithm)):
+            return same, 0
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.tmp")  # not part of a folder, for its manifest
-    with _named(source), source.open("rb", buffering=0) as src:
-        _require_unchanged(file, src, source)
-        with _named(part), os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as dst:
-            size, digests = _hash(advance, src, source, kinds, file.size, dst.write)
-            dst.flush()
-            os.fsync(dst.fileno())
-            _forget(dst.fileno())
-        _require_unchanged(file, src, source)
-        if size != file.size:
-            raise _changed(source)
-    if (found := record(digests)) is None:
+    try:
+        with source.open("rb", buffering=0) as src:
+            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as dst:
+                shutil.copyfileobj(src, dst, BLOCK)
+                dst.flush()
+                os.fsync(dst.fileno())
+                copied = dst.tell()
+            state = os.fstat(src.fileno())
+            _forget(src.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(part)  # a disk that is full names no file
+        raise
+    if copied != file.size or (state.st_mtime_ns, state.st_ctime_ns) != (file.mtime_ns, file.ctime_ns):
+        fix = "run the same command again when nothing writes there any more"
+        raise UserError("changed while it was copied", file=str(source), fix=fix, code=ExitCode.AGAIN)
+    if (record := _record(file, part, algorithm)) is None:
         part.unlink()
         where = "the name that the Hub gave it" if source.is_symlink() else "the folder's manifest"
         fix = "the file is damaged where it lies: load or make it again"
@@ -235,28 +211,20 @@ def _copy(advance: Advance, file: SourceFile, source: Path, target: Path, algori
         raise UserError(text, file=str(source), fix=fix, code=ExitCode.FAILED)
     os.utime(part, ns=(file.mtime_ns, file.mtime_ns))
     part.replace(target)
-    return found, file.size
+    return record, file.size
 
 
-def _hash(
-    advance: Advance, src: FileIO, path: Path, kinds: set[str], size: int, write: Callable[[memoryview], object] | None = None
-) -> tuple[int, dict[str, str]]:
-    """Size and digests of what is read from ``src``; each block is given to ``write`` too."""
-    hashers = {kind: new_hasher(kind, size) for kind in kinds}
-    buffer, done = memoryview(bytearray(BLOCK)), 0
-    while True:
-        with _named(path):
-            count = src.readinto(buffer)
-        if not count or done > size:
-            break
-        for hasher in hashers.values():
-            hasher.update(buffer[:count])
-        if write is not None:
-            write(buffer[:count])
-        done += count
-        advance(count)
-    _forget(src.fileno())
-    return done, {kind: hasher.hexdigest() for kind, hasher in hashers.items()}
+def _record(file: SourceFile, path: Path, algorithm: str) -> FileRecord | None:
+    """The record of a copy by ``algorithm``; None where it is not what the source's folder says.
+
+    By the source's own digest too, where that is another: a copy on a node's disk is recorded by XXH3 beside the source's
+    SHA-256, for it is hashed again and again, eight times faster.
+    """
+    known = hash_file(path, file.algorithm) if file.algorithm else None
+    record = known if known and file.algorithm == algorithm else hash_file(path, algorithm)
+    with path.open("rb") as copy:
+        _forget(copy.fileno())
+    return record if known is None or known.digest == file.digest else None
 
 
 def _forget(fd: int) -> None:
@@ -265,47 +233,26 @@ def _forget(fd: int) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _require_unchanged(file: SourceFile, src: FileIO, path: Path) -> None:
-    state = os.fstat(src.fileno())
-    if (state.st_size, state.st_mtime_ns, state.st_ctime_ns) != (file.size, file.mtime_ns, file.ctime_ns):
-        raise _changed(path)
-
-
-def _changed(path: Path) -> UserError:
-    """A source that was written to, replaced or removed while it was read."""
-    fix = "run the same command again when nothing writes there any more"
-    return UserError("changed while it was copied", file=str(path), fix=fix, code=ExitCode.AGAIN)
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Give errors that name no file this one."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
-
-
-def hash_all(advance: Advance, paths: Sequence[tuple[Path, str]]) -> list[FileRecord | str]:
+def hash_all(paths: Sequence[tuple[Path, str]]) -> list[FileRecord | str]:
     """:func:`hash_files`, in this process."""
 
     def one(item: tuple[Path, str]) -> FileRecord | str:
         path, algorithm = item
         try:
-            with path.open("rb", buffering=0) as src:
-                size, digests = _hash(advance, src, path, {algorithm}, os.fstat(src.fileno()).st_size)
+            record = hash_file(path, algorithm)
+            with path.open("rb") as file:
+                _forget(file.fileno())
         except OSError as error:
             return error.strerror or str(error)
-        return FileRecord(size, digests[algorithm], algorithm)
+        return record
 
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(one, paths))
 
 
 TASKS: Mapping[str, Callable[..., Any]] = {
-    "locate": lambda _advance, root: os.path.realpath(root),
-    "survey": lambda _advance, root, what: source_files.survey(root, what),
+    "locate": os.path.realpath,
+    "survey": source_files.survey,
     "copy_files": copy_files,
     "hash_all": hash_all,
 }
@@ -318,16 +265,14 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # meant for the job: the parent ends this process
     parent: Connection = Connection(int(sys.argv[1]))
     task, arguments = parent.recv()
-    progress = Progress(parent)
     answer: tuple[str, Any]
     try:
-        answer = ("answer", TASKS[task](progress, *arguments))
+        answer = ("answer", TASKS[task](*arguments))
     except UserError as error:
         answer = ("problems", (error.problems, error.code))
     except OSError as error:
         answer = ("os", OSError(error.errno, error.strerror or str(error), error.filename))
-    with progress._lock:
-        parent.send(answer)
+    parent.send(answer)
     os._exit(0)
 
 

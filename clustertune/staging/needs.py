@@ -33,22 +33,22 @@ def local_model(resolved: Resolved, run: RunDir | None) -> Path | None:
         return run.local_model(model.name) if run else None
     if (staged := bundle.staged_folder(resolved)) and (found := bundle.model_folder(staged)):
         return found
-    return Path(model.path) if model.path else None
+    return expand_home(model.path) if model.path else None
 
 
-def model_folder(resolved: Resolved, run: RunDir | None) -> Path | None:
+def model_folder(resolved: Resolved, run: RunDir | None, environ: Mapping[str, str] = os.environ) -> Path | None:
     """Where the base model lies, whether or not it is there; None where the run makes it and no run is known."""
     model = resolved.recipe.model
     if (found := local_model(resolved, run)) or model.weights == "random":
         return found
-    return snapshot(hub_cache(), "models", model.name, model.revision or "main")
+    return snapshot(hub_cache(environ), "models", model.name, model.revision or "main")
 
 
 def model_source(run: RunDir, resolved: Resolved) -> tuple[str, str | None]:
     """Where the base model is read from: a folder, or a Hub id and its commit."""
     model = resolved.recipe.model
     found = local_model(resolved, run)
-    if found is None or found == Path(model.path or ""):
+    if found is None or (model.path and found == expand_home(model.path)):
         return model.path or model.name, model.revision
     return str(found), None
 

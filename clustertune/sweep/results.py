@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from clustertune.console import aligned
-from clustertune.errors import ExitCode, UserError
+from clustertune.console import aligned, duration
+from clustertune.errors import UserError
 from clustertune.evaluate.scores import metrics as scores_of
 from clustertune.evaluate.scores import read_result, shown
-from clustertune.events import read_object
+from clustertune.launch.attempt import read_attempts
 from clustertune.recipe.schema import FIRST_TASK
 from clustertune.recipe.tasks import first_task
-from clustertune.report.content import UNKNOWN, duration, number
+from clustertune.report.content import UNKNOWN, number
+from clustertune.report.cost import of_attempts
 from clustertune.report.metrics import Metrics, read_metrics
+from clustertune.report.state import read_stages, state_of
 from clustertune.rundir import RunDir
 from clustertune.sweep.points import Point, Sweep
 
@@ -131,23 +133,15 @@ def _status(sweep: Sweep, point: Point, metrics: Metrics) -> tuple[str, str]:
     run = RunDir(point.run_dir)
     if run.stage(sweep.last) is not None:
         return DONE, ""
-    failed = next((stage.stage for stage in reversed(metrics.stages) if stage.status == "failed"), None)
     logged = _last_error(sweep, point)
     if not run.metrics.exists():  # submit writes run.json before the point begins
         return (FAILED, logged) if logged else (WAITING, "")
-    outcome = _outcome(run.path)
-    if failed is None or (failed == "train" and outcome.get("code") == ExitCode.AGAIN):
+    attempts, stages = read_attempts(run.path), read_stages(run, metrics)
+    state = state_of(run, stages, metrics, of_attempts(run.path), time.time())
+    if state.word not in ("failed", "stopped"):
         return OPEN, ""
-    problems = outcome.get("problems") if failed == "train" else None
-    if isinstance(problems, list) and problems and isinstance(problems[0], dict):
-        return FAILED, str(problems[0].get("message"))
-    return FAILED, logged or f"{failed} failed: its log says why"
-
-
-def _outcome(run_path: Path) -> dict[str, Any]:
-    """How the newest attempt at training ended."""
-    found = sorted(run_path.glob("attempts/*/outcome.json"))
-    return read_object(found[-1]) if found else {}
+    messages = attempts[-1].messages if attempts and state.stage == "train" else ()
+    return FAILED, next(iter(messages), logged or f"{state.stage} failed: its log says why")
 
 
 def _last_error(sweep: Sweep, point: Point) -> str:

@@ -1,35 +1,26 @@
-"""What ``accelerate launch`` puts into a rank's environment, for launchers that do not know accelerate (torchrun, Ray)."""
+"""The variables that ``accelerate launch`` would give a rank: here torchrun or Ray starts it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from clustertune.errors import Problem, UserError
 from clustertune.recipe import accelerate_file as acc
 
-MARK = "ACCELERATE_MIXED_PRECISION"
-"""``accelerate launch`` sets it for every kind of distribution."""
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def is_launched(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether ``accelerate launch`` started this process (or one above it)."""
-    return MARK in (os.environ if environment is None else environment)
+def apply(config_file: Path, world_size: int, *, alone: bool = False) -> None:
+    """Set what ``accelerate launch`` would have set; before torch is imported.
 
-
-def apply(config_file: Path, world_size: int) -> bool:
-    """Set what ``accelerate launch`` would have set, unless it did; before torch is imported. Returns whether it was set.
-
-    A variable that is there already stays: it was set on purpose.
+    ``alone``: one rank without a process group, which accelerate knows by the absence of a rank's variables.
     """
-    if is_launched():
-        return False
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as accelerate and torchrun do; OpenMP reads it when torch is loaded
-    for key, value in accelerate_environment(config_file, world_size).items():
-        os.environ.setdefault(key, value)
-    return True
+    os.environ.update(accelerate_environment(config_file, world_size))
+    for name in OF_RANKS if alone else ():
+        os.environ.pop(name, None)
 
 
 def accelerate_environment(config_file: Path, world_size: int) -> dict[str, str]:

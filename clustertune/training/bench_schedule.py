@@ -18,13 +18,11 @@ class BenchSchedule:
     """Not timed: compilation, first connections, allocator."""
     steps: int
     """Timed."""
-    profiled: int = 0
-    """Under the profiler, behind the timed ones: profiling slows them."""
 
     @property
     def total(self) -> int:
         """Optimizer steps in all."""
-        return self.warmup + self.steps + self.profiled
+        return self.warmup + self.steps
 
     def write(self, run_path: Path) -> None:
         """Have the ranks of a run measured."""

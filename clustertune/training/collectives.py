@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch.plan import AttemptPlan
+from clustertune.launch.attempt import AttemptPlan
 
 _PEER = timedelta(hours=24)
 """How long a rank's thread waits for the others' threads. A thread that hangs is found by the heartbeat of its rank."""
@@ -79,6 +79,15 @@ class Group:
         tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.process_group)
         return cast("list[float]", tensor.tolist())
+
+    def gather_numbers(self, values: list[float]) -> list[list[float]]:
+        """Every rank's list in rank order, on all ranks; all are of one length."""
+        if not self._on:
+            return [values]
+        mine = torch.tensor(values, dtype=torch.float64, device=self._device)
+        found = torch.empty(self.world_size * len(values), dtype=torch.float64, device=self._device)
+        dist.all_gather_into_tensor(found, mine, group=self.process_group)
+        return cast("list[list[float]]", found.view(self.world_size, -1).tolist())
 
 
 FIX = "every node must be given the same rendezvous address, and its own node rank; look at the node-N.log files"

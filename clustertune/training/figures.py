@@ -19,9 +19,11 @@ from clustertune.cluster.hardware import peak_flops
 from clustertune.plan.predict import work_of
 from clustertune.resolve.resolved import Resolved
 from clustertune.training.evaluation import IGNORED_LABEL
+from clustertune.training.startup import peak_host_bytes
 
-PARTS = ("data", "forward_backward", "optimizer", "layers")
-"""Seconds of a rank in a step. ``layers``: inside the timed decoder layers; a part of the forward and backward pass."""
+PARTS = ("data", "forward_backward", "optimizer", "layers", "generation", "reward")
+"""Seconds of a rank in a step. ``layers``: inside the timed decoder layers; a part of the forward and backward pass.
+``generation`` and ``reward``: of the model's own answers, which are made and judged before that pass."""
 COLUMNS = (*PARTS, "computed", "real")
 """What each rank brings to the end of a step; the last two are tokens of its micro batches."""
 TIMED_LAYERS = 8
@@ -36,6 +38,11 @@ def count_tokens(inputs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     ids, mask, labels = inputs["input_ids"], inputs.get("attention_mask"), inputs.get("labels")
     real = (mask != 0).sum() if mask is not None and mask.dim() == 2 else ids.numel()
     return ids.numel(), real, (labels != IGNORED_LABEL).sum() if labels is not None else ids.numel()
+
+
+def peak_memory_bytes() -> int:
+    """Peak memory of this rank: allocated on its GPU, else the resident set of the process."""
+    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else peak_host_bytes()
 
 
 class Clock:
@@ -109,6 +116,7 @@ class Clock:
             self._events[-1][2].synchronize()
         for name, began, ended in self._events:
             found[name] += began.elapsed_time(ended) / 1e3
+        found["forward_backward"] -= found["generation"] + found["reward"]  # they are made within the same call
         values = [*found.values(), float(self._computed), float(self._real)]
         self._events, self._host, self._computed, self._real = [], dict.fromkeys(PARTS, 0.0), 0, 0.0
         return values
@@ -144,7 +152,8 @@ class Figures:
         computed, real = (sum(rank[COLUMNS.index(name)] for rank in sums) for name in ("computed", "real"))
         found: dict[str, Any] = {
             f"{name}_seconds": round(statistics.median_low(rank[at] for rank in sums) / len(steps), 6)
-            for at, name in enumerate(PARTS[:3])
+            for at, name in enumerate(PARTS)
+            if name in PARTS[:3] or (name != "layers" and any(rank[at] for rank in sums))
         }
         if computed:
             found["padding"] = round(1 - real / computed, 4)

@@ -17,16 +17,18 @@ from transformers import PrinterCallback, TrainerCallback, TrainerControl, Train
 from clustertune import manifest, secrets
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.data import sequences
+from clustertune.data.rewards import Rewards
 from clustertune.data.tokenizer import check_labels, load_tokenizer
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
 from clustertune.recipe.architecture import scale_down
 from clustertune.resolve.kernels import attention_of
-from clustertune.training import base_model, build, deepspeed, figures, kernels, packing, recompute, sharding, tracker
+from clustertune.training import base_model, build, compiling, deepspeed_engine, figures, packing, recompute, sharding, tracker
 from clustertune.training.collectives import Group, check_world
-from clustertune.training.events import EventLog, TrainingConsole
+from clustertune.training.event_log import EventLog, TrainingConsole
 from clustertune.training.heartbeat import Attempt
 from clustertune.training.loading import Loading
+from clustertune.training.rollouts import RolloutTrainer
 from clustertune.training.startup import Startup, peak_host_bytes
 from clustertune.training.trainer import NothingLeft, PreferenceTrainer, RankTrainer, Saving, Trainer
 
@@ -36,16 +38,20 @@ LABEL_SAMPLE = 64
 """Training rows whose labels are looked at before the first step."""
 
 
-MEASURED = ("mfu", "hfu", "data_seconds", "forward_backward_seconds", "optimizer_seconds", "padding", "imbalance")
+MEASURED = (
+    *("mfu", "hfu", "data_seconds", "forward_backward_seconds", "optimizer_seconds", "generation_seconds", "reward_seconds"),
+    *("padding", "imbalance"),
+)
 """Of :meth:`clustertune.training.figures.Figures.take`, in ``metrics.jsonl``."""
 REWARDS = {f"reward_{name}": f"rewards/{key}" for name, key in
            {"accuracy": "accuracies", "margin": "margins", "chosen": "chosen", "rejected": "rejected"}.items()}  # fmt: skip
 """What TRL says about pairs of answers, by its name in ``metrics.jsonl``; in an evaluation's event behind ``eval_``."""
-
-
-def peak_memory_bytes() -> int:
-    """Peak memory of this rank: allocated on its GPU, else the resident set of the process."""
-    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else peak_host_bytes()
+ROLLOUTS = {
+    "reward": "reward", "reward_std": "reward_std", "kl": "kl", "same_reward": "frac_reward_zero_std",
+    "completion_length": "completions/mean_length", "clipped": "completions/clipped_ratio",
+}  # fmt: skip
+"""The same about the model's own answers. ``same_reward``: share of the prompts whose answers all have one reward, and teach
+nothing; ``clipped``: of the answers that were cut at ``max_completion_length``."""
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
@@ -58,7 +64,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self._session = session
         self._began = time.perf_counter()
         self._seconds, self._steps = 0.0, 0
-        self._compiled = kernels.Compiled()
+        self._compiled = compiling.Compiled()
         self.tokens = 0.0
         """Trained by the last log line."""
 
@@ -99,7 +105,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         at_epoch = args.eval_strategy == "epoch" and args.eval_delay <= epoch and (is_last or abs(epoch - round(epoch)) < 1e-9)
         if is_last:
             control.should_save = not at_epoch
-        if self.trainer.agree(peak_memory_bytes(), self.trainer.clock.take()):
+        if self.trainer.end_step():
             self.trainer.eval_skipped = bool(control.should_evaluate or at_epoch)
             control.should_evaluate = False
             control.should_save = control.should_log = control.should_training_stop = True
@@ -110,7 +116,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             self._tell_compiled(state.global_step)
 
     def _tell_compiled(self, step: int) -> None:
-        known, found = self._compiled, kernels.read()
+        known, found = self._compiled, compiling.read()
         if (found.graphs, found.given_up) == (known.graphs, known.given_up):
             return
         self._compiled = found
@@ -133,6 +139,9 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         if "loss" in logs:
             self._write_step(state, logs)
         elif "eval_loss" in logs:
+            if isinstance(self.trainer, RolloutTrainer):
+                self._write_held_out(self.trainer, state, logs)
+                return
             accuracy = logs.get("eval_mean_token_accuracy")
             rewards = {f"eval_{name}": logs[key] for name, own in REWARDS.items() if (key := f"eval_{own}") in logs}
             found = {"eval_loss": logs["eval_loss"], "eval_token_accuracy": accuracy, **rewards}
@@ -141,6 +150,27 @@ class Watch(TrainerCallback):  # type: ignore[misc]
                 what, share = ("reward", rewards["eval_reward_accuracy"]) if rewards else ("token", accuracy or 0)
                 loss = f"loss {logs['eval_loss']:.4f}"
                 self._session.console.say(f"eval at step {state.global_step}  {loss}  {what} accuracy {share:.3f}")
+
+    def _write_held_out(self, trainer: RolloutTrainer, state: TrainerState, logs: Mapping[str, Any]) -> None:
+        """The events of an evaluation on held-out prompts: ``eval``, and one ``answer`` for each sample."""
+        found, log = trainer.held_out, self._session.log
+        assert found is not None and log is not None
+        means = {f"eval_{name}": logs.get(f"eval_{ROLLOUTS[name]}") for name in ("completion_length", "clipped", "kl")}
+        paired = {"eval_reward_difference": found.difference, "eval_reward_difference_error": found.error}
+        log.write(
+            "eval", step=state.global_step, eval_loss=logs["eval_loss"], eval_reward=found.reward, **paired,
+            **{name: value for name, value in means.items() if value is not None},
+            eval_rewards=found.by_name, eval_kinds=found.by_kind, seconds=logs.get("eval_runtime"),
+        )  # fmt: skip
+        for sample in found.samples:
+            log.write("answer", step=state.global_step, **asdict(sample))
+        shown = f"eval at step {state.global_step}  reward {found.reward:.4f}"
+        if found.difference is not None:
+            shown += f"  {found.difference:+.4f} +- {found.error:.4f} to the first, prompt by prompt"
+        self._session.tell(shown)
+        if found.alarm:
+            log.write("alarm", step=state.global_step, message=found.alarm)
+            self._session.tell(f"warning: {found.alarm}")
 
     def figures(self) -> dict[str, Any]:
         """What was measured of the steps since the last log line."""
@@ -151,7 +181,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def _write_step(self, state: TrainerState, logs: dict[str, Any]) -> None:
         steps = max(self._steps, 1)
-        tokens, rate = float(logs.get("num_tokens", 0.0)), float(logs.get("tokens_per_second", 0.0))
+        # A step that learns from the answers of the one before brings no new tokens.
+        tokens, rate = float(logs.get("num_tokens", self.tokens)), float(logs.get("tokens_per_second", 0.0))
         stragglers = self.trainer.figures.stragglers() if self.trainer.figures is not None else {}
         assert self._session.log is not None
         self._session.log.write(
@@ -167,15 +198,24 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             seconds=round(self._seconds / steps, 6),
             tokens_per_second=round(rate, 3),
             memory_bytes=self.trainer.peak_memory_bytes,
-            **{name: logs[key] for name, key in REWARDS.items() if key in logs},
+            **{name: logs[key] for name, key in (REWARDS | ROLLOUTS).items() if key in logs},
+            **({"rewards": by_name} if (by_name := _by_name(logs)) else {}),
             **{name: logs[name] for name in MEASURED if name in logs},
             **({"stragglers": stragglers} if stragglers else {}),
         )
         if self._session.console:
             shown = f"loss {logs['loss']:.4f}  lr {logs.get('learning_rate', 0):.2e}  grad {logs.get('grad_norm', 0):.3f}"
+            if logs.get("reward") is not None:
+                length = logs.get("completions/mean_length") or 0
+                shown = f"reward {logs['reward']:.4f}  length {length:.0f}  {shown}"
             shown += f"  {rate:,.0f} tok/s  {self._seconds / steps:.2f} s"
             self._session.console.step(state.global_step, shown)
         self._seconds, self._steps, self.tokens = 0.0, 0, tokens
+
+
+def _by_name(logs: Mapping[str, Any]) -> dict[str, float | None]:
+    """The mean of each reward, before its weight."""
+    return {key.split("/")[1]: logs[key] for key in logs if key.startswith("rewards/") and key.endswith("/mean")}
 
 
 class Session:
@@ -185,29 +225,24 @@ class Session:
     log: EventLog | None = None
     console: TrainingConsole | None = None
     _weights: manifest.DigestComparison | None = None
+    rewards: Rewards | None = None
 
     def __init__(self, attempt: Attempt) -> None:
         """Fit the recipe to this machine and join the process group. Raises UserError where not all ranks are there."""
         self.attempt, self.resolved, self.run_path = attempt, attempt.resolved, attempt.run.path
+        self._open = contextlib.ExitStack()
+        """What is open for the length of the attempt; the end of the process closes it where an error ends that."""
         self.startup = Startup()
         self.startup.begin("process group")
         resolved, cuda = attempt.resolved, torch.cuda.is_available()
-        self.notes = attempt.notes + kernels.set_environment(resolved.distribution)
+        self.notes = attempt.notes + compiling.set_environment(resolved.distribution)
         build.check_packages(resolved.train_args, cuda=cuda)
-        deepspeed.prepare(resolved)
+        deepspeed_engine.prepare(resolved)
         packing.register()
         fitted = build.fit_to_device(resolved.train_args, cuda=cuda)
-        # TRL 1.16 deprecates its own pad_token: the tokenizer carries it.
-        values = {key: value for key, value in fitted.values.items() if key != "pad_token"}
-        kind = build.configuration(resolved)
-        values |= sequences.PAIRS if resolved.is_dpo else sequences.TRAINER
-        if resolved.recipe.save is not None:
-            values["save_steps"] = NEVER  # but at the end: the trainer asks the section
-        if values.get("padding_free") and not values.get("packing"):
-            values["max_length"] = None  # TRL asks for it: the rows are cut already
-        self.args = kind(output_dir=str(self.run_path), **build.spelt(values, kind.__dataclass_fields__))
-        """TRL's, of :func:`build.configuration`."""
-        self.notes += deepspeed.fit_to_cpu(self.args) + fitted.notes
+        # With the section save the trainer asks it, but at the end.
+        self.args = build.trl_arguments(resolved, self.run_path, fitted, {"save_steps": NEVER} if resolved.recipe.save else {})
+        self.notes += deepspeed_engine.fit_to_cpu(self.args) + fitted.notes
         self.group = Group()
         check_world(self.group, resolved.world_size, attempt.plan)
         self.apart = Group.apart()  # now, not at the first save: where it cannot be made, no weights are read
@@ -253,14 +288,20 @@ class Session:
         self.args.model_init_kwargs = init
         loading = Loading(self.resolved.distribution, self.startup, self.group).install()
         self.startup.begin("model")
-        set_seed(self.args.seed)  # TRL 1.2.0, of the reference's stack, draws LoRA's matrices without
-        trainer = (PreferenceTrainer if self.resolved.is_dpo else Trainer)(
+        set_seed(self.args.seed)
+        kind: Any = {"sft": Trainer, "dpo": PreferenceTrainer, "grpo": RolloutTrainer}[recipe.trainer]
+        rewards = {}
+        if self.resolved.is_grpo:
+            self.rewards = self._open.enter_context(Rewards(recipe.reward or (), self.resolved.reward_code))
+            rewards["reward_funcs"] = self.rewards.judges
+        trainer: RankTrainer = kind(
             model=source[0],
+            **rewards,
             args=self.args,
             train_dataset=train,
             eval_dataset=held_out,
             processing_class=tokenizer,
-            peft_config=LoraConfig(**recipe.lora) if recipe.lora is not None else None,
+            peft_config=LoraConfig(**self.resolved.lora) if self.resolved.lora is not None else None,
             callbacks=[self._watch],
             loading=loading,
             store=store,
@@ -268,6 +309,8 @@ class Session:
             on_checkpoint=self._on_checkpoint,
         )
         trainer.apart = self.apart
+        if self.rewards is not None and isinstance(trainer, RolloutTrainer):
+            self.rewards.beat = trainer.beat
         sharding.set_precision(trainer.accelerator, self.resolved.distribution.reduce_dtype)
         self.startup.end()
         self.notes += dict.fromkeys(loading.notes)  # a reference model's are the same
@@ -310,7 +353,7 @@ class Session:
         found = sharding.inspect(trainer.model_wrapped, trainer.accelerator, self.group.gather)
         sharding.check(found, resolved.distribution)
         if (engine := trainer.engine) is not None:
-            facts["deepspeed"] = deepspeed.check(engine, resolved)
+            facts["deepspeed"] = deepspeed_engine.check(engine, resolved)
         facts["recomputed_layers"] = str(recompute.apply(trainer.model, resolved))
         figures.attach(trainer, resolved, recompute.layers_of, facts["gpu0"])
         steps = trainer.state.max_steps
@@ -342,11 +385,12 @@ class Session:
 
     def _look_at(self, trainer: RankTrainer, tokenizer: Any) -> None:
         """Facts of the run that are checked or reported before the first step."""
-        sample = trainer.train_dataset.select(range(min(LABEL_SAMPLE, len(trainer.train_dataset))))
-        rows = ({"input_ids": row["chosen_ids"]} for row in sample) if self.resolved.is_dpo else sample
-        check_labels(rows, {tokenizer.eos_token_id})
-        trainable = sum(deepspeed.elements(p) for p in trainer.model.parameters() if p.requires_grad)
-        total = sum(deepspeed.elements(p) for p in trainer.model.parameters())
+        if not self.resolved.is_grpo:
+            sample = trainer.train_dataset.select(range(min(LABEL_SAMPLE, len(trainer.train_dataset))))
+            rows = ({"input_ids": row["chosen_ids"]} for row in sample) if self.resolved.is_dpo else sample
+            check_labels(rows, {tokenizer.eos_token_id})
+        trainable = sum(deepspeed_engine.elements(p) for p in trainer.model.parameters() if p.requires_grad)
+        total = sum(deepspeed_engine.elements(p) for p in trainer.model.parameters())
         attention = attention_of(self.args.to_dict())
         self.facts |= {"trainable_parameters": trainable, "total_parameters": total, "attention": attention}
         self.facts |= build.machine_facts()
@@ -398,7 +442,7 @@ class Session:
         checkpoint, meta = latest if latest else (None, {})
         start = int(meta.get("step", 0))
         trainer.resume_with(meta)
-        batch = int(self.resolved.recipe.train["global_batch_size"])
+        batch = self.resolved.global_batch_size
         if meta.get("world_size", self.group.world_size) != self.group.world_size and len(trainer.train_dataset) % batch:
             self.notes.append(
                 f"the checkpoint is of {meta['world_size']} ranks, this attempt has {self.group.world_size}: the last "
@@ -435,6 +479,7 @@ class Session:
                     self.log.close()
             if self.console:
                 self.console.close()
+            self._open.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         return code

@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import accelerator
-from accelerate.utils import load_fsdp_optimizer
-from accelerate.utils.constants import FSDP_MODEL_NAME
 from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper  # the package leaves it out where DeepSpeed is not installed
 from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
@@ -30,34 +28,37 @@ from transformers.trainer_callback import ExportableState
 from trl import DPOTrainer, SFTTrainer
 from trl.trainer import dpo_trainer
 
-from clustertune.checkpoint import restricted, values
+from clustertune.checkpoint import small_states as values
 from clustertune.checkpoint.cadence import Cadence
 from clustertune.checkpoint.saving import (
+    MODEL,
     NotFinite,
     NotSaved,
     RankState,
     StateWriter,
     WrittenCheckpoint,
-    collected,
     describe_error,
     digest,
+    load_model,
+    load_optimizer,
+    sharded_states,
 )
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.manifest import FileRecord
 from clustertune.replaced import replaced
 from clustertune.storage import free_bytes, is_full, storage_cause
-from clustertune.training import context, deepspeed, tensor
+from clustertune.training import context, deepspeed_engine, tensor
 from clustertune.training.collectives import Group
 from clustertune.training.evaluation import Base, PairMeans, TokenMeans
-from clustertune.training.figures import Clock, Figures
+from clustertune.training.figures import COLUMNS, Clock, Figures, peak_memory_bytes
 from clustertune.training.heartbeat import Attempt
 from clustertune.training.loading import Loading
 
 
 def local(parameter: Any) -> torch.Tensor:
     """This rank's part of a parameter: of a DTensor's, of ZeRO-3's, else the parameter."""
-    if (part := deepspeed.local_part(parameter)) is not None:
+    if (part := deepspeed_engine.local_part(parameter)) is not None:
         return part
     found: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return found.detach()
@@ -140,7 +141,6 @@ class RankTrainer(Base):  # type: ignore[misc]
         on_checkpoint: Callable[[Saving], None],
         **kwargs: Any,
     ) -> None:
-        restricted.install()
         self.loading, self.startup = loading, loading.startup
         super().__init__(*args, **kwargs)
         self._split()
@@ -166,6 +166,8 @@ class RankTrainer(Base):  # type: ignore[misc]
         """Says when to save where the recipe has a section for it; rank 0 asks it."""
         self.save_due = False
         """All ranks save behind this step."""
+        self._measured: list[list[float]] = []
+        """This rank's figures of each step since the last log line."""
         self._losses: list[torch.Tensor] = []
         """Of the micro batches of this step, on the device: to look at each would wait for its backward pass."""
         self._resumed: Mapping[str, Any] = {}
@@ -213,7 +215,7 @@ class RankTrainer(Base):  # type: ignore[misc]
         """The last thing that the Trainer does between making the engine and loading a checkpoint into it."""
         made = super().create_scheduler(*args, **kwargs)
         if (engine := self.engine) is not None:
-            deepspeed.take_over(engine, self.refuse_step)
+            deepspeed_engine.take_over(engine, self.refuse_step)
         return made
 
     # -- what is measured ------------------------------------------------------------------------------------------
@@ -224,8 +226,9 @@ class RankTrainer(Base):  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As TRL's, with the figures of the steps since the last line: for ``metrics.jsonl`` and every tracker."""
-        if "loss" in logs and self.describe_steps is not None:
-            logs |= self.describe_steps()
+        if "loss" in logs:
+            self._gather_figures()
+            logs |= self.describe_steps() if self.describe_steps is not None else {}
         super().log(logs, *args, **kwargs)
 
     # -- the guard before the optimizer step ---------------------------------------------------------------------
@@ -273,35 +276,47 @@ class RankTrainer(Base):  # type: ignore[misc]
 
     # -- the agreed stop ------------------------------------------------------------------------------------------
 
-    def agree(self, memory_bytes: int = 0, mine: Sequence[float] = ()) -> bool:
-        """At a step's end: do all ranks stop here? Also exchanges, in the same collective, the peak memory and ``mine``:
-        figures of each rank (:data:`clustertune.training.figures.COLUMNS`).
+    def agree(self, *, at_step_end: bool = False) -> bool:
+        """Do all ranks stop here? One small collective, at each step's end and each batch of an evaluation.
 
-        A save that all ranks have written by then becomes a checkpoint.
-
+        A save that all ranks have written by then becomes a checkpoint; at a step's end rank 0 says whether one is due.
         Raises UserError (exit 75), on all ranks alike, where another attempt has taken over.
         """
-        superseded: UserError | None = None
-        if self.group.rank == 0:  # the others need not ask: file systems answer nodes at different times
+        superseded = self._superseded()
+        is_writing = self._saving is not None and not self._saving.future.done()
+        due = at_step_end and self.group.rank == 0 and self._is_save_due()
+        flags = (self.stop.is_set, superseded is not None, is_writing, due)
+        stop, taken, is_writing, due = map(bool, self.group.maximum([float(flag) for flag in flags]))
+        if taken:
+            raise superseded or UserError(Problem("a newer attempt of this run is active; stopping this one"), ExitCode.AGAIN)
+        self.stopping, self.save_due = self.stopping or stop, due
+        if self._saving is not None and not is_writing:
+            self._commit()
+        return self.stopping
+
+    def _superseded(self) -> UserError | None:
+        """What the fence says. Rank 0 alone asks: file systems answer nodes at different times."""
+        if self.group.rank == 0:
             try:
                 self.fence()
             except UserError as error:
-                superseded = error
-        saving = float(self._saving is not None and not self._saving.future.done())
-        due = float(self._is_save_due()) if mine and self.group.rank == 0 else 0.0
-        values = [float(self.stop.is_set), float(memory_bytes), float(superseded is not None), saving, due]
-        table = [0.0] * (len(mine) * self.group.world_size)
-        table[len(mine) * self.group.rank : len(mine) * (self.group.rank + 1)] = mine
-        wanted, memory, taken, saving, due, *table = self.group.maximum([*values, *table])
-        if taken:
-            raise superseded or UserError(Problem("a newer attempt of this run is active; stopping this one"), ExitCode.AGAIN)
-        self.peak_memory_bytes = max(self.peak_memory_bytes, int(memory))
-        self.stopping, self.save_due = self.stopping or bool(wanted), bool(due)
-        if mine and self.figures is not None:
-            self.figures.add([table[at : at + len(mine)] for at in range(0, len(table), len(mine))])
-        if self._saving is not None and not saving:
-            self._commit()
-        return self.stopping
+                return error
+        return None
+
+    def end_step(self) -> bool:
+        """Keep what this rank measured of a step for the next log line, and :meth:`agree`."""
+        self._measured.append(self.clock.take())
+        return self.agree(at_step_end=True)
+
+    def _gather_figures(self) -> None:
+        """At a log line, all ranks together: their peak memory, and their figures of each step since the line before."""
+        measured, self._measured = self._measured, []
+        ranks = self.group.gather_numbers([float(peak_memory_bytes()), *(value for row in measured for value in row)])
+        self.peak_memory_bytes = max(self.peak_memory_bytes, *(int(memory) for memory, *_ in ranks))
+        if self.figures is None:
+            return
+        for at in range(1, len(COLUMNS) * len(measured), len(COLUMNS)):
+            self.figures.add([values[at : at + len(COLUMNS)] for values in ranks])
 
     def _is_save_due(self) -> bool:
         """The recipe's section asks for a save behind this step."""
@@ -480,7 +495,9 @@ class RankTrainer(Base):  # type: ignore[misc]
     def _not_saved(self, step: int, what: str, *, stored: bool = True) -> UserError:
         folder = self.store.path(step)
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        need = 3 * sum(deepspeed.elements(p) * p.element_size() for p in trained)  # the parameters and AdamW's two moments
+        need = 3 * sum(
+            deepspeed_engine.elements(p) * p.element_size() for p in trained
+        )  # the parameters and AdamW's two moments
         free = free_bytes(folder)
         room = f" ({free / 1e6:.1f} MB free, it needs about {need / 1e6:.1f} MB)" if free is not None else ""
         fix = "run the same command again: it resumes from the last whole one"
@@ -495,9 +512,10 @@ class RankTrainer(Base):  # type: ignore[misc]
         with tempfile.TemporaryDirectory() as made:
             aside = folder or Path(made)
             if self.is_fsdp_enabled:
-                with collected(self.accelerator.state.fsdp_plugin) as found.states:
-                    self._save_optimizer_and_scheduler(str(aside))
+                found.states = sharded_states(self.model, self.optimizer)
                 self._check_states(found.states, aside)
+                if self.group.rank == 0:
+                    self._save_scheduler(aside)
             elif self.is_deepspeed_enabled:
                 self._save_optimizer_and_scheduler(str(aside))
             elif self.group.rank == 0:  # every rank has the same
@@ -539,7 +557,7 @@ class RankTrainer(Base):  # type: ignore[misc]
         names without the wrapper: nothing is found, and an empty state is saved without an error.
         """
         trained = sum(p.requires_grad for p in self.model.parameters())
-        stored = len(states[f"{FSDP_MODEL_NAME}_0"]["model"])
+        stored = len(states[MODEL]["model"])
         if stored < trained:
             text = f"{stored} of {trained} trained parameters were to be saved"
             fix = "use the version of PEFT that containers/versions.env names (clustertune doctor lists differences)"
@@ -595,15 +613,25 @@ class RankTrainer(Base):  # type: ignore[misc]
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Replaces the Trainer's, which writes a pickle."""
-        states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+        states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+        states |= self.own_state()
         if torch.cuda.is_available():
             states["cuda"] = torch.cuda.get_rng_state()  # of its own device: all others are other ranks'
         values.put(Path(output_dir), values.random_of(self.group.rank, self.group.world_size), states)
 
+    def own_state(self) -> dict[str, Any]:
+        """What else of this rank goes on where a run was left: tensors, numbers and text, nested."""
+        return {}
+
+    def take_own_state(self, states: Mapping[str, Any]) -> None:
+        """Take what :meth:`own_state` gave when the checkpoint was written."""
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        with self.startup.part("resume"), restricted.reading(resume_from_checkpoint):
-            restricted.check(Path(resume_from_checkpoint))
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with self.startup.part("resume"):
+            if self.is_fsdp_enabled:
+                load_model(self.model, Path(resume_from_checkpoint))
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -615,6 +643,7 @@ class RankTrainer(Base):  # type: ignore[misc]
         states = self._stored(checkpoint, values.random_of(self.group.rank, self.group.world_size))
         if states is None:  # of an export: each rank resumes from the seed
             return
+        self.take_own_state(states)
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])
         torch.set_rng_state(states["cpu"])
@@ -625,14 +654,12 @@ class RankTrainer(Base):  # type: ignore[misc]
         """The last part of a load; then prove the whole: one that matches no key leaves the start values, without a message."""
         if checkpoint is None:
             return
-        with restricted.reading(checkpoint):
-            if self.is_fsdp_enabled:
-                plugin = self.accelerator.state.fsdp_plugin
-                load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, checkpoint, adapter_only=True)
-            elif not self.is_deepspeed_enabled:
-                self.optimizer.load_state_dict(self._stored(checkpoint, values.OPTIMIZER, needed=True))
-            if self._has_own_scheduler:
-                self.lr_scheduler.load_state_dict(self._stored(checkpoint, values.SCHEDULER, needed=True))
+        if self.is_fsdp_enabled:
+            load_optimizer(self.model, self.optimizer, Path(checkpoint))
+        elif not self.is_deepspeed_enabled:
+            self.optimizer.load_state_dict(self._stored(checkpoint, values.OPTIMIZER, needed=True))
+        if self._has_own_scheduler:
+            self.lr_scheduler.load_state_dict(self._stored(checkpoint, values.SCHEDULER, needed=True))
         same = self._holds_other_ranks(Path(checkpoint)) if self._is_reshaped else self._holds_what_it_held()
         if wrong := [str(rank) for rank, ok in enumerate(self.group.gather(same)) if not ok]:
             text = f"parameters or optimizer state of rank {', '.join(wrong)} after loading are not those that were saved"
@@ -642,8 +669,7 @@ class RankTrainer(Base):  # type: ignore[misc]
     @staticmethod
     def _stored(checkpoint: str, name: str, *, needed: bool = False) -> Any:
         """A small state; None where there is none. Raises UserError where it is ``needed``, and for more than values."""
-        with restricted.reading(checkpoint):
-            found = values.load(Path(checkpoint), name)
+        found = values.load(Path(checkpoint), name)
         if found is None and needed:
             fix = "resume from another checkpoint, or train again"
             raise UserError(Problem(f"the {name}'s state is missing", file=checkpoint, fix=fix))
@@ -662,19 +688,28 @@ class RankTrainer(Base):  # type: ignore[misc]
         if not self.is_fsdp_enabled:  # every rank has the same, as at the save
             parts = digest(state_parts(self.model, self.optimizer))
             return parts in (self._resumed.get("state_digests") or [parts])
-        with tempfile.TemporaryDirectory() as aside, collected(self.accelerator.state.fsdp_plugin) as states:
-            self._save_optimizer_and_scheduler(aside)
-        return self.writer.equals(checkpoint, states)
+        return self.writer.equals(checkpoint, sharded_states(self.model, self.optimizer))
 
 
 class Trainer(RankTrainer, TokenMeans, SFTTrainer):  # type: ignore[misc]
     """One rank's trainer of conversations and text."""
 
 
-class PreferenceTrainer(RankTrainer, PairMeans, DPOTrainer):  # type: ignore[misc]
-    """One rank's trainer of pairs of answers, against the model before training: the base under an adapter, or a second one."""
+class ReferenceTrainer(RankTrainer):
+    """What trainers share that hold the model against itself before training: the base under an adapter, or a second one."""
 
     ref_model: Any
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_fsdp_enabled and self.ref_model is not None:
+            with self.startup.part("sharding"):
+                frozen = self.ref_model.requires_grad_(requires_grad=False).eval()
+                self.ref_model = accelerator.fsdp2_prepare_model(self.accelerator, frozen)
+        return super()._prepare_for_training(*args, **kwargs)
+
+
+class PreferenceTrainer(ReferenceTrainer, PairMeans, DPOTrainer):  # type: ignore[misc]
+    """One rank's trainer of pairs of answers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # TRL shards the reference as one unit, gathered whole in each step, and before its precision is set.
@@ -684,13 +719,6 @@ class PreferenceTrainer(RankTrainer, PairMeans, DPOTrainer):  # type: ignore[mis
     def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:  # noqa: ARG002
         """Rows are made: clustertune/data/sequences.py."""
         return dataset
-
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        if self.is_fsdp_enabled and self.ref_model is not None:
-            with self.startup.part("sharding"):
-                frozen = self.ref_model.requires_grad_(requires_grad=False).eval()
-                self.ref_model = accelerator.fsdp2_prepare_model(self.accelerator, frozen)
-        return super()._prepare_for_training(*args, **kwargs)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """As TRL's, which switches recomputation off and on again around the reference, of all layers and with the plain
@@ -703,8 +731,8 @@ class PreferenceTrainer(RankTrainer, PairMeans, DPOTrainer):  # type: ignore[mis
 def state_parts(model: Any, optimizer: Any) -> list[torch.Tensor]:
     """This rank's part of every trained parameter and of its optimizer state, in the optimizer's order."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    if deepspeed.is_zero(inner):
-        return list(deepspeed.state_tensors(inner))
+    if deepspeed_engine.is_zero(inner):
+        return list(deepspeed_engine.state_tensors(inner))
     parameters = [p for p in model.parameters() if p.requires_grad]
     found = [*parameters, *(value for p in parameters for _, value in sorted(inner.state.get(p, {}).items()))]
     return [local(tensor) for tensor in found if isinstance(tensor, torch.Tensor)]

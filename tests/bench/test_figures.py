@@ -11,8 +11,7 @@ import pytest
 from clustertune.bench import preparation, result
 from clustertune.cluster.load import load_cluster
 from clustertune.errors import UserError
-from clustertune.plan.predict import Work, work_of
-from clustertune.resolve.resolve import resolve
+from clustertune.plan.predict import Work
 from clustertune.training.bench_schedule import BenchSchedule
 
 
@@ -59,14 +58,6 @@ def test_a_rank_without_whole_figures_is_refused(spoil: Any, word: str) -> None:
     assert word in str(caught.value.problems[0]) and "rank 1" in str(caught.value.problems[0])
 
 
-def test_peaks_are_the_largest_of_all_ranks() -> None:
-    """The fullest GPU decides whether the recipe fits."""
-    one = rank([1.0], peak={"rss": 2 * 2**30, "allocated": 5 * 2**30, "reserved": 6 * 2**30})
-    other = rank([1.0], peak={"rss": 3 * 2**30, "allocated": 4 * 2**30, "reserved": 7 * 2**30})
-    assert result.peaks([one, other]) == {"allocated_gib": 5.0, "reserved_gib": 7.0, "rss_gib": 3.0}
-    assert result.peaks([rank([1.0])])["allocated_gib"] is None
-
-
 MEASURED: dict[str, Any] = {
     "step_s": {"median": 10.0, "n": 4},
     "tokens_per_s_per_gpu": 1000.0,
@@ -80,26 +71,6 @@ def test_utilisation_by_hand() -> None:
     found = result.utilisation(Work(1e11, 1.2e11), MEASURED, "NVIDIA H100 80GB HBM3")
     assert found["mfu"] == pytest.approx(100 / 989.4) and found["hfu"] == pytest.approx(1.2 * 125 / 989.4)
     assert found["gpu"] == "h100-sxm"
-
-
-@pytest.mark.parametrize(
-    ("work", "device", "word"),
-    [
-        (Work(1.0, 1.0), None, "no GPU"),
-        (Work(1.0, 1.0), "NVIDIA Toaster", "not in ops/hardware.yaml"),
-        (None, "NVIDIA H100 80GB HBM3", "count"),
-    ],
-)
-def test_no_peak_is_no_utilisation(work: Work | None, device: str | None, word: str) -> None:
-    """A utilisation against a guessed peak would be a made-up figure."""
-    found = result.utilisation(work, MEASURED, device)
-    assert found["mfu"] is None and word in found["why"]
-
-
-def test_the_work_of_a_token_is_the_planners() -> None:
-    """LoRA on a frozen base: 4 FLOPs per weight and token, and more with recomputation."""
-    work = work_of(resolve("llama405b-oasst2", []))
-    assert work is not None and 1.6e12 < work.model < 1.75e12 and work.hardware > work.model * 1.3
 
 
 def test_beside_the_plan() -> None:

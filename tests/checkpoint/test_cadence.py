@@ -10,7 +10,7 @@ import pytest
 
 from clustertune.checkpoint.cadence import Cadence
 from clustertune.errors import UserError
-from clustertune.plan.schedule import best_seconds, seconds_between_ends
+from clustertune.plan.schedule import best_seconds
 from clustertune.recipe.schema import Save
 from clustertune.resolve.resolve import resolve
 from tests.command import REPO
@@ -28,12 +28,6 @@ def test_the_interval_loses_the_least_time(cost: float, between: float) -> None:
     best = min(range(1, 40_000, 5), key=wasted)
     assert wasted(best_seconds(cost, 0.0, between)) <= 1.001 * wasted(best)
     assert best_seconds(cost, 50_000.0, between) == 50_000.0, "the save before must be whole"
-
-
-def test_more_nodes_and_a_time_limit_end_a_job_more_often() -> None:
-    assert seconds_between_ends(4, 1000, None) == pytest.approx(1000 * 3600 / 4)
-    assert seconds_between_ends(1, 1e12, 60) == pytest.approx(3600, rel=1e-3)
-    assert seconds_between_ends(8, None, None) < seconds_between_ends(1, None, None)
 
 
 def steps_saved(every: Any, *, milestones: tuple[int, ...] = (), seconds: float = 10.0, **more: Any) -> list[int]:
@@ -69,19 +63,6 @@ def test_a_save_that_is_named_by_its_step_is_not_left_out_while_another_is_writt
     assert not timed.is_due(2, busy=True) and timed.is_due(2) and timed.is_due(3, busy=True)
 
 
-def test_an_attempt_saves_as_it_is_asked_to_and_not_as_the_one_before() -> None:
-    """The Trainer takes save_steps from the checkpoint that it resumes from, without a word."""
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-    from clustertune.training.session import Watch
-    from clustertune.training.startup import Startup
-
-    state = TrainerState(save_steps=10**9, eval_steps=2, max_steps=20)
-    session: Any = SimpleNamespace(prove=lambda: None, startup=Startup())
-    Watch(session).on_train_begin(TrainingArguments(save_steps=0.25, eval_steps=2), state, TrainerControl())
-    assert (state.save_steps, state.eval_steps) == (5, 2)
-
-
 @pytest.mark.parametrize("saving", [False, True])
 def test_the_trainer_waits_for_a_save_before_one_that_is_due_by_its_step(saving: bool) -> None:
     from clustertune.training.trainer import RankTrainer
@@ -100,14 +81,6 @@ def test_a_measured_save_takes_the_place_of_the_planned_one() -> None:
     before = made.seconds()
     made.measured(4.0, 1.0)
     assert made.seconds() == pytest.approx(2 * before, rel=0.02)
-
-
-def test_the_section_is_no_part_of_what_decides_the_weights() -> None:
-    found = {resolve(TINY, [f"save.every={every}"]).fingerprint() for every in ("auto", "7", "30m")}
-    found |= {resolve(TINY, given).fingerprint() for given in ([], ["train.save_steps=3"], ["train.save_strategy=epoch"])}
-    assert len(found) == 1
-    resolved = resolve(TINY, ["save.every=7", "save.milestones=[3]"])
-    assert resolved.recipe.save == Save(every=7, milestones=(3,))
 
 
 @pytest.mark.parametrize(

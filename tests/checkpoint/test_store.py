@@ -16,10 +16,7 @@ from hypothesis import strategies as st
 from clustertune import manifest
 from clustertune.checkpoint import store
 from clustertune.errors import ExitCode, UserError
-from clustertune.events import read_events, read_object
-from clustertune.launch.plan import check_fence
-from clustertune.report.metrics import MetricsReader
-from clustertune.rundir import RunDir
+from clustertune.launch.attempt import check_fence
 from tests.damage import failing, flip
 
 
@@ -211,14 +208,6 @@ def test_each_byte_is_read_once_by_one_of_the_ranks(damaged: bool, tmp_path: Pat
     assert len(messages) == damaged and all("skipped" in line and "content differs" in line for line in messages)
 
 
-def test_what_was_hashed_while_it_was_written_is_not_read(tmp_path: Path, read: list[str]) -> None:
-    path = save(tmp_path, 2, commit=False)
-    records = manifest.record_files(path, FILES[:2])
-    read.clear()
-    make_store(tmp_path)[0].commit(path, {"step": 2}, records)
-    assert read == [f"{path.name}/{FILES[2]}"] and store.verify(path) == []
-
-
 def test_what_cannot_be_removed_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An NFS client keeps a file that somebody has open as ``.nfs...``, and its folder with it; rank 0 would end alone."""
     for step in (2, 4):
@@ -240,27 +229,6 @@ def test_a_failed_fsync_means_no_manifest(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(OSError, match="Input/output error"):
             checkpoints.commit(path, {"step": 2})
     assert not (path / manifest.MANIFEST).exists() and store.newest_whole(tmp_path)[0] is None
-
-
-def test_find_checkpoint_names_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no complete checkpoint"):
-        store.find_checkpoint(tmp_path)
-    path = save(tmp_path / "checkpoints", 2)
-    assert store.find_checkpoint(tmp_path) == path
-    assert store.find_checkpoint(path) == path
-    (path / "trainer_state.json").unlink()
-    with pytest.raises(UserError, match=r"trainer_state\.json: missing"):
-        store.find_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "owner"),
-    [("m/__3_0.distcp", 3), ("rng_state_5.pth", 1), ("rng_state_5.safetensors", 1), ("m/.metadata", 0), ("scheduler.pt", 0)],
-)
-def test_each_rank_syncs_the_files_that_it_wrote(tmp_path: Path, name: str, owner: int) -> None:
-    checkpoints, _ = make_store(tmp_path)
-    checkpoints.ranks = type("Four", (OneRank,), {"world_size": 4})()
-    assert checkpoints._owner(name) == owner
 
 
 class Fenced:
@@ -289,24 +257,6 @@ def test_an_attempt_that_was_followed_begins_seals_and_removes_nothing(tmp_path:
         assert caught.value.code is ExitCode.AGAIN
     assert not (tmp_path / "checkpoints" / "step-000008").exists() and not (path / manifest.MANIFEST).exists()
     assert all(store.verify(path) == [] for path in old) and left.exists()
-
-
-def test_the_fence_is_asked_again_for_each_checkpoint_that_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between them lies the hashing of gigabytes."""
-    fenced = Fenced(tmp_path)
-    saved = [save(tmp_path / "checkpoints", step) for step in (2, 4, 6)]
-    real = store.verify
-
-    def verify_slowly(path: Path, *, hashes: bool = True) -> Any:
-        if path.name == "step-000004":
-            fenced.follow()
-        return real(path, hashes=hashes)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "verify", verify_slowly)
-        with pytest.raises(UserError, match="taken over"):
-            fenced.store.prune()
-    assert all(store.verify(path) == [] for path in saved)
 
 
 def test_all_ranks_learn_of_the_fence_that_rank_0_met(tmp_path: Path) -> None:
@@ -366,6 +316,9 @@ def test_what_others_could_have_written_is_not_loaded(
         with pytest.raises(UserError, match=message) as refused:
             make_store(folder)[0].latest()
         assert refused.value.code == ExitCode.CONFIG and (message != WRITABLE or "chmod -R go-w" in str(refused.value))
+        if change != "link":
+            with pytest.raises(UserError, match=message):
+                store.newest_whole(folder)
 
 
 META = {"step": 4, "tokens": 8123, "epoch": 0.25, "final": False, "eval_skipped": False, "state_digests": ["ab" * 32]}
@@ -379,7 +332,6 @@ def sealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=300, deadline=None)
 @given(offset=st.integers(0, 10_000), bit=st.integers(0, 7))
 def test_a_flipped_bit_is_seen_or_changes_nothing(sealed: Path, offset: int, bit: int) -> None:
     path = sealed / manifest.MANIFEST
@@ -390,25 +342,3 @@ def test_a_flipped_bit_is_seen_or_changes_nothing(sealed: Path, offset: int, bit
             assert manifest.read_manifest(sealed).meta == META
     finally:
         path.write_bytes(whole)
-
-
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
-    """A reader that opens a pipe waits until a writer opens it too."""
-    (tmp_path / "empty").touch()
-    (tmp_path / "more").touch()
-    manifest.seal(tmp_path, "checkpoint", {})
-    (tmp_path / "empty").unlink()
-    os.mkfifo(tmp_path / "empty")
-    assert "empty: is not a plain file" in str(manifest.find_problems(tmp_path)[0])
-    (tmp_path / manifest.MANIFEST).unlink()
-    os.mkfifo(tmp_path / manifest.MANIFEST)
-    with pytest.raises(UserError, match="is not a plain file"):
-        manifest.read_manifest(tmp_path)
-    run = RunDir(tmp_path)
-    os.mkfifo(run.run_json)
-    os.mkfifo(run.metrics)
-    with pytest.raises(UserError, match="is not a plain file"):
-        run.read()
-    assert read_object(run.run_json) == {} and list(read_events(run.metrics)) == []
-    with pytest.raises(OSError, match="is not a plain file"):
-        MetricsReader().follow(run.metrics)

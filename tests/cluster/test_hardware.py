@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from clustertune.cluster.hardware import HARDWARE, PRICES, load_hardware, load_prices, price, read_hardware, recognise
-from clustertune.cluster.schema import INTERCONNECTS, NETWORKS
-from clustertune.recipe import yamlfile
-from clustertune.recipe.yamlfile import Document, read_yaml
+from clustertune.cluster.hardware import HARDWARE, load_hardware, load_prices, price, recognise
+from clustertune.recipe.yamlfile import read_yaml
 from tests.recipe.conftest import readable
 
 
@@ -29,17 +27,6 @@ def refused(tmp_path: Path, body: dict[str, Any]) -> list[str]:
 def body() -> dict[str, Any]:
     """The shipped file as plain values, to be spoiled."""
     return read_yaml(HARDWARE, "hardware").data
-
-
-def test_every_link_and_network_that_a_cluster_file_may_name_has_figures() -> None:
-    """An all-gather stays below the nominal speed, and NVLink above PCIe of its time."""
-    hardware = read_hardware()
-    assert set(hardware.links) == set(INTERCONNECTS) - {"none"}
-    assert set(hardware.networks) == set(NETWORKS) - {"none", "unknown"}
-    assert all(0 < item.share < 1 for item in (*hardware.links.values(), *hardware.networks.values()))
-    reached = {name: item.gb_s * item.share for name, item in hardware.links.items()}
-    assert 350 <= reached["nvlink4"] <= 370, "8 x H100: what NCCL's developers expect"
-    assert reached["pcie5"] == pytest.approx(22.2, rel=0.02), "8 x RTX PRO 6000, as measured"
 
 
 @pytest.mark.parametrize(
@@ -94,20 +81,6 @@ def test_a_wrong_figure_is_refused(
     assert any(words in problem for problem in refused(tmp_path, body))
 
 
-def test_both_scanners_read_the_same(monkeypatch: pytest.MonkeyPatch, repo: Path) -> None:
-    """libyaml is there for its speed: values and line numbers are those of PyYAML's own scanner."""
-    files = [repo / "ops/prices.yaml", *sorted((repo / "ops/clusters").glob("r*.yaml"))]
-    files += sorted((repo / "recipes").glob("llama405b*/*.yaml"))
-
-    def read() -> list[Document]:
-        return [read_yaml(path, path.name, core=core) for path in files for core in (True, False)]
-
-    fast = read()
-    assert len(yamlfile._LOADERS) == 2
-    monkeypatch.setattr(yamlfile, "_LOADERS", yamlfile._LOADERS[-1:])
-    assert read() == fast
-
-
 # --- prices ----------------------------------------------------------------------------------------------------------------
 
 
@@ -118,14 +91,6 @@ def priced(tmp_path: Path, change: dict[str, Any], **top: Any) -> Path:
     path = tmp_path / "prices.yaml"
     path.write_text(yaml.safe_dump({"date": "2026-04-29", "currency": "USD", "gpus": gpus} | top, sort_keys=False))
     return path
-
-
-def test_the_shipped_prices_are_those_of_their_day() -> None:
-    """As Spheron listed them on 29 April 2026; people who edit a price must meet the date first."""
-    found = price("h100-sxm")
-    assert found and (found.on_demand, found.spot, found.currency, found.date) == (2.90, 0.80, "USD", "2026-04-29")
-    assert price("a40") is None and not any(p.warning for p in load_prices().values())
-    assert next(iter(read_yaml(PRICES, "prices").data)) == "date"
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from clustertune.cluster import local as local_cluster
-from clustertune.cluster.local import LocalMachine, fields, gpus_of, judge
-from clustertune.errors import ExitCode, UserError
-from clustertune.host import system
-from clustertune.host.probe import Probe
-from tests.folders import fill, program
+from clustertune.cluster.local import LocalMachine, judge
+from tests.folders import program
 
 RECORDED = Path(__file__).parent / "recorded"
 EIGHT = (RECORDED / "nvidia-smi-8-gpus.txt").read_text()
@@ -76,85 +71,6 @@ def test_a_compute_node_tells_its_gpus_and_their_numa_nodes() -> None:
     assert judge(replace(node, hostname="ctl")).compute.numa_gpus == ()
 
 
-def test_a_numa_map_is_whole_or_none() -> None:
-    """Half of a map binds some ranks and not others; a map of a job's GPUs is not the node's."""
-    seen = recorded("22.05", "node1")
-    for gpus, numa in (
-        (EIGHT, dict.fromkeys(range(8), -1)),  # firmware that does not say
-        (EIGHT, {gpu: gpu // 4 for gpu in range(7)}),
-        ("\n".join(EIGHT.splitlines()[:2]), {0: 1, 1: 1}),  # in a job of two GPUs, which count from 0 there
-        ("", {}),
-    ):
-        assert judge(replace(seen, gpus=gpus, gpu_numa=numa, numa_cpus=NUMA)).compute.numa_gpus == ()
-
-
-def test_a_machine_without_slurm() -> None:
-    """A laptop, or a server with GPUs that nobody schedules."""
-    laptop = judge(LocalMachine(hostname="box", topology={0: (0, 0), 1: (0, 0), 2: (0, 1), 3: (0, 1)}, memory_kb=16 * 2**20))
-    assert laptop.slurm is None and [host.name for host in laptop.compute_nodes] == ["box"]
-    assert (laptop.compute.cores, laptop.compute.threads, laptop.compute.memory_gb, laptop.compute.gpus) == (2, 4, 16, 0)
-    server = judge(LocalMachine(hostname="gpu box", gpus=EIGHT, gpu_numa={gpu: gpu // 4 for gpu in range(8)}, numa_cpus=NUMA))
-    assert server.compute.gpu == "rtx-pro-6000-blackwell-server" and len(server.compute.numa_gpus) == 2
-    assert server.nodes[0].name == "localhost"
-    unknown = judge(LocalMachine(hostname="box", gpus="0, NVIDIA T400 4GB, 00000000:01:00.0, 4096 MiB"))
-    assert unknown.compute.gpu is None and "NVIDIA T400 4GB" in unknown.notes[0]
-
-
-def test_gres_is_counted_and_fields_are_told_apart() -> None:
-    """The forms that slurm.conf and gres.conf lead to; a value goes on to the next key, and the first of two counts."""
-    known: dict[str, tuple[int, list[str]]] = {
-        "gpu:rtx_pro_6000:8(S:0-1)": (8, ["rtx_pro_6000"]), "gpu:8": (8, []), "gpu": (1, []), "gpu:h100": (1, ["h100"]),
-        "gpu:a100:2(S:0),gpu:a100:2(S:1)": (4, ["a100"]), "gpu:a:1(IDX:0,2),gpu:b:3,shard:16,mps:400": (4, ["a", "b"]),
-        "(null)": (0, []), "": (0, []), "license:gpu:3": (0, []),
-    }  # fmt: skip
-    assert {text: gpus_of(text) for text in known} == known
-    found = fields("NodeName=a OS=Linux 6.8 #1 SMP State=IDLE MCS_label=N/A Reason=x State=DOWN NodeName=b")
-    assert found == {"NodeName": "a", "OS": "Linux 6.8 #1 SMP", "State": "IDLE", "MCS_label": "N/A", "Reason": "x"}
-
-
-def test_no_default_partition_and_several_types_are_said() -> None:
-    """A person must know what was guessed."""
-    shape = "CoresPerSocket=4 ThreadsPerCore=2"
-    nodes = f"NodeName=n1 CPUTot=8 Sockets=1 {shape} RealMemory=1 Gres=gpu:a:1,gpu:b:1 Partitions=p,q\n"
-    partitions = "PartitionName=p Default=NO\nPartitionName=q Default=NO\n"
-    found = judge(LocalMachine(hostname="n1", nodes=nodes, partitions=partitions))
-    assert found.slurm and found.slurm.partition == "p" and found.slurm.gres is None
-    assert [word in " ".join(found.notes) for word in ("no default partition", "several types", "RealMemory")] == [True] * 3
-    nodes = f"NodeName=n1 CPUTot=6 Sockets=6 {shape} Partitions=p"
-    only = judge(LocalMachine(nodes=nodes, partitions="PartitionName=p"))
-    assert (only.compute.sockets, only.compute.cores, only.compute.threads) == (1, 6, 6)
-
-
-@given(
-    st.text(alphabet="NodeameParti=gpu:8(), \n_x-1.", max_size=120),
-    st.sampled_from(["nodes", "partitions", "config", "gpus", "hostname"]),
-)
-def test_whatever_was_said_is_judged(text: str, where: str) -> None:
-    """A release that words things again must not end in a traceback."""
-    seen = recorded("22.05", "node1")
-    assert judge(replace(seen, **{where: text})).name == "local"
-
-
-def test_looking_on_this_machine_raises_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also where scontrol hangs, fails or writes rubbish: each in its time limit."""
-    assert judge(local_cluster.collect()).compute.threads >= 1
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setattr(local_cluster, "PAUSE", 0.01)
-    monkeypatch.setattr(local_cluster, "SECONDS", {"scontrol": 0.2, "nvidia-smi": 0.2})
-    for body in ("exec sleep 30", "exit 1", "printf '\\377\\376 NodeName'"):
-        for name in ("scontrol", "nvidia-smi"):
-            program(tmp_path / name, body)
-        found = judge(local_cluster.collect())
-        assert found.slurm is None
-        assert bool(found.notes) is not body.startswith("printf"), found.notes
-        with monkeypatch.context() as inside:
-            inside.setenv("SLURM_JOB_ID", "7")
-            with pytest.raises(UserError, match="Slurm does not report its nodes") as caught:
-                judge(local_cluster.collect())
-            assert caught.value.code is ExitCode.AGAIN
-
-
 def test_a_controller_that_comes_back_is_waited_for_in_a_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Else a job that starts while slurmctld is restarted takes its first node for the whole cluster."""
     for key in ("nodes", "partition", "config"):
@@ -165,13 +81,3 @@ def test_a_controller_that_comes_back_is_waited_for_in_a_job(monkeypatch: pytest
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(local_cluster, "PAUSE", 0.01)
     assert len(judge(local_cluster.collect()).compute_nodes) == 2
-
-
-def test_the_kernel_is_read(tmp_path: Path) -> None:
-    """PCI domains are written with eight digits by the driver and four by the kernel; nodes without CPUs are left out."""
-    tree = {f"bus/pci/devices/{bus}/numa_node": node for bus, node in (("0000:05:00.0", "0"), ("0000:e6:00.0", "1"))}
-    tree |= {f"devices/system/node/{name}/cpulist": cpus for name, cpus in (("node0", "0-1"), ("node10", "4"), ("node2", ""))}
-    fill(tmp_path / "sys", {path: f"{text}\n" for path, text in tree.items()})
-    probe = Probe(tmp_path)
-    assert local_cluster._gpu_numa(EIGHT, probe) == {0: 0, 7: 1}
-    assert system.processors(probe)["numa_cpus"] == {"0": "0-1", "10": "4"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from clustertune import lock
 from clustertune.containers import image_build as images
 from clustertune.containers import wheelhouse
 from clustertune.errors import UserError
+from tests.conftest import common_folder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,15 +33,14 @@ FOLDER = "images"
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """The SIF goes when nobody uses it any more: a worker is done before the others are."""
+    """The SIF goes when nobody uses it any more."""
     factory = getattr(session.config, "_tmp_path_factory", None)
-    if factory is not None and not hasattr(session.config, "workerinput"):
+    if factory is not None:
         shutil.rmtree(factory.getbasetemp() / FOLDER, ignore_errors=True)
 
 
 def shared_folder(factory: pytest.TempPathFactory) -> Path:
-    own = factory.getbasetemp()
-    found = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / FOLDER
+    found = common_folder(factory) / FOLDER
     found.mkdir(exist_ok=True)
     return found
 

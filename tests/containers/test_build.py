@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import io
 import os
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
 
 from clustertune.containers import image_build, pins, wheelhouse
-from clustertune.containers import package_lock as locks
-from clustertune.containers.image_build import BaseImage, BuildRequest
+from clustertune.containers.image_build import BuildRequest
 from clustertune.containers.package_lock import PackageLock
 from clustertune.errors import UserError
 from tests import tree
@@ -61,17 +58,6 @@ def test_a_lock_of_another_architecture_is_refused(words: str, monkeypatch: pyte
     assert "aarch64" in problem.message
 
 
-def test_which_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine's own architecture: an image is built where it will run."""
-    for machine, lock in (("x86_64", "train"), ("aarch64", "train-aarch64")):
-        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
-        assert options("build-sif").lock_name == lock
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    assert options("build-sif", "--variant", "vllm").lock_name == "vllm"
-    assert options("build-sif", "--definition", "reference").lock_name == "reference"
-    assert options("build-sif", "--definition", "megatron").lock_name == ""
-
-
 def test_a_version_moved_in_one_place_only_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock is what is installed; a pin that it does not know yet would be ignored without a message."""
     assert image_build.locked(BuildRequest("build-sif")) is not None
@@ -80,14 +66,6 @@ def test_a_version_moved_in_one_place_only_is_not_built(tmp_path: Path, monkeypa
     monkeypatch.setattr(image_build.pins, "read", lambda: pins.parse(moved.read_text()))
     with pytest.raises(UserError, match=r"containers/train.lock: wandb: is .* run make lock"):
         image_build.locked(BuildRequest("build-sif"))
-
-
-def test_layers_are_put_on_top() -> None:
-    """One image with both, the lock's own versions unmoved."""
-    whole = image_build.locked(BuildRequest("build-sif", extras=("deepspeed", "ray")))
-    below = locks.read(pins.FOLDER / "train.lock")
-    assert whole and below.entries.items() < whole.entries.items() and {"deepspeed", "ray"} < set(whole.entries)
-    assert "deepspeed" in whole.from_source
 
 
 def test_engines_are_not_told_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,41 +167,6 @@ def test_a_build_that_fails_leaves_the_old_image(fake: Path) -> None:
     assert {path.name for path in (fake / "work").iterdir()} == {"lock", "wheels"}  # builds gather one at a time
 
 
-def test_an_old_sum_never_lies_beside_a_new_image(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever checks it would be told that the image was altered; without one, that the build did not end."""
-    out = fake / "x.sif"
-    image_build.build_sif(BuildRequest("build-sif", out=out), lambda _: None)
-    assert f"--build-arg base={pins.read_bases()['BASE_TRAIN']}" in (fake / "log").read_text(), (
-        "without BASE: base.env's digest"
-    )
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(image_build, "_write_bill", full)
-    with pytest.raises(UserError, match="No space left"):
-        image_build.build_sif(BuildRequest("build-sif", base=DIGEST, out=out), lambda _: None)
-    assert not (fake / "x.sif.sha256").exists() and out.exists()
-
-
-def test_a_dry_run_does_nothing(fake: Path) -> None:
-    """It says from what it would build, also where the stand-in is not made yet."""
-    document = image_build.build_sif(
-        BuildRequest("build-sif", base="standin", out=fake / "x.sif", dry_run=True), lambda _: None
-    )
-    assert document["definition"] == "containers/train.def" and document["base"] == f"stand-in {wheelhouse.suite_of('3.12')}"
-    assert not (fake / "log").exists() and not (fake / "work").exists()
-
-
-@pytest.mark.parametrize("kind", ["build-sif", "build-image"])
-def test_a_dry_run_needs_no_engine(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is run on a laptop, too."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(image_build, "WORK", tmp_path / "containers")
-    made = {"build-sif": image_build.build_sif, "build-image": image_build.build_image}[kind]
-    assert made(BuildRequest(kind, base=DIGEST, dry_run=True), lambda _: None)["lock"] == "train"
-
-
 def test_a_build_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
     """By SIGTERM too, as CI and schedulers end things: a build folder holds gigabytes."""
     folder, started, base = tmp_path / "bin", tmp_path / "started", tmp_path / "base.tar"
@@ -240,38 +183,6 @@ def test_a_build_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
     assert not Path(started.read_text().strip()).exists() and not list(tmp_path.glob("*.sif*"))
 
 
-def test_no_engine_is_told_with_the_way_to_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a fresh machine."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(image_build, "WORK", tmp_path / "build" / "containers")
-    with pytest.raises(UserError, match=r"containers/get-apptainer\.sh"):
-        image_build.find_apptainer()
-    with pytest.raises(UserError, match="podman"):
-        image_build.find_engine()
-
-
-def test_an_engine_that_was_moved_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its programs know where they lie: a checkout that was renamed has one that does not start."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(image_build, "WORK", tmp_path / "build" / "containers")
-    own = tmp_path / "build" / "apptainer" / "bin" / "apptainer"
-    for shell, line, starts in (("/no/such/loader", "", False), ("/bin/sh", "exit 1", False), ("/bin/sh", "echo 1.4", True)):
-        program(own, line, shell)
-        if starts:
-            assert image_build.find_apptainer() == str(own)
-        else:
-            with pytest.raises(UserError, match=r"does not start.*get-apptainer\.sh fixes it"):
-                image_build.find_apptainer()
-
-
-def test_the_command_line_tells_faults_without_a_traceback() -> None:
-    """As make shows them; nothing is on stdout but a document."""
-    command = [sys.executable, "-m", "clustertune.containers", "build-sif", "--base", "x:y", "--extras", "flash"]
-    done = subprocess.run(command, cwd=tree.REPO, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr
-    assert done.stderr.count("error: ") == 2
-
-
 def test_it_is_built_with_nothing_installed() -> None:
     """An image is what a bare machine builds first: only the standard library is imported."""
     code = (
@@ -285,40 +196,3 @@ def test_it_is_built_with_nothing_installed() -> None:
 
 
 # --- the stand-in base ---------------------------------------------------------------------------------------------------
-
-
-def test_a_stand_in_is_unpacked_for_apptainer(fake: Path) -> None:
-    """Its files as a folder beside the definition: localimage."""
-    archive = image_build.WORK / f"standin-{wheelhouse.suite_of('3.12')}.tar"
-    archive.parent.mkdir()
-    with tarfile.open(archive, "w") as files:
-        files.addfile(tarfile.TarInfo("./etc-of-it"))
-    image_build.build_sif(BuildRequest("build-sif", base="standin", out=fake / "x.sif"), lambda _: None)
-    log = (fake / "log").read_text()
-    assert "--build-arg bootstrap=localimage --build-arg base=base " in log and "base_name=stand-in" in log
-    assert "base" in (fake / "log.files").read_text().split()
-
-
-def test_an_image_without_uv_is_built_without_its_bill(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that builds may have no uv and no index: the image is good all the same, and that is told."""
-    monkeypatch.setattr(pins, "find_tool", lambda name: str(fake / "no" / name))
-    told: list[str] = []
-    made = image_build.build_sif(BuildRequest("build-sif", base=DIGEST, out=fake / "x.sif"), told.append)
-    assert "sbom" not in made and (fake / "x.sif.sha256").exists() and any("no bill of materials" in line for line in told)
-
-
-def test_keys_are_held_to_their_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come over the network, and everything after them is believed."""
-    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: io.BytesIO(b"other keys"))
-    with pytest.raises(UserError, match="another hash"):
-        wheelhouse._keyring("noble", pins.read_bases(), tmp_path)
-    assert wheelhouse._keyring("bookworm", pins.read_bases(), tmp_path) is None
-
-
-def test_a_base_is_told_by_name_not_by_path(tmp_path: Path) -> None:
-    """Labels and the bill of materials travel with the image."""
-    archive = tmp_path / "own.tar"
-    archive.write_text("")
-    assert image_build.base_of(BuildRequest("build-sif", base=str(archive)), "3.12", lambda _: None) == BaseImage(
-        "own.tar", archive
-    )

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from clustertune.containers import __main__ as commands
 from clustertune.containers import package_lock, pins
-from clustertune.containers.package_lock import ANY, ARM, SPECS, X86, LockedPackage, NotAudited, PackageLock
+from clustertune.containers.package_lock import SPECS, X86, LockedPackage, NotAudited, PackageLock
 from clustertune.errors import UserError
-from tests import tree
 from tests.folders import program
 from tests.refusal import problems
 
@@ -45,47 +43,10 @@ def test_a_version_moved_in_one_place_only_is_found(group: str, name: str) -> No
     assert told and all(f"{name}: is " in line and "99.0 in containers/versions.env" in line for line in told)
 
 
-def test_a_new_pin_and_a_new_day_ask_for_new_locks() -> None:
-    """What nobody locked is not in the image."""
-    moved = pins.read()
-    moved["PY"]["spoon"] = "1"
-    moved.dates["vllm"] = "2031-01-01"
-    told = unlike(moved)
-    assert sum("spoon: is asked for and not locked" in line for line in told) == 4  # reference takes it too
-    assert sum("2031-01-01" in line for line in told) == 1
-
-
-def test_every_lock_of_the_tree_is_made_by_a_spec() -> None:
-    """A lock that nothing makes or checks any more is installed from all the same."""
-    there = {name for name in tree.files() if name.endswith(".lock")}
-    assert there == {f"containers/{spec.path.name}" for spec in SPECS}
-
-
 def test_no_lock_names_an_index() -> None:
     """An address in a lock is tried by every machine that installs from it."""
     texts = [spec.path.read_text() for spec in SPECS]
     assert [text for text in texts if re.search(r"https?:|file:|--(extra-)?index|--find-links|--trusted", text)] == []
-
-
-FIT = {
-    X86: """py3-none-any cp312-cp312-manylinux_2_28_x86_64 cp312-cp312-manylinux_2_17_x86_64.manylinux2014_x86_64
-            cp39-abi3-manylinux_2_28_x86_64 py3-none-manylinux2010_x86_64""",
-    ANY: "py2.py3-none-any",
-    ARM: "cp312-cp312-manylinux_2_28_aarch64",
-}
-UNFIT = {
-    X86: """py2-none-any cp312-cp312-manylinux_2_34_x86_64 cp312-cp312-manylinux_2_28_aarch64 py3-none-win_amd64
-            cp312-cp312t-manylinux_2_28_x86_64 cp311-cp311-manylinux_2_28_x86_64 cp313-abi3-manylinux_2_28_x86_64
-            cp312-cp312-musllinux_1_2_x86_64 0build-cp312-cp312-macosx_11_0_arm64""",
-    ANY: "py3-none-manylinux_2_28_x86_64",
-}
-
-
-def test_which_wheels_are_hashed() -> None:
-    """A hash too many lets in a file that nobody tried; one too few and the image is built from source."""
-    for table, fit in ((FIT, True), (UNFIT, False)):
-        for platform, tags in table.items():
-            assert [tag for tag in tags.split() if package_lock.fits(f"a-1-{tag}.whl", "3.12", platform) is not fit] == []
 
 
 def package(name: str, version: str, *wheels: str, sdist: str = "") -> dict[str, Any]:
@@ -93,37 +54,6 @@ def package(name: str, version: str, *wheels: str, sdist: str = "") -> dict[str,
     files = [{"url": f"https://index.example/{wheel}", "hashes": {"sha256": wheel}} for wheel in wheels]
     source = {"sdist": {"url": "https://index.example/x.tar.gz", "hashes": {"sha256": sdist}}} if sdist else {}
     return {"name": name, "version": version, "wheels": files, **source}
-
-
-def test_what_has_no_wheel_is_built_from_source() -> None:
-    """And only that: a source archive runs code where it is built."""
-    answer = {
-        "packages": [
-            package("A.b", "1", "A.b-1-py3-none-any.whl", sdist="s"),
-            package("c", "2", "c-2-cp39-cp39-win32.whl", sdist="t"),
-        ]
-    }
-    entries, sources = package_lock.entries_of(answer, "3.12", X86)
-    assert entries == {
-        "a-b": LockedPackage("a-b", "1", ("A.b-1-py3-none-any.whl",)),
-        "c": LockedPackage("c", "2", ("t",)),
-    } and sources == ("c",)
-    with pytest.raises(UserError, match=r"no file for Python 3\.12"):
-        package_lock.entries_of({"packages": [package("d", "1", "d-1-cp39-cp39-win32.whl")]}, "3.12", X86)
-
-
-def test_the_cpu_variant_has_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is resolved as torch's CUDA build, which every index has, and loses what only that asks for."""
-    torch = f"{PINS['PY']['torch']}+cpu"
-    wheel = "x-1-py3-none-any.whl"
-    names = ("torch", "nvidia-cublas", "cuda-bindings", "triton", "nvidia-ml-py", "tritonclient")
-    monkeypatch.setattr(package_lock, "uv_resolve", lambda *_: {"packages": [package(name, "1", wheel) for name in names]})
-    spec = next(spec for spec in SPECS if spec.name == "train-cpu")
-    present = PackageLock("train-cpu", "3.11", X86, "", {"torch": LockedPackage("torch", torch, ("h",))})
-    made = package_lock.make(spec, PINS, {"train-cpu": present})
-    assert set(made.entries) == {"torch", "nvidia-ml-py", "tritonclient"} and made.entries["torch"] == LockedPackage(
-        "torch", torch, ("h",)
-    )
 
 
 def test_a_layer_holds_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,12 +88,6 @@ def test_lock_check_tells_a_lock_that_is_not_fresh(monkeypatch: pytest.MonkeyPat
     package_lock.check_all(lambda _: None, fresh=False)
 
 
-def test_the_reference_is_the_documents_stack() -> None:
-    """Its eight packages, to the version."""
-    found = package_lock.read(package_lock.path_of("reference"))
-    assert {name: found.entries[name].version for name in PINS["REF"]} == PINS["REF"] and len(PINS["REF"]) == 8
-
-
 # --- the lock format: whatever pip would not hold to a hash is refused --------------------------------------------------
 
 A, B = "a" * 64, "b" * 64
@@ -171,12 +95,6 @@ MADE = PackageLock(
     "train", "3.12", "x86_64-manylinux_2_28", "2030-01-31",
     {"kiln": LockedPackage("kiln", "1.0", (A, B)), "oven-x": LockedPackage("oven-x", "2+cpu", (B,))}, ("kiln",),
 )  # fmt: skip
-
-
-def test_read_what_was_written() -> None:
-    """Byte for byte: lock-check tells an edit by hand by it."""
-    assert package_lock.parse(MADE.text(), "x.lock") == MADE
-    assert package_lock.parse(MADE.text(), "x.lock").text() == MADE.text()
 
 
 @pytest.mark.parametrize(
@@ -214,53 +132,11 @@ def test_a_layer_adds_and_never_changes() -> None:
 
 # --- containers/versions.env and base.env as the builds read them ---------------------------------------------------------
 
-GOOD = """# why
-
-PY_LM_EVAL=1.2
-DEV_RUFF=0.1
-BUILD_PIP=3
-EXTRA_RAY=4
-REF_LM_EVAL=0.9
-DATE_LOCKS=2030-01-31
-DATE_REFERENCE=2029-01-01
-"""
-
-
-def test_each_group_by_itself() -> None:
-    """The reference's versions are other versions of the same packages, and must not mix with the stack's."""
-    found = pins.parse(GOOD)
-    assert found["PY"] == {"lm-eval": "1.2"} and found["REF"] == {"lm-eval": "0.9"}
-    assert found.date_of("train") == "2030-01-31" and found.date_of("reference") == "2029-01-01"
-
-
-@pytest.mark.parametrize(
-    "line", ["PY_TORCH = 1", "PY_TORCH='1'", "export PY_TORCH=1", "PY_TORCH=1 # why", "PY_LM_EVAL=2", "DATE_X=today", "PIN_X=1"]
-)
-def test_a_line_that_make_reads_differently_is_refused(line: str) -> None:
-    """One file, three readers (make, the shell, this): a quote or a blank means another thing to each."""
-    assert [problem.file for problem in problems(pins.parse, f"{GOOD}{line}\n")] == ["containers/versions.env:10"]
-
-
-def test_every_fault_at_once() -> None:
-    """Also the missing day of the package_lock."""
-    found = [problem.file for problem in problems(pins.parse, "oops\nPY_A=x\n")]
-    assert found == [f"containers/versions.env{line}" for line in (":1", ":2", "")]
-
-
-def test_bases_are_names_with_digests() -> None:
-    """A tag moves; Apptainer takes no tag beside a digest."""
-    bases = pins.read_bases()
-    for key in ("BASE_TRAIN", "BASE_MEGATRON"):
-        name, _, digest = bases[key].partition("@sha256:")
-        assert ":" not in name and len(digest) == 64 and set(digest) <= set("0123456789abcdef")
-
 
 # --- the vulnerability scan: pip-audit is a script here ------------------------------------------------------------------
 
 ENTRIES = {name: LockedPackage(name, version, ("h",)) for name, version in (("kiln", "1.0"), ("oven", "2.0+cpu"))}
 LOCK = PackageLock("x", "3.12", "any", "", ENTRIES)
-KNOWN = [{"id": "PYSEC-1", "aliases": ["CVE-1"]}, {"id": "GHSA-2", "aliases": []}]
-ANSWER = {"dependencies": [{"name": "kiln", "version": "1.0", "vulns": []}, {"name": "oven", "version": "2.0", "vulns": KNOWN}]}
 
 
 @pytest.fixture
@@ -279,27 +155,6 @@ def uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], 
     return make
 
 
-def test_what_is_known_is_told_once(uv: Callable[[str, int], Path]) -> None:
-    """With the version that is locked, without torch's mark of a build, which the database does not know."""
-    log = uv(json.dumps(ANSWER), 1)
-    (problem,) = package_lock.audit([LOCK], {"GHSA-2": "not used"}, "https://mirror.example")
-    assert problem.key == "oven" and "PYSEC-1" in problem.message and "GHSA" not in problem.message
-    assert "--osv-url https://mirror.example/v1/query" in log.read_text() and "oven==2.0\n" in log.read_text()
-    assert package_lock.audit([LOCK], {"GHSA-2": "a", "CVE-1": "b"}) == [], "by any of its names"
-
-
-def test_the_command_says_what_is_known(
-    uv: Callable[[str, int], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """make lock-check DATABASE=<address>; a database that does not answer is not the same as a clean one."""
-    monkeypatch.setattr(commands.package_lock, "check_all", lambda *_, **__: {"x": LOCK})
-    uv(json.dumps(ANSWER), 1)
-    assert commands.main(["lock-check", "--database", "https://mirror.example"]) == 2
-    assert "oven: 2.0: PYSEC-1" in capsys.readouterr().err
-    uv("", 1)
-    assert commands.main(["lock-check"]) == 0 and "not done: known vulnerabilities" in capsys.readouterr().err
-
-
 SKIPPED = {"dependencies": [{"name": "kiln", "skip_reason": "not found"}]}
 
 
@@ -309,11 +164,3 @@ def test_an_answer_that_is_none_is_no_clean_bill(uv: Callable[[str, int], Path],
     uv(answer, 0)
     with pytest.raises(NotAudited):
         package_lock.audit([LOCK], {})
-
-
-def test_what_is_accepted_has_a_reason(tmp_path: Path) -> None:
-    """Else the list becomes a way to be quiet."""
-    listed = tmp_path / "x.txt"
-    listed.write_text("# why\nPYSEC-1 only on Windows\nGHSA-2\nGHSA-3 \n")
-    assert [problem.file for problem in problems(package_lock.accepted, listed)] == [f"{listed}:3", f"{listed}:4"]
-    package_lock.accepted()

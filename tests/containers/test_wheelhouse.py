@@ -11,7 +11,6 @@ import pytest
 
 from clustertune.containers import wheelhouse
 from clustertune.containers.package_lock import LockedPackage, PackageLock, text_digest
-from clustertune.errors import UserError
 from tests.containers.packages import digest, lock_of, sdist, wheel
 from tests.refusal import problems
 
@@ -83,26 +82,3 @@ def test_an_altered_hash_ends_the_build(kind: str, served: Path, tmp_path: Path)
     (problem,) = problems(fill, altered, tmp_path)
     assert problem.file == "containers/train.lock" and "kiln" in problem.message and "another hash" in problem.message
     assert not list(tmp_path.glob(f"house-{text_digest(altered.text())[:8]}/kiln*"))
-
-
-def test_compiled_code_is_not_built_here(served: Path, tmp_path: Path) -> None:
-    """It would be for this machine's Python and C library, not the image's."""
-    extension = "ext_modules=[Extension('p', ['p.c'], optional=True)]"
-    extension = f"from setuptools import setup, Extension\nsetup(name='pan', version='1.0', {extension})\n"
-    with pytest.raises(UserError, match="not one wheel of plain Python"):
-        fill(lock_of(sdist(served, "pan", setup=extension)), tmp_path)
-
-
-def test_what_pip_does_not_find_is_told_without_the_index(served: Path, tmp_path: Path) -> None:
-    """The address of an index may hold a password."""
-    lock = replace(lock_of(wheel(served, "kiln")), entries={"kiln": LockedPackage("kiln", "9+cpu", ("0" * 64,))})
-    (problem,) = problems(fill, lock, tmp_path)
-    assert "kiln==9+cpu" in problem.message and "PIP_EXTRA_INDEX_URL" in (problem.fix or "") and str(served) not in str(problem)
-
-
-def test_no_space_is_told(served: Path, tmp_path: Path) -> None:
-    """A path that cannot be is an error of the storage, not a traceback."""
-    lock = lock_of(wheel(served, "kiln"))
-    (tmp_path / f"house-{text_digest(lock.text())[:8]}").write_text("a file")
-    with pytest.raises(UserError, match="house"):
-        fill(lock, tmp_path)

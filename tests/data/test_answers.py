@@ -15,10 +15,10 @@ from clustertune.data import sequences, tokens
 from clustertune.data.answers import NotPrefixPreserving, answer_spans, tokens_within
 from clustertune.data.local_model import CHAT_TEMPLATE, train_tokenizer
 from clustertune.data.prepare import prepare
-from clustertune.data.tokenizer import has_generation_markers, training_template
+from clustertune.data.tokenizer import has_generation_markers
 from clustertune.errors import UserError
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.schema import Data
-from tests.command import REPO
 
 TRL = Path(trl.__file__).parent / "chat_templates"
 MARKED = [path for path in [*sorted(TRL.glob("*.jinja")), CHAT_TEMPLATE] if has_generation_markers(path.read_text())]
@@ -136,7 +136,8 @@ def test_a_template_without_marks_trains_the_answers(
 ) -> None:
     """What is prepared is what a rank maps, packed and not."""
     tokenizer.chat_template = template
-    dataset, settings = prepared(tmp_path, MULTI), {"assistant_only_loss": True, "packing": packing, "max_length": 256}
+    dataset, settings = prepared(tmp_path, MULTI), train_defaults() | {"packing": packing, "max_length": 256}
+    settings["assistant_only_loss"] = True
     tokens.make(dataset, tokenizer, settings)
     rows, _ = sequences.load(dataset / tokens.FOLDER, dataset, tokenizer, settings)
     for row in rows.select(range(2)):
@@ -148,20 +149,6 @@ def test_a_template_without_marks_trains_the_answers(
     assert parts[:2] == said[:2] and parts[2].startswith(said[2].partition("0")[0])
 
 
-def test_thoughts_that_are_taken_out_later_do_not_stop_it(tokenizer: Any, tmp_path: Path) -> None:
-    """Qwen3's way: of answers that are over the thought is not rendered; the last one's is learnt."""
-    turns, _ = CHATS["thoughts"]
-    qwen = (TRL / "qwen3.jinja").read_text()
-    for name, template in {"plain": FORGETS_THOUGHTS, "qwen3": qwen, "changed": qwen + "{# of our own #}"}.items():
-        tokenizer.chat_template = template
-        dataset = prepared(tmp_path / name, turns)
-        tokens.make(dataset, tokenizer, {"assistant_only_loss": True, "max_length": 256})
-        shown = sequences.shown(dataset / tokens.FOLDER, tokenizer, 1, ("[[", "]]"))[0]
-        first, last = (part.partition("]]")[0] for part in shown.split("[[")[1:])
-        assert first.endswith("two<|im_end|>\n") and last.startswith("<think>\nso\n</think>\n\nfour")
-        assert ("hm" in first) == (name == "qwen3"), "TRL's own template for Qwen3 keeps it, as TRL trains it"
-
-
 @pytest.mark.parametrize("template", [COUNTS_MESSAGES, "{{ messages[0].content }}"], ids=["counts", "one message"])
 def test_a_template_that_is_not_prefix_preserving_is_refused_with_both_ways_out(
     template: str, tokenizer: Any, tmp_path: Path
@@ -169,27 +156,8 @@ def test_a_template_that_is_not_prefix_preserving_is_refused_with_both_ways_out(
     tokenizer.chat_template = template
     dataset = prepared(tmp_path, MULTI)
     with pytest.raises(UserError) as caught:
-        tokens.make(dataset, tokenizer, {"assistant_only_loss": True, "max_length": 256})
+        tokens.make(dataset, tokenizer, train_defaults() | {"assistant_only_loss": True, "max_length": 256})
     [problem] = caught.value.problems
     assert problem.file == f"{dataset / 'train.jsonl'}:1"
     assert "train.assistant_only_loss=false" in (problem.fix or "") and "model.chat_template" in (problem.fix or "")
-    tokens.make(dataset, tokenizer, {"assistant_only_loss": False, "max_length": 256})
-
-
-def test_pairs_and_completions_need_no_marks(tokenizer: Any) -> None:
-    """Of a prompt and its completion the answer alone."""
-    tokenizer.chat_template = CHATML
-    example = {"prompt": [user("one"), assistant("two"), user("three")], "completion": [assistant("four")]}
-    length, labelled = tokens.look(example, tokenizer, {"assistant_only_loss": True})
-    assert labelled == len(tokenizer("four<|im_end|>\n", add_special_tokens=False)["input_ids"]) < length
-
-
-def test_trls_template_goes_before_ours(tokenizer: Any) -> None:
-    own = (TRL / "llama3.jinja").read_text()
-    tokenizer.chat_template = own
-    assert training_template(tokenizer, marked=True) == (TRL / "llama3_training.jinja").read_text()
-    assert training_template(tokenizer, marked=False) == own
-    tokenizer.chat_template = CHATML
-    assert training_template(tokenizer, marked=True) == CHATML
-    tokenizer.chat_template = (REPO / "recipes/_base/mistral.jinja").read_text()
-    assert training_template(tokenizer, marked=True) == tokenizer.chat_template
+    tokens.make(dataset, tokenizer, train_defaults() | {"assistant_only_loss": False, "max_length": 256})

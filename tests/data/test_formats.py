@@ -9,7 +9,6 @@ import http.server
 import io
 import json
 import lzma
-import os
 import threading
 from collections import Counter
 from pathlib import Path
@@ -19,17 +18,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from clustertune.data import rows as rows_module
 from clustertune.data import tokens
 from clustertune.data.chats import read
 from clustertune.data.local_model import train_tokenizer
 from clustertune.data.prepare import prepare
-from clustertune.data.rows import BadRow, Rejects
+from clustertune.data.rows import BadRow
 from clustertune.data.sequences import Sequences
-from clustertune.data.sources import split_of
-from clustertune.errors import ExitCode, UserError
+from clustertune.errors import UserError
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.schema import Data
-from tests.damage import failing, refused
 
 
 def user(text):
@@ -69,15 +66,6 @@ BECOMES: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
 @pytest.mark.parametrize(("name", "row", "expected"), BECOMES)
 def test_a_row_becomes_messages(name, row, expected):
     assert read(name, row) == {"messages": expected}
-
-
-def test_calls_of_tools_come_with_their_arguments_as_objects():
-    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
-    answer = {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": "warm"}
-    turns = [user("q"), {"role": "assistant", "content": None, "tool_calls": [call]}, answer, assistant("a")]
-    found = read("messages", {"messages": turns, "tools": json.dumps([TOOL])})
-    assert found["tools"] == [TOOL]
-    assert found["messages"] == [user("q"), assistant("", tool_calls=[{"id": "c1", **CALL}]), answer, assistant("a")]
 
 
 def called(*calls):
@@ -138,14 +126,6 @@ def test_a_row_is_refused(name, row, reason, words):
     with pytest.raises(BadRow, match=words) as caught:
         read(name, row if isinstance(row, dict) else {column: row})
     assert caught.value.reason == reason
-
-
-def test_arguments_too_deep_to_write_are_refused():
-    deep: dict[str, Any] = {}
-    for _ in range(50_000):
-        deep = {"a": deep}
-    with pytest.raises(BadRow, match="invalid-json"):
-        read("messages", {"messages": [user("q"), assistant("", tool_calls=[{"name": "f", "arguments": deep}])]})
 
 
 @pytest.mark.parametrize(
@@ -212,23 +192,6 @@ def test_a_damaged_file_is_refused_by_name(run, suffix, content):
         run(content, suffix, format="prompt-completion", language=None)
 
 
-def test_bad_rows_of_a_table_are_counted_with_their_lines(run):
-    content = b'prompt,completion\nq1,"a\n1"\nq2\nq3,a3,more\n\nq4,caf\xe9\nq5,\nq6,a6\n'
-    got = run(content, ".csv", format="prompt-completion", language=None)
-    assert [(bad["line"], bad["reason"]) for bad in got.lines("rejected")] == [
-        (4, "wrong-column"), (5, "wrong-column"), (7, "not-utf8"), (8, "wrong-column"),
-    ]  # fmt: skip
-    assert len(got.conversations) == 2
-
-
-def test_columns_are_given_the_names_of_the_format(run, lines):
-    rows = [{"question": f"q{n}", "prompt": "other", "best": "a"} for n in range(3)]
-    got = run(lines(rows), format="prompt-completion", language=None, columns={"prompt": "question", "completion": "best"})
-    assert {one["prompt"][0]["content"] for one in got.conversations} == {"q0", "q1", "q2"}
-    with pytest.raises(ValueError, match="columns: answer: prompt-completion has no such column"):
-        Data(name="x", format="prompt-completion", columns={"answer": "best"})
-
-
 @pytest.mark.parametrize(
     ("row", "named", "hint"),
     [
@@ -251,44 +214,12 @@ def test_another_format_is_recognised_and_named(run, lines, row, named, hint):
     assert hint in str(caught.value)
 
 
-def test_the_source_names_file_and_row(run, lines):
-    content = b"\n" + lines([{"instruction": "x"}]) + lines([{"instruction": "x", "output": "y"}])
-    got = run(content, format="alpaca", language=None)
-    assert got.conversations[0]["source"] == {"tree": "rows.jsonl:2", "file": "rows.jsonl", "row": 2}
-    assert got.lines("rejected") == [{"file": "rows.jsonl", "line": 2, "reason": "wrong-column", "detail": "output is missing"}]
-
-
 def test_copies_of_a_conversation_never_stand_in_both_splits(run):
     content = [{"conversations": [f"question {i % 10}", "answer"]} for i in range(40)]
     got = run(content, format="lima", eval_fraction=0.3)
     train, held_out = ({line["messages"][0]["content"] for line in got.lines(name)} for name in ("train", "eval"))
     assert (len(train), len(held_out), train & held_out) == (7, 3, set())
     assert any("data.language" in warning for warning in got.result["warnings"]), "it does nothing for this format"
-
-
-def test_a_limit_takes_the_first_conversations(run, lines):
-    """The source's 2,048 samples: what stands behind them is not taken, and another limit is another dataset."""
-    rows = [{"instruction": f"ask {n}", "output": f"answer {n}"} for n in range(20)]
-    found = run(lines(rows), format="alpaca", limit=8)
-    assert sorted(c["source"]["row"] for c in found.conversations) == list(range(1, 9))
-    assert len(run(lines(rows), format="alpaca").conversations) == 20
-
-
-def test_too_many_bad_rows_stop_and_are_named(run, lines):
-    rows = [{"messages": PAIR} if n % 4 else {"messages": []} for n in range(20)]
-    with pytest.raises(UserError) as caught:
-        run(lines(rows), format="messages", language=None, max_rejected=0.2)
-    assert "5 bad rows of 20 (empty-text 5), 25%: more than data.max_rejected=0.2" in str(caught.value)
-    assert caught.value.problems[1].file.endswith("rows.jsonl:1")
-    assert run(lines(rows), format="messages", language=None, max_rejected=0.25).rejected == {"empty-text": 5}
-
-
-def test_a_lower_limit_judges_what_was_made_before(run, lines, tmp_path):
-    path, out = tmp_path / "rows.jsonl", tmp_path / "out"
-    path.write_bytes(lines([{"messages": PAIR}, {"messages": []}]))
-    run(path=path, out=out, format="messages", language=None, max_rejected=0.5)
-    with pytest.raises(UserError, match="max_rejected"):
-        run(path=path, out=out, format="messages", language=None, max_rejected=0.4)
 
 
 # --- what is trained ---
@@ -303,7 +234,7 @@ def tokenizer():
 
 def rows_of(run, lines, rows, tokenizer, train=None, **data):
     got = run(lines(rows), language=None, **data)
-    tokens.make(got.out, tokenizer, {"packing": False, "max_length": None, **(train or {})})
+    tokens.make(got.out, tokenizer, train_defaults() | {"packing": False, "max_length": None, **(train or {})})
     found = Sequences(got.out / "tokens", "train")
     return got, [found[n] for n in range(len(found))]
 
@@ -324,13 +255,6 @@ def test_of_prompt_and_completion_trl_labels_the_same(run, lines, tokenizer, tra
     made = SFTTrainer._prepare_dataset(self, Dataset.from_list(examples), tokenizer, args, False, None, "train")
     assert [row["input_ids"].tolist() for row in found] == [row["input_ids"] for row in made]
     assert [row["labels"].tolist() for row in found] == [row["labels"] for row in made]
-
-
-def test_of_a_text_every_token_is_trained_and_it_ends(run, lines, tokenizer):
-    rows = [{"text": "question 1"}, {"text": "answer 2"}]
-    _, found = rows_of(run, lines, rows, tokenizer, {"assistant_only_loss": True}, format="text")
-    assert [row["labels"].tolist() for row in found] == [row["input_ids"].tolist() for row in found]
-    assert {tokenizer.decode(row["input_ids"]) for row in found} <= {"question 1<|eot_id|>", "answer 2<|eot_id|>"}
 
 
 def test_a_template_without_tools_is_refused_where_the_data_have_some(run, lines, tokenizer):
@@ -427,20 +351,6 @@ def test_rows_behind_an_address_are_read_and_counted(tmp_path, lines):
         server.shutdown()
 
 
-def test_a_folder_of_an_object_store_is_one_of_files(tmp_path, lines):
-    import fsspec
-
-    store = fsspec.filesystem("memory")
-    for name in ("train-0.jsonl", "test-0.jsonl"):
-        store.pipe(f"/set/{name}", lines([{"text": f"{name} {n}"} for n in range(3)]))
-    data = Data(name="x", format="text", input="memory://set")
-    made = [prepare(data, recipe_folder=tmp_path, seed=1, out=tmp_path / "out") for _ in range(2)]
-    assert (made[0]["train"]["conversations"], made[0]["eval"]["conversations"]) == (3, 3)
-    assert [one["reused"] for one in made] == [False, True]
-    store.pipe("/set/train-0.jsonl", lines([{"text": "other"}]))
-    assert prepare(data, recipe_folder=tmp_path, seed=1, out=tmp_path / "out")["train"]["conversations"] == 1
-
-
 @pytest.mark.parametrize(
     "address", ["s3://key:secret@bucket/a.jsonl", "https://x/a.jsonl?sig=abc", "file:///etc/a.jsonl", "zip://a::s3://b"]
 )
@@ -465,61 +375,6 @@ def write_parquet(path: Path, found: list[dict]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist([r | {"labels": {"name": ["x"]}} for r in found]), path)
     return path
-
-
-def test_line_numbers_in_an_array_are_those_of_the_file(run, trees):
-    found = trees(0, 1)
-    array = f'[\n{json.dumps(found[0])},\n\n{{\n"message_id": 7}},\n{json.dumps(found[1])}, 5]\n'.encode()
-    rejected = [(entry["line"], entry["reason"]) for entry in run(array, ".json").lines("rejected")]
-    assert rejected == [(4, "wrong-column"), (6, "wrong-column")]
-
-
-def test_an_array_that_is_cut_off_keeps_what_is_whole(run, trees):
-    array = json.dumps(trees(0, 3), indent=1).encode()
-    got = run(array[: array.rindex(b'"text"') + 12], ".json")
-    assert len(got.conversations) == 2
-    assert got.rejected == {"truncated-json": 1, "no-assistant-reply": 1}
-    got = run(array.rstrip(b"] \n"), ".json")
-    assert got.rejected["truncated-json"] == 1
-
-
-def test_a_record_that_is_not_utf8_is_left_out_of_an_array(run, trees):
-    found = trees(0, 2)
-    found[3]["note"] = "caf\u00e9"  # even in a column that nobody reads, as in JSON lines
-    array = json.dumps(found, indent=0, ensure_ascii=False).encode().replace("é".encode(), b"\xe9")
-    got = run(array, ".json")
-    assert list(got.texts) == ["t0"]
-    assert got.rejected == {"not-utf8": 1, "no-assistant-reply": 1}
-
-
-@pytest.mark.parametrize("array", [b'[{"a": 1},\n {"b" 2}]', b'[{"a": 1}\n{"b": 2}]', b'[\n{"a": 1},]', b'[{"a": 1}\n] x'])
-def test_an_array_broken_in_the_middle_is_refused_with_its_line(run, array):
-    with pytest.raises(UserError, match=r"rows\.json:[12]: not JSON: .*column"):
-        run(array, ".json")
-
-
-def test_parquet_rows_that_are_not_utf8_are_left_out(run, trees, tmp_path):
-    found = trees(0, 300)
-    table = pa.Table.from_pylist(found)
-    texts = pa.array([b"\xff" if r["message_id"] == "a7" else r["text"].encode() for r in found]).view(pa.string())
-    path = tmp_path / "rows.parquet"
-    pq.write_table(table.set_column(table.schema.get_field_index("text"), "text", texts), path)
-    got = run(path=path)
-    assert len(got.conversations) == 299
-    assert got.lines("rejected")[0] | {"detail": ""} == {"file": "rows.parquet", "line": 16, "reason": "not-utf8", "detail": ""}
-
-
-NAMED = {
-    "train": "train.jsonl train-00000-of-00002.parquet train_sft oasst2.train.json TRAIN.jsonl trainset.json training_1.jsonl",
-    "eval": "validation.jsonl valid.json eval-1.jsonl.gz evaluation.json dev.jsonl test_en.parquet val.json testset.jsonl",
-    None: "conversations.jsonl latest.jsonl trainers.jsonl developers.json train_test.json data.parquet",
-}
-
-
-def test_splits_by_name():
-    assert {name: split_of(name) for names in NAMED.values() for name in names.split()} == {
-        name: split for split, names in NAMED.items() for name in names.split()
-    }
 
 
 def fill(folder: Path, files: dict[str, bytes]) -> Path:
@@ -561,24 +416,6 @@ def test_a_folder_keeps_its_own_splits(run, trees, lines, tmp_path, what):
         assert {line["source"]["tree"] for line in got.lines("eval")} == {f"t{n}" for n in range(counts[0], sum(counts))}
 
 
-def test_an_eval_split_without_answers_is_replaced(run, tmp_path, lines):
-    """LIMA's own test split holds questions only."""
-    train = lines({"conversations": [f"q{i}", "a"]} for i in range(20))
-    folder = fill(tmp_path / "set", {"train.jsonl": train, "test.jsonl": lines([{"conversations": ["q"]}])})
-    got = run(path=folder, format="lima", language=None)
-    assert (got.result["train"]["conversations"], got.result["eval"]["conversations"]) == (19, 1)
-    assert any("own eval split gives no conversation" in warning for warning in got.result["warnings"])
-
-
-def test_a_tree_never_stands_in_both_splits(run, trees, row, lines, tmp_path):
-    again = [row("p_", None, message_tree_id="t0"), row("a_", "p_", message_tree_id="t0")]
-    folder = fill(tmp_path / "set", {"train.jsonl": lines(trees(0, 2)), "eval.jsonl": lines(again + trees(2, 1))})
-    got = run(path=folder)
-    assert [line["source"]["tree"] for line in got.lines("eval")] == ["t2"]
-    assert got.rejected == {"two-splits": 2}
-    assert {entry["file"] for entry in got.lines("rejected")} == {"eval.jsonl"}
-
-
 def test_what_cannot_be_an_input_is_refused(run, trees, lines, tmp_path):
     (tmp_path / "rows.docx").write_text("a,b")
     (tmp_path / "empty").mkdir()
@@ -612,21 +449,6 @@ def test_data_input_is_sought_beside_the_recipe_then_here(trees, lines, tmp_path
         get("three")
     assert str(recipe / "c.jsonl") in str(caught.value)
     assert str(working / "c.jsonl") in str(caught.value)
-
-
-def test_an_unreadable_file_is_no_traceback(run, tmp_path, monkeypatch):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("x")
-
-    monkeypatch.setattr(rows_module, "_lines", failing(OSError(5, "Input/output error")))
-    with pytest.raises(UserError, match=r"rows\.jsonl: cannot be read: Input/output error"):
-        run(path=path)
-
-
-def test_a_full_disk_while_rejecting_is_a_storage_error(run, row, monkeypatch):
-    monkeypatch.setattr(Rejects, "add", failing(OSError(28, "No space left on device")))
-    with refused("writing the dataset: No space left", ExitCode.STORAGE):
-        run([b"{", row("p1", None), row("a1", "p1")])
 
 
 # --- the Hub
@@ -664,37 +486,3 @@ def test_the_hub_gives_what_the_same_files_give(hub, run, trees, lines, tmp_path
         assert (tmp_path / "out" / name).read_bytes() == (local.out / name).read_bytes()
     rejected = json.loads((tmp_path / "out" / "rejected.jsonl").read_text())
     assert (rejected["file"], rejected["line"], rejected["reason"]) == ("org/set/train", 17, "duplicate-id")
-
-
-def test_a_pinned_dataset_is_reused_without_asking_the_hub(hub, trees, tmp_path):
-    """Splits of no known name are left aside."""
-    calls, content = hub
-    content |= {"train": trees(0, 4), "ideas": trees(4, 4)}
-    first, again = from_hub(tmp_path), from_hub(tmp_path)
-    assert [first["reused"], again["reused"]] == [False, True] and len(calls) == 1
-    assert first["train"]["conversations"] + first["eval"]["conversations"] == 4
-    assert any("ideas" in warning for warning in first["warnings"])
-    assert from_hub(tmp_path, revision="b" * 40)["reused"] is False
-
-
-@pytest.mark.parametrize("error", [ConnectionError("Couldn't reach 'org/set' on the Hub"), RuntimeError("")])
-def test_an_unreachable_hub_says_what_to_do(monkeypatch, tmp_path, error):
-    import datasets
-
-    monkeypatch.setattr(datasets, "load_dataset", failing(error))
-    with pytest.raises(UserError, match=r"is not available from the Hub: .+ -> .*data\.input=PATH"):
-        from_hub(tmp_path)
-
-
-def test_the_input_folder_is_never_the_output_folder(trees, lines, tmp_path):
-    folder = fill(tmp_path / "set", {"train.jsonl": lines(trees(0, 4))})
-    for given in (folder, folder / "train.jsonl"):
-        with pytest.raises(UserError, match="folder of the input"):
-            prepare(Data(name="x", format="oasst-tree"), recipe_folder=folder, seed=1, out=folder, input_path=given)
-    assert (folder / "train.jsonl").read_bytes() == lines(trees(0, 4))
-
-
-def test_a_file_name_that_is_not_utf8_can_be_written(run, lines, tmp_path):
-    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.jsonl"))
-    path.write_bytes(lines([{"conversations": ["a", "b"]}]))
-    assert run(path=path, format="lima", language=None).conversations[0]["source"]["file"] == "caf\ufffd.jsonl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -14,18 +15,19 @@ from clustertune.data import tokenizer as tokenizers
 from clustertune.data import tokens
 from clustertune.data.local_model import train_tokenizer
 from clustertune.errors import UserError
+from clustertune.recipe.native_rules import train_defaults
 
 PAIR = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
 FOREVER = "".join(f"{{%- for {name} in range(99999) %}}" for name in "abc") + "{%- endfor %}" * 3
 POWER = "{%- set x = 9 ** (9 ** 9) %}"
-LARGE = "{%- set x = 'word' * (10 ** 12) %}"
-SETTINGS = {"packing": False, "max_length": None, "assistant_only_loss": False}
+SETTINGS = train_defaults() | {"packing": False, "max_length": None, "assistant_only_loss": False}
 BODY = "{%- for m in messages %}{{ m.role + m.content }}{%- endfor %}"
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizers, "TEMPLATE_SECONDS", 1.0)
+    monkeypatch.setattr(tokenizers, "SHORT_MEMORY", 256 << 20)
     monkeypatch.setattr(tokens, "BATCH_SECONDS", 1.0)
 
 
@@ -44,20 +46,6 @@ def test_a_template_without_end_is_refused_as_it_is_loaded(tmp_path: Path, part:
     assert caught.value.problems[0].key == "model.chat_template"
 
 
-@pytest.mark.parametrize(("part", "processes"), [(POWER, 1), (FOREVER, 1), (LARGE, 1), (LARGE, 2)])
-def test_a_conversation_that_a_template_does_not_end_with_is_named(
-    run: Any, part: str, processes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(processes)))
-    rows = [{"messages": [{"role": "user", "content": f"question {n}"}, PAIR[1]]} for n in range(600)]
-    got = run(rows, format="messages", eval_fraction=0.01)
-    made = learnt()
-    made.chat_template = f"{{%- if messages[0].content == 'question 300' %}}{part}{{%- endif %}}{BODY}"
-    with pytest.raises(UserError) as caught:
-        tokens.make(got.out, made, SETTINGS, chunk=1 << 30 if processes == 1 else 40_000)
-    assert ".jsonl:" in str(caught.value.problems[0].file)
-
-
 def test_a_normalizer_that_grows_its_text_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenizers import normalizers
 
@@ -69,6 +57,53 @@ def test_a_normalizer_that_grows_its_text_is_refused(run: Any, monkeypatch: pyte
     with pytest.raises(UserError) as caught:
         tokens.make(got.out, made, SETTINGS)
     assert ".jsonl:" in str(caught.value.problems[0].file)
+
+
+ENDLESS = "e" * 2000
+GROWS = {"type": "Replace", "pattern": {"String": "e"}, "content": ENDLESS}
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder", "normalised as it is loaded"])
+def test_a_tokenizer_that_grows_its_text_is_refused_as_it_is_loaded(tmp_path: Path, part: str) -> None:
+    """The last: a token of its own is normalised as it is loaded. What looks at a model before its evaluation says it too."""
+    from clustertune.evaluate.model import check_model
+
+    made = learnt()
+    made.chat_template = BODY
+    made.save_pretrained(tmp_path)
+    body = json.loads((tmp_path / "tokenizer.json").read_bytes())
+    if part == "decoder":
+        body["decoder"] = {"type": "Sequence", "decoders": [body["decoder"], *[GROWS] * 3]}
+    else:
+        body["normalizer"] = {"type": "Sequence", "normalizers": [GROWS] * 3}
+    if part.startswith("normalised"):
+        own = {**body["added_tokens"][0], "id": 300, "content": "<e>", "special": False, "normalized": True}
+        body["added_tokens"].append(own)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(body))
+    with pytest.raises(UserError) as caught:
+        tokenizers.load_tokenizer(str(tmp_path), None, None, {})
+    assert caught.value.problems[0].file == str(tmp_path)
+    found, problems = check_model(tmp_path, 8)
+    assert found is None and any(problem.message == caught.value.problems[0].message for problem in problems)
+
+
+def test_texts_of_a_model_in_use_have_limits() -> None:
+    """What the trial at the loading does not hold: another letter, a longer conversation, a pattern that goes back for ever."""
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    made = learnt()
+    made.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("ж", "ж" * 2000)] * 3)
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?:(a|a)(a|a))+b"), "isolated")
+    made.chat_template = f"{{%- if messages|length > 6 %}}{FOREVER}{{%- endif %}}{BODY}"
+    for text in ("ж", "a" * 80):
+        with tokenizers.BoundedTokenizer(made, "somewhere") as tokenizing, pytest.raises(UserError) as caught:
+            tokenizing.tokenize([text])
+        assert caught.value.problems[0].file == "somewhere"
+    with tokenizers.BoundedTokenizer(made, "somewhere") as tokenizing:
+        assert tokenizing.tokenize(["question"]) == [made("question")["input_ids"]]
+        assert tokenizing.render(PAIR * 3) == made.apply_chat_template(PAIR * 3, tokenize=False)
+        with pytest.raises(UserError):
+            tokenizing.render(PAIR * 4)
 
 
 def test_a_child_has_its_own_limits_and_its_caller_none() -> None:
@@ -100,19 +135,3 @@ def test_a_worker_answers_one_request_after_the_other_and_ends_by_its_own_limits
     assert answer.found is None and answer.signal == signal.SIGVTALRM and worker.ended
     with pytest.raises(ProcessLookupError):
         os.kill(first["pid"], 0)
-
-
-def test_all_shards_of_a_process_are_made_in_one_child(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child for each would fill the tokenizer's caches anew: a third more CPU time."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
-    forks: list[list[int]] = []
-    fork, made = os.fork, learnt()
-    made.chat_template = BODY
-    rows = [{"messages": [{"role": "user", "content": f"question {n}"}, PAIR[1]]} for n in range(300)]
-    monkeypatch.setattr(os, "fork", lambda: forks[-1].append(1) or fork())
-    got = run(rows, format="messages")
-    for chunk in (1 << 30, 3000):
-        forks.append([])
-        tokens.shutil.rmtree(got.out / "tokens", ignore_errors=True)
-        tokens.make(got.out, made, SETTINGS, chunk=chunk)
-    assert len(forks[0]) == len(forks[1]) > 0

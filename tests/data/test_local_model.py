@@ -10,16 +10,12 @@ import pytest
 
 from clustertune import manifest
 from clustertune.data import local_model
-from clustertune.data import tokenizer as tokenizers
-from clustertune.errors import UserError
-from clustertune.evaluate.model import _load_tokenizer
 from tests.conftest import TEXTS, TINY_LLAMA
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 512, "max_position_embeddings": 128,
 }  # fmt: skip
-LOOPS = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
 
 
 def make(out: Path, seed: int = 0) -> manifest.Manifest:
@@ -73,33 +69,3 @@ def test_transformers_loads_random_weights_whole(kind: str, more: dict[str, Any]
     assert all(0.01 < float(p.detach().float().std()) < 0.03 for p in matrices), "normal, of the configuration's deviation"
     assert torch.isfinite(model(torch.arange(8)[None]).logits).all()
     assert not torch.equal(matrices[1].flatten()[:64], matrices[2].flatten()[:64]), "tensors begin at other places of the block"
-
-
-def test_a_large_model_of_a_run_is_written_that_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way that a benchmark of 8 billion parameters takes, on one that is called large: sealed, with its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    monkeypatch.setattr(local_model, "LARGE", 1000)
-    architecture = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
-    seen: list[int] = []
-    written = local_model.write_random_weights
-    monkeypatch.setattr(local_model, "write_random_weights", lambda *given: seen.append(written(*given)) or seen[-1])
-    out = local_model.make_local_model(architecture, ["some words to learn from"] * 20, tmp_path / "m", 1)
-    assert seen == [139_584] and manifest.find_problems(out, local_model.KIND) == []
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
-    assert model.config.eos_token_id == tokenizer.eos_token_id and model.config.vocab_size == 512
-
-
-def test_a_template_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where training and evaluation first render it; one that refuses a lone turn is taken."""
-    monkeypatch.setattr(tokenizers, "TEMPLATE_SECONDS", 0.5)
-    made = local_model.local_tokenizer({"vocab_size": 300, "max_position_embeddings": 64}, ["some words"] * 9)
-    made.chat_template = LOOPS
-    made.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"takes more than 0\.5 s"):
-        tokenizers.load_tokenizer(str(tmp_path), None, None, {})
-    assert "takes more than" in str(_load_tokenizer(tmp_path, True)[1][0])
-    made.chat_template = "{{ raise_exception('a system turn first') }}"
-    made.save_pretrained(tmp_path)
-    monkeypatch.undo()
-    assert tokenizers.load_tokenizer(str(tmp_path), None, None, {}).chat_template

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +12,15 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from clustertune.data import tokens
-from clustertune.data.chats import TAKEN, WEIGHTS, read
+from clustertune.data.chats import MASKS, WEIGHTS, read
 from clustertune.data.local_model import train_tokenizer
 from clustertune.data.prepare import prepare
 from clustertune.data.rows import BadRow
 from clustertune.data.sequences import Sequences
 from clustertune.errors import UserError
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.schema import Data
 
 
@@ -148,18 +147,6 @@ def without_json(kind: pa.DataType) -> pa.DataType:
     return pa.list_(without_json(kind.value_type)) if pa.types.is_list(kind) else kind
 
 
-def test_a_map_is_an_object_and_nulls_of_json_lines_stay(run, tmp_path):
-    arguments = pa.map_(pa.string(), pa.int64())
-    call = pa.struct([("name", pa.string()), ("arguments", arguments)])
-    kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(call))]))
-    row = [said("user", "q"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": [("x", 1), ("y", None)]}]}]
-    pq.write_table(pa.table({"messages": pa.array([row], kind)}), tmp_path / "rows.parquet")
-    json_row = [row[0], called("f", {"x": 1, "y": None})]
-    got, expected = run(path=tmp_path / "rows.parquet", format="messages"), run([{"messages": json_row}], format="messages")
-    assert plain(got) == plain(expected)
-    assert '"y": null' in plain(got)[0]
-
-
 # --- a row's own keys ---
 
 
@@ -188,20 +175,12 @@ def test_a_rows_own_arguments_reach_the_template(run, tokenizer, name):
     rows = [WITH_OWN[name] | own for own in (OWN, {}, {"chat_template_kwargs": json.dumps(OWN["chat_template_kwargs"])})]
     got = run(rows, format=name, eval_fraction=0.01)
     assert "chat_template_kwargs" not in got.result["unused"]
-    tokens.make(got.out, tokenizer, {"packing": False, "max_length": None})
+    tokens.make(got.out, tokenizer, train_defaults() | {"packing": False, "max_length": None})
     sequences = [Sequences(got.out / "tokens", split) for split in ("train", "eval")]
     key = "prompt_ids" if name == "preference" else "input_ids"
     texts = [tokenizer.decode(found[n][key]) for found in sequences for n in range(len(found))]
     assert sum(text.startswith("mood 7") for text in texts) == 2
     assert len(texts) == 3
-
-
-def test_a_row_sets_no_argument_of_the_renderer():
-    known = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"self", "kwargs", "documents"}
-    assert known <= TAKEN
-    for key in ("chat_template", "tokenize", "tools"):
-        with pytest.raises(BadRow, match=key):
-            read("messages", {"messages": PAIR, "chat_template_kwargs": {key: "x"}})
 
 
 @pytest.mark.parametrize("value", [0, 0.5, False, "no"])
@@ -220,6 +199,25 @@ def test_an_answer_that_is_not_to_be_learnt_like_the_rest_refuses_its_row(run, k
         assert read("messages", {"messages": [PAIR[0], PAIR[1] | {key: plain_value}]}) == {"messages": PAIR}
 
 
+@pytest.mark.parametrize("key", MASKS)
+def test_a_masked_answer_refuses_its_row(key):
+    for value in (1, True, "yes"):
+        with pytest.raises(BadRow, match=key):
+            read("messages", {"messages": [PAIR[0], PAIR[1] | {key: value}]})
+    for plain_value in (0, False, None, ""):
+        assert read("messages", {"messages": [PAIR[0], PAIR[1] | {key: plain_value}]}) == {"messages": PAIR}
+
+
+@pytest.mark.parametrize("label", [False, "False", "false"])
+def test_a_completion_that_is_not_wanted_is_not_learnt(label):
+    """KTO's data (TRL's unpaired preference): taken as prompt and completion the model would learn what it should leave."""
+    row = {"prompt": "q", "completion": "a"}
+    with pytest.raises(BadRow, match="label"):
+        read("prompt-completion", row | {"label": label})
+    for other in (True, "true", None, 0, "positive"):
+        assert read("prompt-completion", row | {"label": other}) == read("prompt-completion", row)
+
+
 def test_a_question_that_is_not_to_be_learnt_is_refused_where_questions_are_learnt(run, tokenizer):
     rows = {
         "messages": [{"messages": [PAIR[0] | {"weight": 0}, PAIR[1]]}] * 2,
@@ -227,7 +225,7 @@ def test_a_question_that_is_not_to_be_learnt_is_refused_where_questions_are_lear
     }
     for name, given in rows.items():
         got = run(given, format=name)
-        settings = {"packing": False, "max_length": None, "assistant_only_loss": False}
+        settings = train_defaults() | {"packing": False, "max_length": None, "assistant_only_loss": False}
         tokens.make(got.out, tokenizer, settings | {"assistant_only_loss": True})
         with pytest.raises(UserError, match="assistant_only_loss"):
             tokens.make(got.out, tokenizer, settings | {"completion_only_loss": False})
@@ -235,40 +233,31 @@ def test_a_question_that_is_not_to_be_learnt_is_refused_where_questions_are_lear
             tokens.make(got.out, tokenizer, settings)
 
 
-# --- answers of tools ---
+# --- templates that leave messages out ---
 
-HERMES = [
-    said("system", "Call functions within <tool_call>."),
-    said("user", "question 1"),
-    said("assistant", '<tool_call>\n{"arguments": {"a": 1}, "name": "f"}\n</tool_call>'),
-    said("tool", '<tool_response>\n{"b": 2}\n</tool_response>'),
-    said("assistant", "answer 2"),
-]
-SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt"}
+PARTS_ALONE = (
+    "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}{{ part.text }}{% endfor %}{{ eos_token }}{% endfor %}"
+)
+NO_QUESTIONS = "{% for m in messages if m.role == 'assistant' %}{{ m.content + eos_token }}{% endfor %}"
+NO_TOOLS = "{% for m in messages if m.role != 'tool' %}{{ m.role + m.content + eos_token }}{% endfor %}"
+NO_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.role + m.content + eos_token }}{% endfor %}"
 
 
-@pytest.mark.parametrize("speaker", ["tool", "function_response", "observation", "tool_response"])
-def test_a_tools_answer_follows_a_call_within_the_text(speaker):
-    assert read("messages", {"messages": HERMES}) == {"messages": HERMES}
-    named = [one | ({"role": speaker} if one["role"] == "tool" else {}) for one in HERMES]
-    assert read("messages", {"messages": named}) == {"messages": HERMES}
-    entries = [{"from": SPEAKERS.get(one["role"], speaker), "value": one["content"]} for one in HERMES]
-    assert read("sharegpt", {"conversations": entries}) == {"messages": HERMES}
-
-
-def test_openais_older_calls_are_read():
-    call = {"name": "f", "arguments": '{"x": 1}'}
-    row = [said("user", "q"), {"role": "assistant", "content": None, "function_call": call},
-           {"role": "function", "name": "f", "content": "1"}, said("assistant", "a")]  # fmt: skip
-    assert read("messages", {"messages": row})["messages"] == [
-        row[0], called("f", {"x": 1}), said("tool", "1", name="f"), row[3]
-    ]  # fmt: skip
-
-
-def test_a_template_that_leaves_answers_of_tools_out_is_refused(run, tokenizer):
-    got = run([{"messages": HERMES}] * 2, format="messages")
-    tokens.make(got.out, tokenizer, {"packing": False, "max_length": None})
+@pytest.mark.parametrize(("template", "word"), [(PARTS_ALONE, "assistant"), (NO_QUESTIONS, "user"), (NO_TOOLS, "tool")])
+def test_a_template_that_leaves_texts_out_is_refused(run, template, word):
+    """Such as one of a model with pictures, which takes lists of parts: of a text nothing but the end would be learnt."""
     deaf = train_tokenizer(["question"], 300, 512)
-    deaf.chat_template = "{% for m in messages if m.role != 'tool' %}{{ m.role + m.content }}{% endfor %}"
-    with pytest.raises(UserError, match="tool messages"):
-        tokens.make(got.out, deaf, {"packing": False, "max_length": None, "assistant_only_loss": False})
+    deaf.chat_template = template
+    used = [*PAIR, said("tool", "3"), PAIR[1]] if word == "tool" else PAIR  # a call may stand in the text: Hermes
+    for row, name in (({"messages": used}, "messages"), ({"prompt": used[:-1], "completion": used[-1:]}, "prompt-completion")):
+        got = run([row] * 2, format=name)
+        with pytest.raises(UserError, match=f"{word} messages"):
+            tokens.make(got.out, deaf, {"packing": False, "max_length": None, "assistant_only_loss": False})
+
+
+def test_system_messages_that_a_template_leaves_out_are_named(run, capsys):
+    deaf = train_tokenizer(["question"], 300, 512)
+    deaf.chat_template = NO_SYSTEM
+    got = run([{"messages": [said("system", "be kind"), *PAIR]}] * 2, format="messages")
+    tokens.make(got.out, deaf, {"packing": False, "max_length": None, "assistant_only_loss": False})
+    assert "2 examples hold system messages" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from clustertune.data import rows
-from clustertune.data.rows import SHOWN, JsonError, parse, parse_deep
+from clustertune.data.rows import JsonError, parse, parse_deep
 from clustertune.errors import ExitCode, UserError
 
 GOOD = 2
@@ -94,28 +94,6 @@ def test_stop_refuses_with_file_and_line(run, bad):
     assert named[0].message.startswith(reason)
 
 
-def test_stop_lists_the_first_twenty_and_the_total(run, row):
-    content = [row("p1", None), row("a1", "p1"), *(row(f"a{i}", "p1", "") for i in range(2, 60))]
-    with pytest.raises(UserError) as caught:
-        run(content, bad_rows="stop")
-    assert "58 bad rows" in str(caught.value)
-    assert len(caught.value.problems) == 1 + SHOWN
-
-
-def test_rows_below_a_bad_one_fall_out_and_are_not_counted_again(run, row):
-    content = [row("p1", None), row("a1", "p1"), row("a2", "p1", "", rank=0), row("p2", "a2"), row("a3", "p2")]
-    assert run(content).rejected == {"empty-text": 1}
-
-
-def test_the_root_named_like_the_tree_stays_else_the_first(run, row):
-    content = [row("p0", None), row("t", None, role="prompter"), row("a0", "p0"), row("a1", "t")]
-    assert run(content).texts["t"] == ["text of t", "text of a1"]
-    content = [row("p0", None), row("p1", None), row("a0", "p0"), row("a1", "p1")]
-    got = run(content)
-    assert got.texts["t"] == ["text of p0", "text of a0"]
-    assert got.rejected == {"two-roots": 1}
-
-
 def test_the_limit_is_in_bytes_and_the_message_below_it_is_kept(run, row):
     below, above = "é" * 4_999_999, "é" * 5_000_000
     got = run([row("p1", None), row("a1", "p1", above, rank=0), row("a2", "p1", below, rank=1)])
@@ -129,20 +107,6 @@ def test_a_line_over_the_record_limit_is_skipped_whole(run, row, lines, monkeypa
     got = run(content)
     assert got.texts["t"] == ["text of p1", "text of a1"]
     assert [(entry["line"], entry["reason"]) for entry in got.lines("rejected")] == [(2, "message-too-long")]
-
-
-def test_blank_lines_zeros_and_a_byte_order_mark_are_no_rows(run, row, lines):
-    content = b"\xef\xbb\xbf" + lines([row("p1", None)]) + b"\n  \r\n" + lines([row("a1", "p1")]) + b"\0" * 512
-    assert run(content, bad_rows="stop").rejected == {}
-
-
-def test_without_any_conversation_the_reason_is_said(run, row):
-    with pytest.raises(UserError, match=r"wrong-column 2.*message_id is missing.*the rows look like data\.format: alpaca"):
-        run([{"instruction": "a", "output": "b"}] * 2)
-    with pytest.raises(UserError, match=r"no tree has the language tr; there are: en 1"):
-        run([row("p1", None), row("a1", "p1")], language="tr")
-    with pytest.raises(UserError, match="contains no usable conversation"):
-        run(b"")
 
 
 VALUES = st.recursive(
@@ -168,29 +132,6 @@ def test_every_cut_of_a_record_is_called_truncated(value, data):
     with pytest.raises(JsonError) as caught:
         parse(cut)
     assert caught.value.truncated
-
-
-WRONG = [
-    '{"a": 1,, "b": 2}',
-    "{'a': 1}",
-    '{"a" 1}',
-    "[1 2]",
-    '{"a": "x\ny"}',
-    '["\\q____"]',
-    "{1: 2}",
-    "[}",
-    "[01, 2]",
-    '["\\u12"]',
-]
-
-
-@pytest.mark.parametrize("text", WRONG)
-def test_what_is_wrong_in_the_middle_is_not(text):
-    with pytest.raises(JsonError) as caught:
-        parse(text)
-    assert not caught.value.truncated
-    with pytest.raises(json.JSONDecodeError):
-        json.loads(text)
 
 
 def test_100000_levels():

@@ -17,14 +17,14 @@ import pytest
 from clustertune.data import sequences, tokens
 from clustertune.data.local_model import train_tokenizer
 from clustertune.data.prepare import prepare
-from clustertune.data.tokenizer import choose_pad_token
 from clustertune.errors import ExitCode, UserError
 from clustertune.manifest import MANIFEST, find_problems, read_manifest
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.schema import Data
 from tests.damage import flip
 
 CHUNK = 2000
-SETTINGS = {"assistant_only_loss": True, "packing": True, "max_length": 64}
+SETTINGS = train_defaults() | {"assistant_only_loss": True, "packing": True, "max_length": 64}
 
 
 def chat(number: int) -> list[dict[str, str]]:
@@ -95,19 +95,6 @@ def test_the_bytes_do_not_depend_on_processes_and_cuts(tmp_path: Path, tokenizer
     assert all(one == found["one"] for one in found.values())
 
 
-def test_a_part_ends_between_conversations(dataset: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of a bounded size: ranks share out their digests."""
-    found = []
-    for size in (tokens.PART_BYTES, 3000):
-        monkeypatch.setattr(tokens, "PART_BYTES", size)
-        monkeypatch.setattr(tokens, "FORMAT", size)
-        tokens.make(dataset, tokenizer, SETTINGS, chunk=CHUNK)
-        assert (len(list((dataset / "tokens").glob("train-*.u32"))) > 2) == (size == 3000)
-        rows = sequences.Sequences(dataset / "tokens", "train")
-        found.append([{key: list(value) for key, value in rows[number].items()} for number in range(10)])
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize("change", [{"max_length": 32}, {"packing": False}])
 def test_other_rows_are_another_index_of_the_same_tokens(change: dict[str, Any], dataset: Path, tokenizer: Any) -> None:
     """Nothing is tokenised for them."""
@@ -160,17 +147,6 @@ def test_a_rank_stops_where_rows_are_others_or_missing(dataset: Path, tokenizer:
     (dataset / "tokens" / MANIFEST).unlink()
     with pytest.raises(UserError, match="no tokens to train on"):
         sequences.load(dataset / "tokens", dataset, tokenizer, SETTINGS)
-
-
-def test_the_padding_token_changes_nothing(dataset: Path, tokenizer: Any) -> None:
-    """The collator pads; where the token is a special one already, another recipe's choice keeps the tokens."""
-    tokens.make(dataset, tokenizer, SETTINGS)
-    own = tokenizer.pad_token
-    try:
-        tokenizer.pad_token = choose_pad_token(tokenizer, "<|eom_id|>")
-        assert tokens.make(dataset, tokenizer, SETTINGS)["reused"] is True
-    finally:
-        tokenizer.pad_token = own
 
 
 @pytest.mark.parametrize("damage", ["", "cut", "flipped"])
@@ -275,16 +251,6 @@ def test_what_cannot_be_trained_on_is_named_by_file_and_line(dataset: Path, toke
         tokenizer.chat_template = own
 
 
-def test_samples_show_what_is_trained(dataset: Path, tokenizer: Any) -> None:
-    tokens.make(dataset, tokenizer, SETTINGS)
-    found = sequences.shown(dataset / "tokens", tokenizer, 3, ("[[", "]]"))
-    assert len(found) == 3
-    for text in found:
-        inside = [part.partition("]]")[0] for part in text.split("[[")[1:]]
-        assert len(inside) == 1 and inside[0].startswith("answer ") and inside[0].endswith("<|eot_id|>")
-        assert "question" in text.partition("[[")[0]
-
-
 def test_points_of_a_sweep_tokenise_once(tmp_path: Path, tokenizer: Any) -> None:
     """One set of tokens by its key, linked; rows are each one's own; damage there is no one's tokens."""
     shared = tmp_path / "tokens"
@@ -305,15 +271,3 @@ def test_points_of_a_sweep_tokenise_once(tmp_path: Path, tokenizer: Any) -> None
     assert len(list(shared.iterdir())) == 2
     for folder in (first, second, other):
         assert not find_problems(folder / "tokens", tokens.KIND)
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_lengths_are_known_without_reading_a_row(dataset: Path, tokenizer: Any, packing: bool) -> None:
-    """What ``group_by_length`` sorts by: transformers would read every row for them before the first step."""
-    tokens.make(dataset, tokenizer, {**SETTINGS, "packing": packing})
-    rows, _ = sequences.load(dataset / "tokens", dataset, tokenizer, {**SETTINGS, "packing": packing})
-    expected = [len(row["input_ids"]) for row in rows]
-    for path in (dataset / "tokens").glob("train-*.u32"):
-        path.unlink()  # a row that is read now is an error
-    lengths = rows["length"]
-    assert isinstance(lengths, list) and lengths == expected and "length" in rows.column_names

@@ -22,8 +22,8 @@ from clustertune.check.rule import RECIPE as RECIPE_RULES
 from clustertune.cluster.load import load_cluster
 from clustertune.cluster.schema import Cluster
 from clustertune.containers import pins
+from clustertune.data import punkt
 from clustertune.doctor import recipe_context
-from clustertune.evaluate import punkt
 from clustertune.host.facts import HostFacts, Mount, Package
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved

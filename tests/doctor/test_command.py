@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from clustertune.check import report as reports
-from clustertune.check.rule import EXIT, FAIL, PASS, UNKNOWN, WARN, Finding, Rule, checks, exit_code, finding, worst
+from clustertune.check.rule import PASS, UNKNOWN, WARN, Finding, Rule, checks, finding
 from clustertune.cli.app import app
 from clustertune.cluster import ignoring
 from clustertune.cluster.load import load_cluster
 from clustertune.doctor import recipe_findings, wire
-from clustertune.doctor.recipe_findings import all_rules
-from clustertune.errors import UserError
 from clustertune.host.facts import HostFacts, from_dict
 from tests.command import REPO, run
-from tests.doctor.machine_cases import GOOD, machine, patched
+from tests.doctor.machine_cases import GOOD, patched
 from tests.refusal import problems
 
 
@@ -74,15 +67,6 @@ def test_a_recipe_on_a_cluster() -> None:
     assert "clock" in found and not {"interface", "mount-missing", "node-names", "gpu-count"} & found
 
 
-def test_the_rules_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As lines, as JSON, and as the page of the documents."""
-    rules, page = [rule.id for rule in all_rules()], tmp_path / "page.md"
-    assert call("--list") == 0 and [line.split()[0] for line in capsys.readouterr().out.splitlines()] == rules
-    assert call("--list", "--json") == 0 and [one["id"] for one in json.loads(capsys.readouterr().out)["rules"]] == rules
-    assert call("--list", "--out", str(page)) == 0 and page.read_text().count("\n| `") == len(rules)
-    assert run("doctor", "--list", "--out", "/nonexistent/page.md").code == 2
-
-
 def test_the_job_of_the_reference_cluster() -> None:
     """Script and command, without a Slurm: whole nodes, all of them."""
     done = run("doctor", "--cluster", "rno-rtxpro6000", "--submit", "--dry-run")
@@ -126,72 +110,13 @@ slurm: {partition: gpu}
     assert call("--cluster", str(path)) == 0, "a machine that is not one of the cluster's"
 
 
-USAGE = {
-    "--ignore gpu-migg": "there is no rule 'gpu-migg'", "--place moon": "'moon' is not a place", "--what": "--what",
-    "--nodes 2": "is read only with --submit", "--time 5": "is read only with --submit", "--seconds 0": "--seconds",
-    "--submit --here": "a job looks at its own nodes", "--submit --cluster local": "has no Slurm",
-    "--dry-run": "--dry-run needs --submit", "--run-dir runs/x": "a recipe is missing",
-    "--cluster nonsense": "there is no cluster 'nonsense'",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("words", USAGE)
-def test_wrong_usage(words: str) -> None:
-    """Words and what to do instead, exit code 2."""
-    done = CliRunner().invoke(app, ["doctor", *words.split()])
-    told = done.exception if isinstance(done.exception, UserError) else None
-    assert (told.code if told else done.exit_code) == 2 and USAGE[words] in (str(told) if told else done.stderr)
-    assert done.stdout == ""
-
-
-def test_a_recipe_that_is_refused_is_a_finding(seen: HostFacts, capsys: pytest.CaptureFixture[str]) -> None:
-    """What resolve refuses stands in the report, beside what is wrong with the machine."""
-    assert call("no-such-recipe") == 2
-    assert "FAIL    recipe-refused: " in capsys.readouterr().out
-    assert call("recipes/tiny-oasst2", "train.nonsense=1") == 2
-    assert "recipe-refused" in capsys.readouterr().out
-
-
 # --- one machine's facts -----------------------------------------------------------------------------------------------
-
-
-def test_the_lines_of_srun() -> None:
-    """What a step prints for its node is read again as it was; the node's name is Slurm's."""
-    command = [sys.executable, "-m", "clustertune.doctor", "--name=localhost"]
-    env = {**os.environ, "SLURMD_NODENAME": "node7"}
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True, timeout=120, env=env)
-    facts, faults, others = wire.decode(done.stdout.splitlines())
-    assert set(facts) == {"node7"} and faults == {} and others == [] and facts["node7"].names["localhost"]
-
-
-@pytest.mark.parametrize("document", [[], {}, {"hostname": 1}, {"hostname": "a", "gpus": 7}, {"hostname": "a", "gpus": [1]}])
-def test_facts_that_are_none(document: Any) -> None:
-    """JSON of something else is a fault in words."""
-    with pytest.raises(ValueError, match=r"\w"):
-        from_dict(document)
-
-
-def test_facts_of_a_later_version() -> None:
-    """What is not known is skipped."""
-    odd = {"hostname": "a", "later": {"x": 1}, "gpus": [{"index": 0, "colour": "red"}], "mounts": [{"point": "1", "kind": "2"}]}
-    assert from_dict(odd).gpus[0].index == 0
 
 
 # --- reports, the wire and the page ------------------------------------------------------------------------------------
 
 A = Rule("rule-a", "a", "why a", "https://example.org/a")
 B = Rule("rule-b", "b", "why b", "https://example.org/b")
-
-
-def test_every_rule_is_named_once_and_says_why() -> None:
-    """People suppress rules by their ids, and follow their links."""
-    rules = all_rules()
-    assert len(rules) > 120
-    assert [name for name, count in Counter(rule.id for rule in rules).items() if count > 1] == []
-    for rule in rules:
-        assert re.fullmatch(r"[a-z][a-z0-9.]*(-[a-z0-9.]+)*", rule.id), rule.id
-        assert rule.title and rule.why and not rule.why.endswith("."), rule.id
-        assert re.fullmatch(r"https://[^\s|]+", rule.link), rule.id
 
 
 def test_the_page_of_the_documents_is_current() -> None:
@@ -212,37 +137,6 @@ def test_a_rule_that_raises_is_told_and_the_others_go_on() -> None:
     found = list(reports.run([broken, whole], None, "node1"))
     assert [(item.rule, item.status) for item in found] == [("rule-a", PASS), ("rule-broken", UNKNOWN), ("rule-b", WARN)]
     assert "KeyError: 'x'" in found[1].found and found[1].where == "node1"
-
-
-def test_what_could_not_be_read_is_told() -> None:
-    """A reader that failed is no silence."""
-    found = reports.machine_findings(machine({"unread": ["driver: no answer in time"]}))
-    assert [item.found for item in found if item.rule == "rule-broken"] == ["driver: no answer in time"]
-
-
-def test_ignored_rules_do_not_count() -> None:
-    """They are reported in one line, and spoil no verdict."""
-    both = [finding(A, FAIL, "bad", "fix"), finding(B, WARN, "odd", "look")]
-    report = reports.Report(both, ("rule-a",))
-    assert [item.rule for item in report.faults] == ["rule-b"]
-    assert report.summary() == "1 warning, 0 passed; ignored: rule-a"
-    assert reports.Report(both).summary() == "1 failed, 1 warning, 0 passed"
-    assert not any("rule-a" in line for line in report.lines())
-
-
-def test_alike_findings_of_several_nodes_are_one() -> None:
-    """A rack of nodes with one fault gives one paragraph, worst first."""
-    many = [finding(A, WARN, "odd", "look", where=f"node{n:02}") for n in range(12)]
-    lines = reports.Report([*many, finding(B, FAIL, "bad", "fix", where="node03")]).lines()
-    assert lines[0] == "FAIL    rule-b: node03: bad" and lines[4].startswith("WARN    rule-a: node00, node01")
-    assert lines[4].endswith("node07 and 4 more: odd") and len(lines) == 8
-    assert lines[5:] == ["        why: why a", "        fix: look", "        see: https://example.org/a"]
-
-
-def test_what_a_machine_says_cannot_steer_the_terminal() -> None:
-    """Names of devices and files stand in findings."""
-    lines = reports.Report([finding(A, WARN, "name \x1b[2J\x07\x9b31m", "look")]).lines()
-    assert not set("".join(lines)) & set("\x1b\x07\x9b")
 
 
 # --- the wire ----------------------------------------------------------------------------------------------------------
@@ -286,13 +180,3 @@ def test_a_cluster_file_may_leave_rules_out(tmp_path: Path) -> None:
     first, second = problems(ignoring.ignored, load_cluster(str(path)))
     assert "'gpu-presistence'" in first.message and "'nonsense'" in second.message
     assert (first.key, second.key) == ("doctor.ignore",) * 2 and "gpu-persistence" in first.fix and str(path) in first.file
-
-
-@pytest.mark.parametrize(
-    ("statuses", "code"),
-    [((), 0), ((PASS, UNKNOWN), 0), ((UNKNOWN,), 1), ((UNKNOWN, WARN), 1), ((PASS, WARN), 1), ((UNKNOWN, FAIL, WARN), 2)],
-)
-def test_one_exit_code_for_one_verdict(statuses: tuple[str, ...], code: int) -> None:
-    """Of every command: where nothing could be judged, a script must not go on as if all were well."""
-    found = [Finding("mtu", status, "", "x", "y", "z", "l") for status in statuses]
-    assert exit_code(found) == EXIT[worst(found)] == code

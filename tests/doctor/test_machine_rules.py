@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 
 from clustertune.check import report
-from clustertune.check.machine import Machine
-from clustertune.check.machine_gpu import TABLES, read_xid
-from clustertune.check.machine_network import matches
+from clustertune.check.machine_context import Machine
 from clustertune.check.nodes import JobNodes
-from clustertune.check.rule import FAIL, MACHINE, NODES, PASS, UNKNOWN, WARN, Finding, checks
+from clustertune.check.rule import FAIL, MACHINE, NODES, PASS, WARN, Finding, checks
 from clustertune.cluster.load import load_cluster
 from clustertune.doctor import preflight
-from clustertune.errors import UserError
 from clustertune.host.facts import from_dict
 from clustertune.launch.allocation import Allocation
 from tests.doctor.machine_cases import CASES, COMPARED, EDGES, GOOD, LOGIN, TWO_PCIE_GPUS, XID, Patch, machine
@@ -83,12 +80,6 @@ def test_every_rule_has_a_bad_case_and_a_good_one() -> None:
     assert {name for name, _ in faults(found)} <= {"cuda-visible-devices", "rdma-verbs"}
 
 
-def test_an_id_names_one_rule() -> None:
-    """``--ignore`` and cluster files leave rules out by the id alone."""
-    ids = [one.rule.id for one in checks()]
-    assert len(set(ids)) == len(ids) > 170
-
-
 def test_any_fact_may_be_missing() -> None:
     """What could not be seen is unknown: it must neither be taken for a fault nor break a rule."""
     empty: dict[type, Any] = {list: [], dict: {}, str: ""}
@@ -125,41 +116,7 @@ def test_a_login_node_is_no_compute_node() -> None:
     assert len(faults(looked({**poor, "place": "step"}))) > 5
 
 
-def test_a_rehearsal_claims_more_than_there_is() -> None:
-    """The temporary Slurm has GPUs that are names, and more cores than the machine."""
-    patch: Patch = {
-        "environment.SLURM_CLUSTER_NAME": "rehearsal", "gpus": [], "driver": "", "nvidia_devices": 0, "cuda_devices": None,
-        "cuda_init": None, "gpu_files": [], "rdma": [], "rdma_devices": [], "cpus": 2, "affinity": 2, "affinity_list": "0-1",
-        "shm_bytes": 64 << 20, "shm_free_bytes": 64 << 20, "memlock_bytes": 65536,
-    }  # fmt: skip
-    found = looked(patch, {"network": {"kind": "unknown"}})
-    assert {name for name, _ in faults(found)} == {"shm"} and ("shm", WARN) in faults(found)
-    assert ("gpu-count", UNKNOWN) in {(item.rule, item.status) for item in found}
-
-
-def test_harmless_xids_and_other_lines_are_passed_over() -> None:
-    """A program's own fault (13, 31, 43, 45) is not the GPU's."""
-    for line in ("[1.0] NVRM: Xid (PCI:0000:18:00): 31, pid=1", "NVRM: Xid (0000:03:00): 14, Channel 1", "nonsense"):
-        assert faults(looked({"xids.+": line})) == set()
-    assert read_xid("kernel: NVRM: Xid (PCI:0002:00:00): 79, GPU has fallen") == ("0002:00:00", 79, None)
-    assert read_xid("[ 12.5] NVRM: Xid (PCI:0000:01:00): 48, pid") == ("0000:01:00", 48, 12.5)
-    assert read_xid("NVRM: GPU at PCI:0000:01:00") is None
-    xids, recovery = TABLES["xids"], TABLES["recovery"]
-    assert all(status in (WARN, FAIL) and meaning and fix for status, meaning, fix in xids.values()) and all(recovery.values())
-
-
-def test_interfaces_are_matched_as_nccl_does() -> None:
-    """Prefixes, exact names after =, others after ^: its guide's own examples."""
-    names, others = ["lo", "eth0", "eth1", "docker0", "bond0", "bond0.2093"], ["eth0", "eth1", "bond0", "bond0.2093"]
-    wanted = {"eth": others[:2], "=eth0": ["eth0"], "=eth0,eth1": others[:2], "bond0": others[2:], "ib": []}
-    for value, expected in {**wanted, "^docker": others, "^=docker0": others}.items():
-        assert matches(value, names) == expected
-
-
 # --- between nodes -----------------------------------------------------------------------------------------------------
-
-BRICKS = [{"node": "gpu02", "path": "/data", "mount": "/bricks/gpu02"}]
-BRICK = {"point": "/bricks/gpu02", "kind": "nfs4", "source": "gpu02:/data", "options": ["rw", "hard"]}
 
 
 def several(odd: Patch) -> list[Machine]:
@@ -186,18 +143,6 @@ def test_the_odd_node_is_named(rule: str, status: str, odd: Patch, words: str) -
     assert words in "; ".join(item.found for item in bad) and all(item.fix for item in bad)
 
 
-def test_one_node_has_nothing_to_differ_from() -> None:
-    """A job of one node."""
-    assert between([machine()]) == []
-
-
-def test_a_brick_is_local_on_its_own_node() -> None:
-    """Every other node has it by NFS: that is not a difference."""
-    cluster: Patch = {"storage.bricks": BRICKS}
-    machines = [machine({"hostname": "gpu01", "mounts.+": BRICK}, cluster), machine({"hostname": "gpu02"}, cluster)]
-    assert [item.status for item in between(machines) if item.rule == "nodes-mounts"] == [PASS]
-
-
 def test_clocks_are_judged_by_the_times_of_asking() -> None:
     """Asked at 1000, answered at 1003: what lies between is no skew that could be known."""
     for remote, status, words in (
@@ -210,14 +155,6 @@ def test_clocks_are_judged_by_the_times_of_asking() -> None:
         )
         found = [item for item in report.run(checks(NODES), job) if item.rule == "nodes-clock"]
         assert [(item.status, words in item.found) for item in found] == [(status, True)]
-
-
-def test_a_silent_node_fails() -> None:
-    """With the reason that is known."""
-    job = JobNodes([], {"gpu01": "no answer", "gpu02": "no answer within 80 s"})
-    found = list(report.run(checks(NODES), job))
-    assert [(item.rule, item.status) for item in found] == [("node-silent", FAIL)] * 2 and found[1].where
-    assert found[1].found == "no answer within 80 s"
 
 
 TWINS: list[Patch] = [
@@ -259,11 +196,3 @@ def test_what_may_be_harmless_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         messages, found = before_a_job(monkeypatch, facts)
         assert [item.rule for item in found if item.status == FAIL] == [rule]
         assert any(line.startswith(f"FAIL    {rule}") for line in messages) and any("continues" in line for line in messages)
-
-
-def test_what_stops_a_job_is_told_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU too few: no rank would start."""
-    with pytest.raises(UserError, match="gpu-count") as caught:
-        before_a_job(monkeypatch, {"cuda_devices": 7})
-    assert caught.value.code == 2
-    assert {"node-silent", "gpu-count"} < {one.rule.id for one in checks(MACHINE, NODES) if one.rule.stops}

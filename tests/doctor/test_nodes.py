@@ -18,7 +18,7 @@ from clustertune.errors import ExitCode, UserError
 from clustertune.host.facts import from_dict
 from clustertune.launch.allocation import Allocation
 from clustertune.testbed.cluster import TemporaryCluster
-from tests.command import REPO, events, run
+from tests.command import REPO, events
 from tests.doctor.machine_cases import GOOD
 from tests.folders import program
 from tests.nccl_check.test_submit import cluster_file
@@ -91,16 +91,6 @@ def test_a_job_does_not_start_its_ranks_on_nodes_that_fail(odd: TemporaryCluster
     assert job.attempts() == 0 and event["verdict"] == "fail" and "nodes-network" in event["faults"]
 
 
-def test_as_a_job(slurm: TemporaryCluster, file: Path, tmp_path: Path) -> None:
-    """``--submit`` on the login node: a job of all nodes, whose log has what was found."""
-    words = [PYTHON, "-m", "clustertune", "doctor", "--submit", "--cluster", file, "--json", "--time", "5"]
-    submitted = json.loads(slurm.run(words, cwd=tmp_path).stdout)
-    slurm.wait(submitted["job"])
-    log = Path(submitted["folder"]) / f"doctor-{submitted['job']}.log"
-    assert log.is_relative_to(tmp_path) and "node1, node2 (step): " in log.read_text()
-    assert "--nodes=2" in (log.parent / "doctor.sbatch").read_text()
-
-
 # --- an srun that is none ----------------------------------------------------------------------------------------------
 
 
@@ -156,41 +146,6 @@ def test_a_step_that_hangs_is_ended(fake: Any, file: Path, tmp_path: Path) -> No
     problems = [problem for problem in caught.value.problems if problem.message.startswith("node-silent")]
     assert [problem.file for problem in problems] == ["node2"]
     assert "no answer within" in problems[0].message
-
-
-@pytest.mark.parametrize("text", ["exit 1", "echo nonsense", "echo clustertune-facts node1 1/2 xx", "kill -9 $$"])
-def test_an_srun_that_says_nonsense(fake: Any, file: Path, text: str) -> None:
-    """Every node has a reason, and nothing raises."""
-    fake(text)
-    looked = looked_at(file)
-    assert looked.facts == {} and set(looked.faults) == {"node1", "node2"} and all(looked.faults.values())
-
-
-def test_without_srun(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    """A batch script whose PATH lost Slurm."""
-    monkeypatch.setenv("PATH", "/nonexistent")
-    looked = preflight.look(load_cluster(str(file)), given("node1"), seconds=1)
-    assert looked.faults == {"node1": "srun: No such file or directory"}
-
-
-def test_the_step_is_that_of_the_ranks(tmp_path: Path) -> None:
-    """In the container, with its binds, without the user's packages; one node's failure ends no other."""
-    path = cluster_file(tmp_path, "container: {runtime: apptainer, image: /shared/train.sif, binds: ['/data:/data:ro']}\n")
-    words = preflight.step_command(load_cluster(str(path)), given("node1", "node2"), ["/shared/run"], 20)
-    assert words[0] == "srun" and "--kill-on-bad-exit=0" in words and "--unbuffered" not in words and "--nodes=2" in words
-    inside = words[words.index("apptainer") :]
-    assert inside[:2] == ["apptainer", "exec"] and "PYTHONNOUSERSITE=1" in inside and "/data:/data:ro" in inside
-    assert inside[inside.index("/shared/train.sif") + 1 :][:3] == ["python3", "-m", "clustertune.doctor"]
-    assert "--place=container+step" in inside
-
-
-def test_the_command_of_a_job_is_shown(file: Path) -> None:
-    """--submit --dry-run needs no Slurm; the header holds the cluster's shape."""
-    done = run("doctor", "--submit", "--dry-run", "--nodes", "1", "--cluster", file, "--json")
-    document = done.json
-    assert done.code == 0 and "#SBATCH --nodes=1\n" in document["script"] and document["command"][0] == "sbatch"
-    assert document["command"][-3:] == ["--cluster", str(file), "--seconds=30"]
-    assert run("doctor", "--submit", "--dry-run", "--nodes", "3", "--cluster", file).code == 2
 
 
 @pytest.mark.parametrize("rules", ["node-silent", "node-silent nodes-packages", "nodes-packages", "nodes-network"])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,29 +15,23 @@ import pytest
 import yaml
 
 from clustertune import manifest
-from clustertune.check.rule import FAIL, RECIPE, REFUSED, UNKNOWN, WARN, checks, exit_code
+from clustertune.check.rule import FAIL, RECIPE, REFUSED, UNKNOWN, WARN, checks
 from clustertune.cluster.load import load_cluster
 from clustertune.containers import pins
-from clustertune.doctor import recipe_context, recipe_findings, recipe_plan, run_folder
-from clustertune.doctor.recipe_context import ModelFolder
+from clustertune.doctor import recipe_context, recipe_findings
 from clustertune.doctor.run_folder import needed
-from clustertune.doctor.stack_faults import FAULTS, holds
-from clustertune.errors import Problem, UserError
-from clustertune.host import packages
+from clustertune.doctor.stack_faults import holds
 from clustertune.host.facts import Mount
 from clustertune.recipe.load import RECIPES
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
-from clustertune.tensorfile import Tensor, build_header
 from tests.doctor.recipe_case import (
     ACCELERATE,
     RUN_CASES,
     Case,
-    full_disk,
     two_nodes,
     weight_file,
     write_checkpoint,
-    write_model,
     write_run,
 )
 from tests.tree import REPO
@@ -98,23 +89,6 @@ def hub(case: Case, revision: str = "0" * 40) -> Path:
     return case.root / "hub" / "models--meta-llama--Llama-3.1-8B-Instruct" / "snapshots" / revision
 
 
-def cached(case: Case) -> None:
-    folder = hub(case)
-    folder.mkdir(parents=True)
-    write_model(folder)
-
-
-def quantised(**changes: Any) -> Spoil:
-    settings = {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16", "bnb_4bit_compute_dtype": "bfloat16", **changes}
-    settings = {key: value for key, value in settings.items() if value is not None}
-
-    def spoil(case: Case) -> None:
-        case.recipe["train"]["model_init_kwargs"]["quantization_config"] = settings
-        case.versions["bitsandbytes"] = "0.50.2"
-
-    return spoil
-
-
 def mount(kind: str, *options: str) -> Spoil:
     return lambda case: setattr(case, "mounts", [Mount(str(case.root), kind, options=list(options), free_bytes=10**15)])
 
@@ -166,11 +140,6 @@ def elsewhere(case: Case) -> None:
     hub(case)
     case.hostname = "laptop"
     case.environment.pop("HF_HOME")
-
-
-def logged_in(case: Case) -> None:
-    """As ``hf auth login`` leaves it, whatever the cache's own variable says."""
-    (case.root / "token").write_text("hf_x")
 
 
 def no_slurm(case: Case) -> None:
@@ -327,31 +296,6 @@ def test_every_rule_has_a_case() -> None:
     assert len(RULES) >= 30
 
 
-def test_a_refused_recipe_is_told_as_findings() -> None:
-    """Each problem with its place and remedy: the same words as submit's, in the same list as all others."""
-    error = UserError([Problem("no such field", file="r/recipe.yaml:3", key="train.warmup_ratio", fix="warmup_steps: 0.03")])
-    (found,) = list(recipe_findings.recipe_refused(error))
-    assert (found.rule, found.status, found.where) == ("recipe-refused", FAIL, "r/recipe.yaml:3: train.warmup_ratio")
-    assert (found.found, found.fix) == ("no such field", "warmup_steps: 0.03")
-    assert exit_code([found]) == 2
-
-
-REMEDY = ("checkpoint-interval-too-long", "checkpoint-interval-too-short", "load-timeout")
-REMEDIED = [case for case in CASES if case[0] in REMEDY and case[:2] != ("load-timeout", WARN)]
-
-
-@pytest.mark.parametrize(("rule", "_", "spoil"), REMEDIED)
-def test_the_remedy_is_one(rule: str, _: str, spoil: Spoil, case: Case) -> None:
-    """What a finding proposes, laid over the recipe, takes the finding away, and puts no other in its place."""
-    spoil(case)
-    before = case.findings()
-    (found,) = [item for item in before if item.rule == rule]
-    remedy = re.search(r"train\.\w+=\d+", found.fix)
-    assert remedy is not None
-    case.overrides.append(remedy[0])
-    assert case.rules() <= {item.rule for item in before} - {rule}
-
-
 def test_what_is_staged_is_looked_at_where_it_lies(case: Case, tmp_path: Path) -> None:
     """An air-gapped run has neither the recipe's paths nor the cache: its parcel has all, and the model in it is judged."""
     parcel_of()(case)
@@ -389,23 +333,6 @@ def test_what_is_nearly_the_fault(rule: str, status: str | None, spoil: Spoil, c
     assert [item.status for item in case.findings() if item.rule == rule] == ([status] if status else [])
 
 
-def test_a_model_type_says_that_its_layers_carry_a_state(case: Case) -> None:
-    """Bamba's description needs no layer_types for it: transformers' source says so."""
-    resolved = case.context().resolved
-    named = replace(resolved, architecture={**resolved.architecture, "model_type": "bamba"})
-    found = list(recipe_plan.packed_state(replace(case.context(), resolved=named)))
-    assert len(found) == 1 and "bamba has layers with a state" in found[0].found
-    assert not list(recipe_plan.packed_state(case.context()))
-
-
-def test_memory_that_is_nearly_full_is_said(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan that is off by three per cent decides."""
-    monkeypatch.setattr(recipe_plan, "TIGHT", 0.05)
-    (found,) = [item for item in case.findings() if item.rule == "gpu-memory"]
-    assert found.status == WARN
-    assert found.found.startswith("tight")
-
-
 # --- the run folder ----------------------------------------------------------------------------------------------------
 
 
@@ -430,30 +357,6 @@ def test_the_newest_checkpoint_is_written_beside_those_that_are_kept(
     assert {"adapter", "merged model"} <= set(parts)
 
 
-def test_what_is_there_needs_no_more_room(case: Case) -> None:
-    """A finished export and merge are not written again."""
-    write_run(case)
-    for name in ("adapter", "merged"):
-        (case.run / name).mkdir()
-        (case.run / name / "MANIFEST.json").write_text("{}")
-    plan = case.context().plan
-    assert plan and all(name.endswith("checkpoints") for name in run_folder.needed(plan, case.run))
-
-
-@pytest.mark.parametrize(("hostname", "fires"), [("rno-it-gpu0007-1", True), ("laptop", False)])
-def test_the_disk_of_a_laptop_is_not_the_clusters(
-    hostname: str, fires: bool, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run folder's path means another disk there, unless it is there."""
-    full_disk(0.5)(case)
-    case.hostname = hostname
-    near = case.context()
-    assert list(run_folder.disk_space(near)), "the parent exists, so its room can be measured on any machine"
-    monkeypatch.setattr(run_folder, "is_there", lambda path: path in (tmp_path, Path("/")))
-    far = dataclasses.replace(near, run_dir=tmp_path / "runs" / "name" / "id")
-    assert bool([*run_folder.disk_space(far)]) is fires
-
-
 # --- releases with known faults ----------------------------------------------------------------------------------------
 
 
@@ -468,32 +371,6 @@ def test_versions_are_compared_as_pip_does() -> None:
         assert not any(holds(version, ranges) for version in [*outside.split(), "nonsense", ""]), ranges
 
 
-RANGES = {
-    "frozen-base-in-float32": ("accelerate", "1.13.0", "1.6.0 1.12.0"),
-    "packed-see-each-other": ("transformers", "4.53.1", "4.40.0 4.53.0"),
-    "nccl-2-28": ("nvidia-nccl-cu13", "2.28.2 2.28.9", "2.28.3 2.28.8"),
-    "nccl-hang-2-29-2": ("nvidia-nccl-cu13", "2.29.1 2.29.3", "2.29.2"),
-    "checkpoint-runs-code": ("torch", "2.6.0", "2.0.0 2.5.1"),
-    "punkt-format": ("nltk", "3.8.2", "3.8.0 3.8.1"),
-}
-
-
-def test_a_range_ends_where_it_ends(case: Case) -> None:
-    """A fix that is not seen keeps people from upgrading; a fault that is not seen costs them the run."""
-    context = case.context()
-    looks = {one.rule.id: one for one in checks(RECIPE)}
-    for rule, (package, outside, inside) in RANGES.items():
-        for version in f"{outside} {inside}".split():
-            found = list(looks[rule](replace(context, versions={**context.versions, package: version})))
-            assert bool(found) is (version in inside.split()), (rule, version)
-
-
-def test_every_range_can_be_read() -> None:
-    """A typing mistake in a range would silence its rule for ever."""
-    for part in (part for row in FAULTS.values() for ranges in row["versions"] for part in ranges.split(",")):
-        assert part.strip("<>=") and holds(part.strip("<>="), part) is ("=" in part), part
-
-
 def test_what_is_in_the_image_is_not_judged_from_outside(case: Case) -> None:
     """A faulty package of the login node's Python is not the image's, and the other way round."""
     about = {"stack-unseen", "checkpoint-runs-code", "versions-differ"}
@@ -502,12 +379,6 @@ def test_what_is_in_the_image_is_not_judged_from_outside(case: Case) -> None:
     assert case.rules() & about == {"stack-unseen"}
     case.cluster["container.runtime"] = "none"
     assert case.rules() & about == {"checkpoint-runs-code", "versions-differ"}
-
-
-def test_what_a_recipe_may_need_is_looked_for_on_nodes() -> None:
-    """A package that no node is asked for would be called missing wherever facts come from a node."""
-    wanted = {"bitsandbytes", "torchao", "gptqmodel", "fbgemm-gpu", "deepspeed", "flash-attn", "kernels", "liger-kernel"}
-    assert wanted <= set(packages.STACK)
 
 
 # --- all rules together ------------------------------------------------------------------------------------------------
@@ -551,30 +422,6 @@ def test_a_folder_that_hangs_holds_nobody(case: Case, monkeypatch: pytest.Monkey
     assert [(item.rule, item.status, item.where) for item in found] == [("storage-silent", FAIL, str(case.run))]
 
 
-def test_a_look_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What hangs is left behind and named; that nothing is there is an answer."""
-    monkeypatch.setattr(recipe_context, "is_there", lambda path: path == tmp_path or time.sleep(60))
-    assert recipe_context.unanswered([tmp_path, Path("/hangs")], seconds=0.5) == (Path("/hangs"),)
-    monkeypatch.undo()
-    assert recipe_context.unanswered([tmp_path, Path("/nowhere/x"), Path("x" * 5000)], seconds=30) == ()
-
-
-def test_variables_that_name_the_cache(case: Case) -> None:
-    """As huggingface_hub takes them, the first that is set."""
-    del case.environment["HF_HOME"]
-    wanted = {"XDG_CACHE_HOME": "/x/huggingface/hub", "HF_HOME": "/h/hub", "HUGGINGFACE_HUB_CACHE": "/c", "HF_HUB_CACHE": "/d"}
-    for name, where in wanted.items():
-        case.environment[name] = where[:2]
-        assert case.context().hub == Path(where)
-
-
-def test_another_machines_disks_are_taken_from_the_cluster_file(case: Case) -> None:
-    """On a laptop /pool is not a pool; the cluster file says what it is where jobs run."""
-    case.hostname = "laptop"
-    for path, kind in (("/pool/x", "fuse.mergerfs"), ("/shared/x", "nfs4"), ("/other", "ext4")):
-        assert case.context().lies_on(Path(path)).kind == kind
-
-
 def test_no_token_is_repeated(case: Case) -> None:
     """A finding goes into reports and mails."""
     secret = "hf_" + "Qx7" * 11
@@ -584,17 +431,6 @@ def test_no_token_is_repeated(case: Case) -> None:
     found = case.findings()
     assert {item.rule for item in found} == {"token-in-environment"}
     assert secret not in json.dumps([vars(item) for item in found])
-
-
-def test_little_is_enough(case: Case, tmp_path: Path) -> None:
-    """A CPU cluster, no facts, no run folder: rules that cannot judge stay silent or say so."""
-    case.cluster = {"compute.gpus": 0, "compute.gpu": None, "compute.interconnect": "none", "compute.numa_gpus": ()}
-    case.cluster["slurm"] = None
-    assert "not-planned" in case.rules()
-    nowhere = tmp_path / "none" / ".env"
-    context = recipe_context.build(case.context().resolved, case.made_cluster(), environment={}, env_file=nowhere)
-    found = recipe_findings.recipe_findings(context)
-    assert "rule-broken" not in {item.rule for item in found}
 
 
 # --- what is read of a model's folder ----------------------------------------------------------------------------------
@@ -644,39 +480,6 @@ def test_no_file_of_a_model_or_a_run_can_end_the_doctor(kind: str, case: Case) -
             path.write_bytes(content)
 
 
-def test_a_folder_in_place_of_a_file_is_no_trouble(case: Case) -> None:
-    """Half an unpacked archive looks so."""
-    for name in ("config.json", "tokenizer.json", "model-00001-of-00002.safetensors"):
-        (case.model / name).unlink()
-        (case.model / name).mkdir()
-        case.findings()
-
-
-def test_weights_are_not_read(case: Case) -> None:
-    """800 GB over NFS take minutes: names and sizes are enough."""
-    count = 50 << 28
-    header = build_header([Tensor("a", "F32", (count,), Path(), 0, 4 * count)])
-    with (case.model / "model-00001-of-00002.safetensors").open("wb") as out:
-        out.write(header)
-        out.truncate(len(header) + 4 * count)
-    before = _bytes_read()
-    assert case.findings() == []
-    assert _bytes_read() - before < 64 << 20
-
-
-def _bytes_read() -> int:
-    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
-
-
-def test_the_caches_links_are_followed(case: Case, tmp_path: Path) -> None:
-    """The Hub's cache holds links to blobs: a link to nothing is a file that is missing."""
-    weights = case.model / "model-00001-of-00002.safetensors"
-    weights.symlink_to(weights.rename(tmp_path / "blob"))
-    assert case.findings() == []
-    (tmp_path / "blob").unlink()
-    assert [(item.rule, weights.name in item.found) for item in case.findings()] == [("model-incomplete", True)]
-
-
 @pytest.mark.parametrize("index", [True, False], ids=["sharded", "one file"])
 @pytest.mark.parametrize("spoil", [-1, 4, b"<html>Not found</html>"], ids=["a byte less", "the start alone", "a page"])
 def test_a_file_that_broke_off_is_told(index: bool, spoil: int | bytes, case: Case) -> None:
@@ -689,47 +492,3 @@ def test_a_file_that_broke_off_is_told(index: bool, spoil: int | bytes, case: Ca
         assert case.findings() == []
     path.write_bytes(weight_file(64)[:spoil] if isinstance(spoil, int) else spoil)
     assert [(item.rule, item.status, path.name in item.found) for item in case.findings()] == [("model-incomplete", FAIL, True)]
-
-
-def test_other_kinds_of_tokenizers(case: Case) -> None:
-    """XLM-R, T5, BERT and Kimi have none of the usual names."""
-    last = "tokenizer.json"
-    for name in ("tiktoken.model", "sentencepiece.bpe.model", "spiece.model", "vocab.txt"):
-        (case.model / last).rename(case.model / name)
-        assert case.findings() == []
-        last = name
-
-
-def test_a_model_folder_in_every_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Special tokens as text or object, in the configuration or beside it; a template as a file, a key, or one of several;
-    Unigram lists its tokens, the others map them, added ones stand apart; one file of weights needs no index."""
-    write_model(tmp_path)
-    folder = ModelFolder(tmp_path)
-    assert (folder.special("eos_token"), folder.special("pad_token")) == ("<|eot_id|>", "<|finetune_right_pad_id|>")
-    templates = [{"name": "default", "template": "D"}, {"name": "tool"}]
-    added = {"9": {"content": "<y>"}, "z": {}}
-    vocab = {"model": {"vocab": [["<unk>", 0.0], ["a", -1.0]]}, "added_tokens": [{"id": 5, "content": "<x>"}]}
-    for name, body in {
-        "tokenizer_config.json": {"chat_template": templates, "added_tokens_decoder": added},
-        "special_tokens_map.json": {"eos_token": {"content": "</s>"}},
-        "tokenizer.json": vocab,
-    }.items():
-        (tmp_path / name).write_text(json.dumps(body))
-    folder = ModelFolder(tmp_path)
-    assert (folder.special("eos_token"), folder.special("pad_token"), folder.template) == ("</s>", None, "D")
-    assert folder.vocabulary == {"<unk>": 0, "a": 1, "<x>": 5, "<y>": 9}
-    (tmp_path / "chat_template.jinja").write_text("J")
-    assert ModelFolder(tmp_path).template == "J"
-    for path in tmp_path.glob("*safetensors*"):
-        path.unlink()
-    for size, weights in ((10, (10, [], None)), (0, (0, ["model.safetensors"], None))):
-        (tmp_path / "model.safetensors").write_bytes(b"x" * size)
-        assert ModelFolder(tmp_path).weights == weights
-    monkeypatch.setattr(recipe_context, "MOST_BYTES", 10)
-    assert ModelFolder(tmp_path).config is None, "somebody's weights named config.json"
-
-
-def test_a_model_with_pictures_is_judged_by_its_text_part(case: Case) -> None:
-    """Its vocabulary and layers stand one level deeper."""
-    case.edit("config.json", text_config={"vocab_size": 3})
-    assert {"tokenizer-mismatch", "model-json"} & case.rules()

@@ -120,7 +120,7 @@ def parity_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def nltk_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A splitter trained on the project's text."""
-    from clustertune.evaluate import punkt
+    from clustertune.data import punkt
 
     folder = tmp_path_factory.mktemp("nltk")
     punkt.train([(IFEVAL.folder / "punkt.txt").read_text()], folder)

@@ -19,7 +19,6 @@ from clustertune.recipe.schema import Eval
 from clustertune.report.page import build
 from clustertune.resolve.resolve import resolve
 from clustertune.staging.bundle_fill import Collector
-from tests.doctor.recipe_case import make
 from tests.evaluate.conftest import forbid_network
 
 FACTS = {
@@ -80,16 +79,6 @@ def test_a_plan_estimates_it_by_its_own_numbers() -> None:
     assert alone.seconds < others.seconds
 
 
-def test_doctor_looks_for_its_data(tmp_path: Path) -> None:
-    (tmp_path / "case").mkdir()
-    case = make(tmp_path / "case")
-    case.environment["HF_HUB_OFFLINE"] = "1"
-    case.recipe |= {"eval": {"tasks": ["capitals"], "pass_mark": {"capitals": {"exact_match": 0.1}}}, "expect": {}}
-    found = {item.rule: item for item in case.findings() if item.rule in ("task-data", "eval-tasks", "punkt-data")}
-    assert set(found) == {"task-data"}
-    assert found["task-data"].found.startswith("example/capitals is not in ")
-
-
 def test_it_is_scored_and_reported(tiny_model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(Path(__file__).parents[1] / "report" / "recorded", run)
@@ -105,18 +94,6 @@ def test_it_is_scored_and_reported(tiny_model: Path, tmp_path: Path) -> None:
     assert "capitals (a-few-capitals: 3)" in page and NOTE in page
 
 
-def test_its_rows_are_checked_before_the_model(tiny_model: Path, folder: Path, tmp_path: Path) -> None:
-    (folder / "few.jsonl").write_text(json.dumps(ROWS[0]) + '\n{"question": "Chile"}\n')
-    with pytest.raises(UserError, match=r"few\.jsonl:2: answer: missing"):
-        evaluate(tiny_model, tmp_path / "out", settings=Eval(tasks=["capitals"]), benchmark=False, device="cpu")
-
-
-def test_a_file_of_rows_is_for_one_task(tiny_model: Path, folder: Path, tmp_path: Path) -> None:
-    settings = Eval(tasks=["ifeval", "capitals"])
-    with pytest.raises(UserError, match="these have some: ifeval, capitals"):
-        evaluate(tiny_model, tmp_path / "out", settings=settings, data=folder / "few.jsonl", device="cpu")
-
-
 def test_stage_takes_a_file_of_its_rows(folder: Path, tmp_path: Path) -> None:
     def check(tasks: str) -> None:
         resolved = resolve("tiny-oasst2", [f"eval.tasks=[{tasks}]"])
@@ -127,16 +104,3 @@ def test_stage_takes_a_file_of_its_rows(folder: Path, tmp_path: Path) -> None:
         check("ifeval")
     with pytest.raises(UserError, match="these have some: none"):
         check("gsm8k")
-
-
-def test_a_task_without_rows_of_its_own_says_how_large_it_is(folder: Path) -> None:
-    rest = ("include", "version", "columns", "hub", "fallback")
-    (folder.parent / "gsm8k").mkdir()
-    facts = {key: value for key, value in FACTS.items() if key not in rest}
-    facts |= {"task": "gsm8k", "metrics": ["exact_match,strict-match"]}
-    (folder.parent / "gsm8k" / "task.yaml").write_text(yaml.safe_dump(facts))
-    marks = "eval.pass_mark={gsm8k: {'exact_match,strict-match': 0.5, 'exact_match,flexible-extract': 0.5, exact_match: 0.5}}"
-    resolved = resolve("llama8b-lima", ["eval.tasks=[gsm8k]", marks])
-    with pytest.raises(UserError, match="gsm8k has no such metric"):
-        resolve("llama8b-lima", ["eval.tasks=[gsm8k]", "eval.pass_mark={gsm8k: {exact_mtch: 0.5}}"])
-    assert evaluation(resolved, load_cluster("rno-rtxpro6000")).assumed == ""

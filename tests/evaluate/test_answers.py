@@ -7,8 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from clustertune.errors import ExitCode, UserError
 from clustertune.evaluate.answers import AnswerLog, RecordedLM, hold
@@ -54,21 +52,6 @@ def answer(texts: list[str], size: int, path: Path) -> tuple[list[str], Echo, Re
     return found, echo, lm
 
 
-@settings(deadline=None, max_examples=15)
-@given(texts=st.lists(st.text(st.sampled_from("abc"), max_size=6), min_size=1, max_size=20), size=st.integers(1, 7))
-def test_batches_are_those_of_hflm(tmp_path_factory: pytest.TempPathFactory, texts: list[str], size: int) -> None:
-    from lm_eval.models.utils import Collator
-
-    _, echo, _ = answer(texts, size, tmp_path_factory.mktemp("log") / "log")
-    collator = Collator(
-        [request.args for request in make_requests(texts)],
-        sort_fn=lambda args: (-len(args[0]), args[0]),
-        group_by="gen_kwargs",
-        group_fn=lambda args: args[1],
-    )
-    assert echo.batches == [[context for context, _ in batch] for batch in collator.get_batched(n=size)]
-
-
 def test_after_a_kill_at_any_byte_the_answers_are_the_same(tmp_path: Path) -> None:
     """Torn and foreign lines, and what follows them, are cut off; a batch that lacks one answer is asked again, whole."""
     path, size = tmp_path / "log", 3
@@ -84,11 +67,6 @@ def test_after_a_kill_at_any_byte_the_answers_are_the_same(tmp_path: Path) -> No
         found, echo, lm = answer(TEXTS, size, path)
         assert found == expected and path.read_bytes() == content
         assert echo.batches == whole.batches[done:] and lm.resumed == sum(map(len, whole.batches[:done]))
-
-
-def test_prompts_that_lose_their_beginning_are_counted(tmp_path: Path) -> None:
-    _, _, lm = answer(["a" * 30, "a" * 31, "a"], 2, tmp_path / "log")
-    assert lm.truncated == 1
 
 
 class Fake:
@@ -156,10 +134,3 @@ def test_answers_of_servers_are_kept_one_by_one(tmp_path: Path) -> None:
     lm = RecordedLM(fake, AnswerLog(tmp_path / "log"), 1, lambda _done, _total: None, whole=True)
     assert lm.loglikelihood(pairs(5)) == [(-1.0, True)] * 3 + [(-2.0, False)] * 2
     assert (fake.asked, lm.resumed) == (2, 3)
-
-
-def test_the_same_request_of_two_documents_or_twice_of_one_is_asked_each_time(tmp_path: Path) -> None:
-    fake = Fake(["a", "b", "c"])
-    requests = [*make_requests(["x"] * 2), make_requests(["x"])[0]]
-    lm = RecordedLM(fake, AnswerLog(tmp_path / "log"), 3, lambda _done, _total: None, whole=False)
-    assert sorted(lm.generate_until(requests)) == ["a", "b", "c"] and fake.asked == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 from clustertune.errors import UserError
 from clustertune.evaluate import generation
@@ -59,47 +57,6 @@ def test_the_greedy_answer_does_not_depend_on_odd_settings(
 
 
 @pytest.mark.parametrize(
-    "plain",
-    [
-        {"output_attentions": False, "output_hidden_states": True, "return_dict_in_generate": True, "use_cache": False},
-        {"num_beams": 1, "num_beam_groups": None, "length_penalty": 1.0, "early_stopping": False, "min_length": 0},
-        {"temperature": None, "top_p": None, "_from_model_config": True, "max_length": 4096},
-    ],
-    ids=lambda plain: next(iter(plain)),
-)
-def test_nothing_is_said_of_what_changes_no_answer(
-    plain: dict[str, Any], tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = changed(tiny_model, tmp_path / "plain", generation.FILE, **plain)
-    generation.settings_of(folder, AutoTokenizer.from_pretrained(folder))
-    assert capsys.readouterr().err == ""
-
-
-def test_sampling_settings_and_stop_tokens_of_the_model_hold(tiny_model: Path, tmp_path: Path) -> None:
-    usual = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.05, "eos_token_id": [6, 3]}
-    folder = changed(tiny_model, tmp_path / "usual", generation.FILE, **usual)
-    made = generation.settings_of(folder, AutoTokenizer.from_pretrained(folder))
-    assert {key: getattr(made, key) for key in usual} == usual
-
-
-@pytest.mark.parametrize("eos", [-5, "</s>", 999_999, [3, -1], []])
-def test_an_end_that_is_no_token_is_the_tokenizers(eos: Any, tiny_model: Path, tmp_path: Path) -> None:
-    folder = changed(tiny_model, tmp_path / "eos", generation.FILE, eos_token_id=eos)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert generation.settings_of(folder, tokenizer).eos_token_id == tokenizer.eos_token_id
-
-
-def test_ends_of_config_json_hold_where_the_file_names_none(tiny_model: Path, tmp_path: Path) -> None:
-    """And a model without a tokenizer of its own is loaded with another's."""
-    folder = changed(tiny_model, tmp_path / "ends", "config.json", eos_token_id=[6, 3])
-    (folder / generation.FILE).write_text('{"temperature": 0.6}')
-    for path in folder.glob("token*"):
-        path.unlink()
-    lm = load_lm(folder, "cpu", 1, tokenizer=tiny_model)
-    assert lm.model.generation_config.eos_token_id == [6, 3]
-
-
-@pytest.mark.parametrize(
     ("key", "value"),
     [
         ("hidden_act", "nope"),
@@ -124,30 +81,6 @@ def test_what_is_not_here_is_one_sentence(key: str, value: Any, tiny_model: Path
         load_lm(folder, "cpu", 1)
     problem = caught.value.problems[0]
     assert str(problem.file).endswith("config.json") and "\n" not in problem.message
-
-
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", generation.FILE])
-@pytest.mark.parametrize("kind", ["pipe", "link"])
-def test_a_file_that_is_none_is_named(name: str, kind: str, tiny_model: Path, tmp_path: Path) -> None:
-    """transformers passes over it: the answers would be those of another tokenizer, template or end."""
-    folder = changed(tiny_model, tmp_path / "odd", "config.json")
-    (folder / name).unlink(missing_ok=True)
-    (folder / name).symlink_to(tmp_path / "cleared") if kind == "link" else os.mkfifo(folder / name)
-    assert str(folder / name) in [problem.file for problem in check_model(folder, 8)[1]]
-
-
-def test_code_beside_a_known_architecture_is_not_needed(tiny_model: Path, tmp_path: Path) -> None:
-    """Phi-3's folder and others name code that transformers has long had."""
-    folder = changed(tiny_model, tmp_path / "phi", "config.json", auto_map={"AutoModelForCausalLM": "modeling_x.X"})
-    assert check_model(folder, 8)[1] == []
-    assert answer(folder) == answer(tiny_model)
-
-
-@pytest.mark.parametrize("text", ["[1]", '"x"', '{"do_sample": tr', '{"temperature": NaN}'])
-def test_a_generation_config_that_is_no_object_is_named(text: str, tiny_model: Path, tmp_path: Path) -> None:
-    folder = changed(tiny_model, tmp_path / "odd", "config.json")
-    (folder / generation.FILE).write_text(text)
-    assert [Path(str(problem.file)).name for problem in check_model(folder, 8)[1]] == [generation.FILE]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
-import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -14,7 +12,6 @@ from huggingface_hub import constants
 
 from clustertune.errors import UserError
 from clustertune.evaluate import inputs as room
-from clustertune.evaluate.run import quiet
 from clustertune.recipe.tasks import read_task_file
 from tests.evaluate.conftest import IFEVAL, forbid_network
 
@@ -59,28 +56,11 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_args, **_kwargs: None)
 
 
-def test_a_given_file_is_taken_without_a_look_elsewhere() -> None:
-    with forbid_network() as attempts:
-        assert room.choose_source(IFEVAL, Path("x/mine.jsonl")) == (Path("x/mine.jsonl"), "mine.jsonl")
-    assert attempts == []
-
-
 def test_without_a_network_our_own() -> None:
     with forbid_network() as attempts:
         found = room.choose_source(IFEVAL, None)
     assert found == (IFEVAL.folder / "prompts.jsonl", "clustertune-ifeval-smoke")
     assert attempts  # it did ask
-
-
-@pytest.mark.parametrize("variable", ["hub", "datasets"])
-def test_told_to_be_offline_it_does_not_ask(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if variable == "hub":
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    else:
-        monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    with forbid_network() as attempts:
-        assert room.choose_source(IFEVAL, None)[1] == "clustertune-ifeval-smoke"
-    assert attempts == []
 
 
 def test_the_cached_benchmark_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,32 +75,3 @@ def test_the_cached_benchmark_comes_first(tmp_path: Path, monkeypatch: pytest.Mo
         assert room.choose_source(IFEVAL, None) == (tmp_path / "cached.jsonl", "google/IFEval")
     assert attempts == []
     assert asked == [("google/IFEval", GIVEN["hub"]["file"], GIVEN["hub"]["revision"], "dataset")]
-
-
-def test_what_prints_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    with quiet():
-        sys.stdout.write("Downloaded something\n")
-        logging.getLogger("lm_eval").error("noise")
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("guarded", [True, False])
-def test_reading_a_local_file_is_not_reported_to_anyone(guarded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the guard, datasets sends a request for each ``load_dataset("json")`` of a local file."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
-    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
-
-    def load() -> None:
-        datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
-
-    with forbid_network() as attempts:
-        if guarded:
-            with quiet():
-                load()
-        else:
-            load()
-    assert bool(attempts) is not guarded
-    assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS is True

@@ -9,15 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from clustertune import manifest
-from clustertune.cli.app import app
-from clustertune.errors import ExitCode, UserError
-from clustertune.evaluate.model import check_device, check_model, check_weights, pick_device
-from clustertune.evaluate.run import evaluate, load_lm, out_of_memory
+from clustertune.errors import UserError
+from clustertune.evaluate.model import check_model, pick_device
+from clustertune.evaluate.run import evaluate, load_lm
 from tests.evaluate.conftest import SETTINGS
-from tests.tree import REPO
 
 
 @pytest.fixture
@@ -59,27 +56,6 @@ def test_damaged(damage: Callable[[Path], object], message: str, model: Path) ->
     assert message in "\n".join(map(str, problems))
 
 
-def test_an_adapter_is_not_a_model(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    assert "must be merged first" in "\n".join(map(str, check_model(tmp_path, 32)[1]))
-
-
-def test_a_missing_shard_is_named_once(model: Path) -> None:
-    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
-    index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
-    index["weight_map"] |= {"model.norm.weight": "model-00001-of-00002.safetensors"}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    (problem,) = check_weights(model)
-    assert str(problem.file).endswith("model-00002-of-00002.safetensors")
-    assert problem.message.startswith("missing")
-
-
-def test_answers_that_leave_no_room_for_a_prompt(tiny_model: Path) -> None:
-    assert check_model(tiny_model, 2047)[1] == []
-    (problem,) = check_model(tiny_model, 2048)[1]
-    assert problem.key == "eval.max_gen_toks"
-
-
 def test_the_fingerprint_follows_the_model(model: Path) -> None:
     def take() -> str:
         facts, _ = check_model(model, 32)
@@ -95,13 +71,6 @@ def test_the_fingerprint_follows_the_model(model: Path) -> None:
     content = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(content)
     assert take() != second
-
-
-def test_devices() -> None:
-    assert check_device(None) == check_device("cpu") == check_device("auto") == []
-    assert "no device 'cuda:77'" in str(check_device("cuda:77")[0])
-    assert "no device 'gpu'" in str(check_device("gpu")[0])
-    assert "auto" in str(check_device("gpu")[0].fix)
 
 
 @pytest.mark.parametrize(
@@ -121,16 +90,6 @@ def test_a_model_that_one_gpu_does_not_hold_takes_all(
     assert pick_device(asked, model) == picked
 
 
-def test_the_command_takes_a_device(model: Path, tmp_path: Path) -> None:
-    """What an error advises is there."""
-    asked = ["eval", str(model), "--limit", "1", "--max-gen-toks", "2", "--out", str(tmp_path / "eval"), "--json"]
-    done = CliRunner().invoke(app, [*asked, "--device", "auto", "--data", str(REPO / "eval/ifeval/prompts.jsonl")])
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["decoding"]["device"] == "cpu"
-    refused = CliRunner().invoke(app, [*asked, "--device", "cuda:77"])
-    assert isinstance(refused.exception, UserError) and "cuda:77" in str(refused.exception)
-
-
 def drop_tensor(model: Path) -> str:
     from safetensors.torch import load_file, save_file
 
@@ -145,20 +104,6 @@ def test_a_missing_tensor_is_refused(model: Path) -> None:
     name = drop_tensor(model)
     with pytest.raises(UserError, match=f"1 tensors are missing: {name}"):
         load_lm(model, "cpu", 1)
-
-
-def test_another_shape_is_refused(model: Path) -> None:
-    edit_json(model / "config.json", intermediate_size=96)
-    with pytest.raises(UserError, match="tensors are of another shape than the configuration says"):
-        load_lm(model, "cpu", 1)
-
-
-def test_out_of_memory_is_told_in_words(tmp_path: Path) -> None:
-    import torch
-
-    with pytest.raises(UserError, match="lower the batch size") as caught, out_of_memory(tmp_path):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    assert caught.value.code == ExitCode.FAILED
 
 
 # --- damages of a model with a manifest --------------------------------------------------------------------------------
@@ -186,13 +131,3 @@ def test_a_damaged_model_is_not_scored(seed: int, sealed: Path, parity_data: Pat
             evaluate(sealed, tmp_path / "out", settings=SETTINGS, data=parity_data)
         assert not (tmp_path / "out" / manifest.MANIFEST).exists()
         path.write_bytes(before)
-
-
-def test_damaged_prompts_are_not_asked(sealed: Path, parity_data: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "parcel" / "eval"
-    folder.mkdir(parents=True)
-    prompts = Path(shutil.copy(parity_data, folder))
-    manifest.seal(folder.parent, "parcel", {})
-    prompts.write_bytes(prompts.read_bytes().replace(b"e", b"a", 1))
-    with pytest.raises(UserError, match="content differs"):
-        evaluate(sealed, tmp_path / "out", settings=SETTINGS, data=prompts)

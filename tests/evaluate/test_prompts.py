@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from clustertune.data import punkt
 from clustertune.errors import UserError
-from clustertune.evaluate import punkt
 from clustertune.evaluate.own import ifeval as room
 from clustertune.evaluate.own.ifeval import OwnRows, recognise_benchmark
 from tests.evaluate.conftest import IFEVAL, OWN
-
-GOOD: dict[str, Any] = {
-    "key": 1,
-    "prompt": "Say hello.",
-    "instruction_id_list": ["length_constraints:number_words"],
-    "kwargs": [{"num_words": 5, "relation": "less than"}],
-}
 
 
 def read_prompts(path: Path) -> OwnRows:
@@ -42,10 +34,6 @@ def write(path: Path, *rows: Any) -> Path:
     return file
 
 
-def one(kind: str, **kwargs: Any) -> dict[str, Any]:
-    return {**GOOD, "instruction_id_list": [kind], "kwargs": [kwargs]}
-
-
 def test_cover_all_kinds_and_leave_nothing_to_chance() -> None:
     from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
 
@@ -56,48 +44,6 @@ def test_cover_all_kinds_and_leave_nothing_to_chance() -> None:
     assert len(found.rows) >= 30
     assert found.drawn == 0
     assert not found.is_benchmark
-
-
-BAD = [
-    (b"{", "rows.jsonl:1: truncated-json"),
-    (b"[1]", "rows.jsonl:1: wrong-column: the row is a list, not an object"),
-    (b'{"key": 1, "prompt": "a", "instruction_id_list": ["x"], "kwargs": [{"a": NaN}]}', "rows.jsonl:1: not JSON"),
-    ({"key": 1}, "rows.jsonl:1: prompt: missing"),
-    ({**GOOD, "key": True}, "key: must be int, is bool"),
-    ({**GOOD, "key": 2**70}, "key: exceeds 64 bits"),
-    ({**GOOD, "prompt": " \n"}, "prompt: is empty"),
-    ({**GOOD, "prompt": "half \ud800"}, "holds half of a surrogate pair"),
-    ({**GOOD, "instruction_id_list": []}, "names no instruction"),
-    ({**GOOD, "kwargs": []}, "kwargs: 0 mappings for 1 instructions"),
-    (one("punctuation:no_commas"), "did you mean 'punctuation:no_comma'?"),
-    (one("length_constraints:number_words", num_words="5", relation="at least"), "kwargs[0].num_words: must be a whole number"),
-    (one("length_constraints:number_words", num_words=5, relation="at most"), "but at most is given"),
-    (one("language:response_language", language="xx"), "refuses"),
-    (one("keywords:existence", keywords="word"), "kwargs[0].keywords: must be a list of texts"),
-    (one("keywords:existence", keywords=["(open"]), "'(open' is not a regular expression"),
-    (one("keywords:frequency", keyword="[", frequency=1, relation="at least"), "'[' is not a regular expression"),
-    (one("punctuation:no_comma", color="red"), "unexpected keyword argument 'color'"),
-]
-
-
-@pytest.mark.parametrize(("row", "message"), BAD)
-def test_with_its_place(row: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        read_prompts(write(tmp_path, row))
-    assert message in str(caught.value)
-    assert all(str(problem.file).endswith("rows.jsonl:1") for problem in caught.value.problems)
-
-
-def test_all_lines_at_once(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        read_prompts(write(tmp_path, *(row for row, _ in BAD)))
-    lines = {int(str(problem.file).rsplit(":", 1)[1]) for problem in caught.value.problems}
-    assert lines == set(range(1, len(BAD) + 1))
-
-
-def test_a_key_twice(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"rows\.jsonl:3: key: key 1 stands in line 1 too"):
-        read_prompts(write(tmp_path, GOOD, b"", GOOD))
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -122,35 +68,6 @@ def test_never_with_another_error(row: dict[str, Any], tmp_path: Path) -> None:
         assert error.problems
     else:
         assert [json.loads(line)["key"] for line in found.to_jsonl().splitlines()] == [row["key"]]
-
-
-def test_nulls_whole_floats_and_other_columns(tmp_path: Path) -> None:
-    row = {**GOOD, "kwargs": [{"num_words": 5.0, "relation": "less than", "keywords": None}], "remark": [1]}
-    found = read_prompts(write(tmp_path, row))
-    assert json.loads(found.to_jsonl()) == GOOD
-    assert found.find_difference([GOOD]) is None
-
-
-def test_what_is_drawn_is_counted_and_no_draw_is_spent(tmp_path: Path) -> None:
-    rows = [one("keywords:letter_frequency", letter="#", let_frequency=4, let_relation="at least"), {**GOOD, "key": 2}]
-    random.seed(5)
-    state = random.getstate()
-    assert read_prompts(write(tmp_path, *rows)).drawn == 1
-    assert random.getstate() == state
-
-
-def test_a_column_that_arrow_takes_for_dates_is_seen(tmp_path: Path) -> None:
-    import datasets
-
-    found = read_prompts(write(tmp_path, one("startend:end_checker", end_phrase="2024-01-01")))
-    (tmp_path / "plain.jsonl").write_text(found.to_jsonl())
-    table = datasets.load_dataset(
-        "json", data_files=str(tmp_path / "plain.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
-    )
-    problem = found.find_difference(list(table))
-    assert (problem is None) == (table[0]["kwargs"][0]["end_phrase"] == "2024-01-01")
-    assert found.find_difference([]) is not None
-    assert found.find_difference([{**found.rows[0], "prompt": "other"}]) is not None
 
 
 def make_rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:

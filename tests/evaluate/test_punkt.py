@@ -8,8 +8,8 @@ from pathlib import Path
 import nltk
 import pytest
 
+from clustertune.data import punkt
 from clustertune.errors import ExitCode, UserError
-from clustertune.evaluate import punkt
 from tests.evaluate.conftest import IFEVAL
 
 CORPUS = [(IFEVAL.folder / "punkt.txt").read_text()]
@@ -31,21 +31,6 @@ def test_the_same_text_gives_the_same_bytes(tmp_path: Path, nltk_data: Path) -> 
     for content in read_files(tmp_path):
         assert content.splitlines() == sorted(content.splitlines())
     assert punkt.prepare(["Another text. It has two sentences."], tmp_path / "b").sha256 != found.sha256
-
-
-@pytest.mark.parametrize(
-    ("text", "sentences"),
-    [
-        ("We met Dr. Smith at 5 p.m. in the U.S. last week. It rained, e.g. on Sunday.", 2),
-        ("Mr. Lee left early. Prof. Kim stayed! Why? Nobody knows.", 4),
-        ("One line\n\nand no full stop", 1),
-    ],
-)
-def test_knows_common_abbreviations(text: str, sentences: int, nltk_data: Path) -> None:
-    with punkt.installed(nltk_data):
-        from lm_eval.tasks.ifeval.instructions_util import count_sentences
-
-        assert count_sentences(text) == sentences
 
 
 def test_comes_first_and_nothing_is_trained(nltk_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,15 +68,3 @@ def test_a_download_is_an_error_that_names_it(nltk_data: Path) -> None:
     with pytest.raises(UserError, match=r"nltk\.download\('punkt_tab',\)") as caught, punkt.installed(nltk_data):
         nltk.download("punkt_tab")
     assert caught.value.code == ExitCode.FAILED
-
-
-def test_no_splitter_of_another_folder_is_kept(nltk_data: Path, tmp_path: Path) -> None:
-    text = "We saw Xyz. Smith there."
-    punkt.train(["The Xyz. Adams and the Xyz. Baker met. Then Xyz. Clark came, and xyz. ended. " * 40], tmp_path)
-    counts = []
-    for folder in (nltk_data, tmp_path, nltk_data):
-        with punkt.installed(folder):
-            from lm_eval.tasks.ifeval.instructions_util import count_sentences
-
-            counts.append(count_sentences(text))
-    assert counts == [2, 1, 2]

@@ -13,7 +13,6 @@ from huggingface_hub import constants
 
 from clustertune.data.local_model import make_local_model
 from clustertune.errors import UserError
-from clustertune.evaluate import tasks
 from clustertune.evaluate.answers import AnswerLog
 from clustertune.evaluate.run import evaluate
 from clustertune.evaluate.scores import read_result
@@ -158,12 +157,6 @@ def test_what_cannot_be_scored(tiny_model: Path, tmp_path: Path, settings: Eval,
     assert not (tmp_path / "out").exists()
 
 
-def test_the_data_sets_of_groups_and_tags() -> None:
-    found = tasks.data_sets(["ifeval", "gsm8k", "ai2_arc", "mmlu_stem"])
-    assert set(found.values()) == {"openai/gsm8k", "allenai/ai2_arc", "cais/mmlu"}
-    assert tasks.data_sets(["ifeval"]) == {}
-
-
 @pytest.fixture(scope="module")
 def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
@@ -233,19 +226,3 @@ def test_the_base_that_it_was_trained_on_is_named(adapter: Path, tiny_model: Pat
         score(tmp_path / "nf4", "plain", trained)
     with pytest.raises(UserError, match=r"another .*trained_on"):
         score(tiny_model, "plain", adapter)
-
-
-def test_of_another_shape_is_refused(adapter: Path, tmp_path: Path) -> None:
-    large = make_local_model({**TINY_LLAMA, "hidden_size": 128}, TEXTS, tmp_path / "large", seed=0)
-    with pytest.raises(UserError, match="q_proj"):
-        evaluate(large, tmp_path / "out", settings=SETTINGS, device="cpu", adapter=adapter)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"pass_difference": {"ifeval": {"prompt_level_strict_acc": 0.0}}}, {"tasks": []}, {"tasks": ["../up"]}, {"limit": 0}],
-)
-def test_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        Eval(**wrong)

@@ -8,14 +8,18 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from clustertune.checkpoint.shards import Planner, ShardWriter
 from clustertune.export.expected import build_expected
 from clustertune.manifest import MANIFEST, seal
+from clustertune.recipe.native_rules import lora_defaults
+from clustertune.resolve.resolve import resolve
 from tests.command import REPO, warm
 from tests.conftest import once
 
@@ -24,15 +28,24 @@ ARCHITECTURE: dict[str, Any] = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96,
     "tie_word_embeddings": False,
 }  # fmt: skip
-LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+LORA = lora_defaults() | {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+LORA["task_type"] = "CAUSAL_LM"
 
 Maker = Callable[..., Path]
 
 
-def write_recipe(checkpoint: Path, lora: Mapping[str, Any] | None, architecture: Mapping[str, Any] = ARCHITECTURE) -> None:
+def write_recipe(
+    checkpoint: Path,
+    lora: Mapping[str, Any] | None,
+    architecture: Mapping[str, Any] = ARCHITECTURE,
+    revision: str | None = "0" * 40,
+    train: Mapping[str, Any] = MappingProxyType({}),
+    **changes: Any,
+) -> None:
     """The ``recipe.json`` that the training writes into a checkpoint."""
-    recipe = {"model": {"name": "example/tiny", "revision": "0" * 40}, "lora": lora}
-    body = {"name": "tiny", "architecture": architecture, "recipe": recipe}
+    body = resolve("tiny-oasst2", ["train.bf16=true"]).as_dict()
+    body["recipe"]["model"] |= {"name": "example/tiny", "revision": revision}
+    body |= {"name": "tiny", "architecture": architecture, "lora": lora, "train_args": body["train_args"] | train, **changes}
     (checkpoint / "recipe.json").write_text(json.dumps(body))
 
 
@@ -44,12 +57,12 @@ def seal_checkpoint(checkpoint: Path, step: int = 2) -> Path:
     return checkpoint
 
 
-def save_shards(folder: Path, tensors: Mapping[str, torch.Tensor], *, file_per_tensor: bool = False) -> None:
-    """A torch distributed checkpoint with exactly these keys."""
+def save_shards(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """A distributed checkpoint with exactly these keys."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        writer = dcp.FileSystemWriter(folder, single_file_per_rank=not file_per_tensor)
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        dcp.save(dict(tensors), storage_writer=ShardWriter(folder), planner=Planner(), no_dist=True)
 
 
 def make_tensors(lora: Mapping[str, Any] = LORA, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -69,11 +82,10 @@ def make_checkpoint(tmp_path: Path) -> Maker:
         name: str = "step-000002",
         step: int = 2,
         lora: Mapping[str, Any] | None = LORA,
-        file_per_tensor: bool = False,
     ) -> Path:
         checkpoint = tmp_path / name
         tensors = make_tensors() if tensors is None else tensors
-        save_shards(checkpoint / "pytorch_model_fsdp_0", tensors, file_per_tensor=file_per_tensor)
+        save_shards(checkpoint / "pytorch_model_fsdp_0", tensors)
         write_recipe(checkpoint, lora)
         return seal_checkpoint(checkpoint, step)
 

@@ -1,7 +1,7 @@
 """Adapters of two gloo ranks: ``python -m tests.export.processes OUT``.
 
-``OUT/<case>/pytorch_model_fsdp_0`` comes from accelerate's ``save_fsdp_model(adapter_only=True)``, and ``OUT/<case>.pt`` holds
-what the ranks had trained, gathered without any checkpoint code; ``ddp`` is the file of a run without sharding.
+``OUT/<case>/pytorch_model_fsdp_0`` is what a training saves of the model, and ``OUT/<case>.pt`` holds what the ranks had
+trained, gathered without any checkpoint code; ``ddp`` is the file of a run without sharding.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
-from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from clustertune.checkpoint.saving import sharded_states
+from clustertune.checkpoint.shards import Planner, ShardWriter
 from clustertune.launch.rendezvous import free_port
 from clustertune.training import cpu_fsdp
 from tests.export.conftest import ARCHITECTURE, LORA
@@ -31,7 +33,7 @@ def build_model(lora: dict[str, Any]) -> torch.nn.Module:
     """The PEFT model with the same random weights wherever it is built."""
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURE))
-    return get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **lora))
+    return get_peft_model(base, LoraConfig(**lora))
 
 
 def gather(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -41,7 +43,7 @@ def gather(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def train_and_save(rank: int, port: int, lora: dict[str, Any], out: Path) -> None:
-    """Two optimizer steps under FSDP with activation checkpointing, then accelerate's own save."""
+    """Two optimizer steps under FSDP with activation checkpointing, then what a checkpoint holds of them."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_PORT=str(port))
     os.environ.update(MASTER_ADDR="127.0.0.1", ACCELERATE_USE_FSDP="true")
     cpu_fsdp.set_environment()
@@ -64,8 +66,8 @@ def train_and_save(rank: int, port: int, lora: dict[str, Any], out: Path) -> Non
         accelerator.backward(model(input_ids=ids, labels=ids).loss)
         optimizer.step()
         optimizer.zero_grad()
-    save_fsdp_model(plugin, accelerator, model, str(out), adapter_only=True)
-    save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(out))
+    for name, state in sharded_states(model, optimizer).items():
+        dcp.save(state, storage_writer=ShardWriter(out / name), planner=Planner())
     trained = gather(model)
     if accelerator.is_main_process:
         torch.save(trained, out.with_suffix(".pt"))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import os
-import pathlib
+import json
 import pickle
 import re
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +16,11 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from clustertune import manifest
-from clustertune.checkpoint import restricted
-from clustertune.errors import ExitCode, UserError
+from clustertune.errors import UserError
 from clustertune.export.expected import build_expected, normalise
 from clustertune.export.export import export
-from clustertune.manifest import MANIFEST, FileRecord, hash_file
-from tests.damage import Canary, flip, refused
+from clustertune.manifest import MANIFEST
+from tests.damage import Canary, flip
 from tests.export.conftest import ARCHITECTURE, LORA, Maker, make_tensors, seal_checkpoint
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -66,35 +61,6 @@ def test_values_that_are_not_finite_are_named_and_counted(value: float, make_che
     assert f"{Q}.lora_A.weight has 3 of 128 values" in problems[0] and f"{V}.lora_B.weight has 1 of" in problems[1]
 
 
-def test_tensor_stored_under_two_names_is_refused(make_checkpoint: Maker, tmp_path: Path) -> None:
-    tensors = make_tensors()
-    tensors[f"model.{Q}.lora_A.default.weight"] = tensors[f"model.{Q}.lora_A.weight"].clone()
-    assert any("stored twice" in problem for problem in refuse(make_checkpoint(tensors), tmp_path))
-
-
-def test_full_training_and_odd_settings_are_refused(make_checkpoint: Maker, tmp_path: Path) -> None:
-    """What else does not go together, :func:`test_what_does_not_go_together_is_refused` has."""
-    assert "no adapter" in refuse(make_checkpoint(make_tensors(), lora=None), tmp_path)[0]
-    odd = make_checkpoint(make_tensors(), name="odd", lora=LORA | {"init_lora_weights": "pissa"})
-    assert "changes the base weights" in refuse(odd, tmp_path)[0]
-
-
-@pytest.mark.parametrize("body", ["{", "[]", '{"recipe": 3}', '{"name": "x", "recipe": {"lora": {}, "model": "m"}}'])
-def test_unreadable_recipe_is_said(body: str, make_checkpoint: Maker, tmp_path: Path) -> None:
-    checkpoint = make_checkpoint()
-    (checkpoint / "recipe.json").write_text(body)
-    assert "recipe.json" in refuse(seal_checkpoint(checkpoint), tmp_path)[0]
-
-
-def test_folder_that_is_no_checkpoint_is_said(make_checkpoint: Maker, tmp_path: Path) -> None:
-    assert "no manifest" in refuse(tmp_path / "absent", tmp_path)[0]
-    checkpoint = make_checkpoint()
-    shutil.rmtree(checkpoint / "pytorch_model_fsdp_0")
-    assert "holds neither" in refuse(seal_checkpoint(checkpoint), tmp_path)[0]
-    (checkpoint / "recipe.json").unlink()
-    assert "recipe.json: missing" in refuse(seal_checkpoint(checkpoint), tmp_path)[0]
-
-
 @pytest.mark.parametrize(
     "name", ["recipe.json", "pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp", MANIFEST]
 )
@@ -109,20 +75,6 @@ def test_damage_in_any_file_that_is_read_names_the_file(name: str, damage: str, 
     assert any(str(path) in problem for problem in problems), problems
 
 
-def test_disk_that_cannot_be_read_is_said(make_checkpoint: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = make_checkpoint()
-
-    def broken(path: Path, *_: Any) -> FileRecord:
-        if path.name.endswith(".distcp"):
-            raise OSError(5, "Input/output error")
-        return hash_file(path)
-
-    monkeypatch.setattr(manifest, "hash_file", broken)
-    with refused("Input/output error", ExitCode.STORAGE):
-        export(checkpoint, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("sealed", [True, False])
 def test_hostile_index_runs_nothing(sealed: bool, make_checkpoint: Maker, tmp_path: Path) -> None:
     """With or without a manifest that vouches for it."""
@@ -130,48 +82,16 @@ def test_hostile_index_runs_nothing(sealed: bool, make_checkpoint: Maker, tmp_pa
     (checkpoint / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickle.dumps({"index": Canary(tmp_path / "canary")}))
     problems = refuse(seal_checkpoint(checkpoint) if sealed else checkpoint, tmp_path)
     assert not (tmp_path / "canary").exists()
-    assert ".metadata" in problems[0] and (not sealed or "mkdir" in problems[0])
+    assert ".metadata" in problems[0] and (not sealed or "not the index" in problems[0])
 
 
-def test_the_index_of_debians_python_is_read(make_checkpoint: Maker, tmp_path: Path) -> None:
-    """Python 3.11.2 writes an enumeration's member as getattr(CLASS, NAME), where later ones write CLASS(value)."""
-    path = make_checkpoint() / "pytorch_model_fsdp_0" / ".metadata"
-    index = pickle.loads(path.read_bytes())  # noqa: S301 - made by the fixture
-    encoding = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
-
-    class ByName(pickle.Pickler):
-        def reducer_override(self, value: Any) -> Any:
-            return (getattr, (encoding, value.name)) if type(value) is encoding else NotImplemented
-
-    out = io.BytesIO()
-    ByName(out, protocol=pickle.HIGHEST_PROTOCOL).dump(index)
-    assert b"getattr" in out.getvalue()
-    assert restricted.IndexUnpickler(io.BytesIO(out.getvalue())).load() == index
+def out_of_the_folder(tensor: Any) -> None:
+    tensor["chunks"][0][2] = "../../elsewhere"
 
 
-@pytest.mark.parametrize("owner", [os, pathlib.Path, torch.Size])
-def test_no_other_attribute_is_read(owner: Any) -> None:
-    """getattr(os, "system") would be the whole attack."""
-    with pytest.raises(pickle.UnpicklingError, match="more than an enumeration"):
-        restricted._member(owner, "__init__")
-    with pytest.raises(pickle.UnpicklingError, match="more than an enumeration"):
-        restricted._member(torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING, "__class__")
-
-
-@pytest.mark.parametrize("junk", [b"", b"\x80\x04K\x01.", b"cos\nsystem\n."])
-def test_index_that_is_none_is_said(junk: bytes, make_checkpoint: Maker, tmp_path: Path) -> None:
-    checkpoint = make_checkpoint()
-    (checkpoint / "pytorch_model_fsdp_0" / ".metadata").write_bytes(junk)
-    assert "not the index" in refuse(seal_checkpoint(checkpoint), tmp_path)[0]
-
-
-def out_of_the_folder(metadata: Any) -> None:
-    for info in metadata.storage_data.values():
-        info.relative_path = "../../elsewhere"
-
-
-def without_a_chunk(metadata: Any) -> None:
-    metadata.state_dict_metadata[f"model.{Q}.lora_A.weight"].chunks[0].sizes = torch.Size([2, 32])
+def without_a_chunk(tensor: Any) -> None:
+    tensor["chunks"][0][1] = [2, 32]
+    tensor["chunks"][0][4] = 2 * 32 * 4
 
 
 @pytest.mark.parametrize(
@@ -181,30 +101,29 @@ def test_an_index_that_lies_is_refused(change: Any, words: str, make_checkpoint:
     checkpoint = make_checkpoint()
     shutil.copyfile(checkpoint / "pytorch_model_fsdp_0" / "__0_0.distcp", tmp_path / "elsewhere")
     index = checkpoint / "pytorch_model_fsdp_0" / ".metadata"
-    metadata = pickle.loads(index.read_bytes())  # noqa: S301  (written by this test)
-    change(metadata)
-    index.write_bytes(pickle.dumps(metadata))
+    body = json.loads(index.read_bytes())
+    change(body["tensors"][f"model.{Q}.lora_A.weight"])
+    index.write_text(json.dumps(body))
     assert re.search(words, refuse(seal_checkpoint(checkpoint), tmp_path)[0])
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_cost_does_not_depend_on_the_base(apart: bool, make_checkpoint: Maker, tmp_path: Path) -> None:
-    """A base tensor of 40 MB in a file of its own is not read; in a shared file it is never held in memory."""
+def test_cost_does_not_depend_on_the_base(make_checkpoint: Maker, tmp_path: Path) -> None:
+    """A base tensor of 40 MB in the same file is never held in memory."""
 
     def proc(name: str, key: str) -> int:
         return next(int(line.split()[1]) for line in Path("/proc/self", name).read_text().splitlines() if line.startswith(key))
 
     export(make_checkpoint(), tmp_path / "warm")
     base = {"model.base_model.model.model.embed_tokens.weight": torch.ones(10_000_000)}
-    checkpoint = make_checkpoint(make_tensors() | base, name="step-000004", step=4, file_per_tensor=apart)
+    checkpoint = make_checkpoint(make_tensors() | base, name="step-000004", step=4)
     del base
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     peak, read = proc("status", "VmHWM"), proc("io", "rchar")
     summary = export(checkpoint, tmp_path / "out")
     assert (proc("status", "VmHWM") - peak) / 1024 < 30
     assert "1 tensors of the base model" in summary["warnings"][0]
-    # Of the shared shard one pass to verify its hash, then the adapter's own bytes.
-    assert (proc("io", "rchar") - read) / 2**20 < (0 if apart else 40e6 / 2**20) + 10
+    # Of the shard one pass to verify its hash, then the adapter's own bytes.
+    assert (proc("io", "rchar") - read) / 2**20 < 40e6 / 2**20 + 10
 
 
 @given(
@@ -219,12 +138,6 @@ def test_wrappers_and_adapter_names_are_taken_off(wrapped: list[str], prefix: st
     key = f"{prefix}{'.'.join(parts)}.lora_A.{'default.' if named else ''}weight"
     assert normalise(key) == f"{Q}.lora_A.weight"
     assert normalise(normalise(key)) == normalise(key)
-
-
-LLAMA_405B: dict[str, Any] = ARCHITECTURE | {
-    "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -246,18 +159,7 @@ def test_names_and_shapes_are_those_of_a_real_model(lora: dict[str, Any], kind: 
     saved = get_peft_model_state_dict(model)
     assert expected.tensors == {name: tuple(tensor.shape) for name, tensor in saved.items()}
     assert not expected.base & saved.keys()
-    assert expected.config["init_lora_weights"] == lora.get("init_lora_weights", True)
-
-
-def test_405b_is_checked_in_seconds_and_without_memory() -> None:
-    before = torch.get_default_dtype()
-    lora = {"r": 32, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-    started = time.process_time()
-    expected = build_expected(LLAMA_405B, lora, "example/405b", None)
-    assert time.process_time() - started < 20
-    assert len(expected.tensors) == 1008
-    assert sum(torch.Size(shape).numel() for shape in expected.tensors.values()) == 404_619_264
-    assert torch.get_default_dtype() == before
+    assert expected.config["init_lora_weights"] == lora["init_lora_weights"]
 
 
 @pytest.mark.parametrize(

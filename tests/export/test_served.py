@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -21,7 +22,7 @@ from clustertune.manifest import find_problems
 from clustertune.merge import merge
 from tests.command import run
 from tests.damage import refused
-from tests.export.conftest import ARCHITECTURE, LORA, save_shards, seal_checkpoint
+from tests.export.conftest import ARCHITECTURE, LORA, save_shards, seal_checkpoint, write_recipe
 
 STOP, BASE_STOP, OTHER = "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"
 TEMPLATE = (
@@ -65,9 +66,7 @@ def make_checkpoint(folder: Path, base: Path, lora: dict[str, Any] | None, templ
         shapes = build_expected(SIZES, lora, "example/tiny", None).tensors
         tensors = {f"model.{name}": torch.randn(shape) * 1e-3 for name, shape in shapes.items()}
     save_shards(folder / "pytorch_model_fsdp_0", tensors)
-    recipe = {"model": {"name": "example/tiny", "revision": None}, "lora": lora}
-    body = {"name": "tiny", "architecture": SIZES, "recipe": recipe, "train_args": train, "chat_template": template}
-    (folder / "recipe.json").write_text(json.dumps(body))
+    write_recipe(folder, lora, SIZES, None, train, chat_template=template)
     return seal_checkpoint(folder)
 
 
@@ -115,6 +114,32 @@ def test_an_answer_ends_at_the_eos_of_the_training(tmp_path: Path, how: str, gen
     assert tokenizer.eos_token == STOP and answer(merged) == 1
     for name in ("config.json", "generation_config.json"):
         assert read(merged, name)["eos_token_id"] in (stop, [stop, tokenizer.convert_tokens_to_ids(BASE_STOP)])
+
+
+@pytest.mark.parametrize("base_has", ["generation_config.json", "config.json"])
+def test_an_adapter_alone_stops_where_the_training_does(tmp_path: Path, base_has: str) -> None:
+    """Under plain transformers and PEFT, which take the base's generation settings unless they are given the adapter's: its
+    folder holds them, as vLLM's ``--generation-config`` takes them too."""
+    from peft import AutoPeftModelForCausalLM
+
+    base, adapter = make_base(tmp_path / "base", generation=base_has == "generation_config.json"), tmp_path / "adapter"
+    if base_has == "generation_config.json":  # settings of the base stay
+        settings = base / base_has
+        settings.write_text(json.dumps(read(base, base_has) | {"temperature": 0.5, "do_sample": True}))
+    export(make_checkpoint(tmp_path / "checkpoint", base, LORA, None, eos_token=STOP), adapter, base)
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps(read(adapter, config.name) | {"base_model_name_or_path": str(base)}))
+    tokenizer, stops = AutoTokenizer.from_pretrained(adapter), GenerationConfig.from_pretrained(adapter)
+    assert (stops.temperature == 0.5) == (base_has == "generation_config.json")
+    inputs = tokenizer("what is it", return_tensors="pt")
+
+    def answer(load: Any, **more: Any) -> int:
+        model = load(adapter, **more)
+        return int(model.generate(**inputs, max_new_tokens=12, do_sample=False).shape[1] - inputs["input_ids"].shape[1])
+
+    for load in (AutoPeftModelForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained):
+        assert answer(load) == 12, "the base's own settings do not stop it"
+        assert answer(load, generation_config=stops) == 1
 
 
 @pytest.mark.parametrize("part", ["adapter", "merged"])
@@ -180,6 +205,18 @@ def test_a_base_that_cannot_be_seen_is_asked_for(tmp_path: Path) -> None:
     with refused("tokenizer"):
         export(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("how", ["lora", "full"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"])
+def test_a_pipe_in_place_of_a_base_s_file_is_refused(tmp_path: Path, how: str, name: str) -> None:
+    """Read it would wait for ever, and left out the export would stop elsewhere, or have another template."""
+    base = make_base(tmp_path / "base")
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", base, LORA if how == "lora" else None, None, eos_token=STOP)
+    (base / name).unlink()
+    os.mkfifo(base / name)
+    with refused("plain file"):
+        (export if how == "lora" else export_model)(checkpoint, tmp_path / "out", base)
 
 
 def test_an_adapter_with_an_older_template_keeps_it(tmp_path: Path) -> None:

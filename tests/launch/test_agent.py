@@ -17,8 +17,8 @@ import pytest
 from clustertune.errors import ExitCode
 from clustertune.launch import agent as agents
 from clustertune.launch.agent import Agent, launcher_pid_file, record_file
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.judge import Outcome, judge
-from clustertune.launch.plan import AttemptPlan, Node
 
 
 def agent_of(run: Path, ranks: int = 1, nodes: int = 1, *, sigterm_asks: bool = True, patient: bool = False) -> Agent:
@@ -172,48 +172,3 @@ def test_a_silent_rank_is_ended(tmp_path: Path) -> None:
     outcome = judge(agent.folder, agent.plan)
     assert outcome.code is ExitCode.AGAIN and "no sign of life" in outcome.problems[0].message
     assert "(last: train 3)" in outcome.problems[0].message
-
-
-@pytest.fixture
-def at(tmp_path: Path) -> Callable[..., bool]:
-    """Whether a rank is given up at a time, with the heartbeat that came then."""
-    now = [0.0]
-    plan = AttemptPlan(attempt=1, nodes=(Node("here", "here"),), ranks_per_node=1)
-    look = agents.HeartbeatMonitor(tmp_path, plan, 0, clock=lambda: now[0])
-
-    def given_up(seconds: float, heartbeat: str | None = None) -> bool:
-        now[0] = seconds
-        if heartbeat:
-            (tmp_path / "rank-0.heartbeat").write_text(heartbeat)
-        return bool(look.look())
-
-    return given_up
-
-
-def test_patience_follows_the_pace(at: Callable[..., bool]) -> None:
-    """Loading and saving may take an hour; under way five times the longest silence, 300 s at least."""
-    assert not at(0) and not at(1000, "1 model 0") and not at(4000)
-    assert not at(4100, "2 train 0") and not at(4101, "3 train 0")
-    assert not at(4600), "what lies before the first step says nothing of a step, which may take many minutes"
-    assert not at(4611, "4 train 0") and not at(4621, "5 train 1") and not at(4611 + 5 * 510 - 1) and at(4621 + 5 * 510)
-    assert not at(9000, "6 save 1") and not at(9000 + 3599) and at(9000 + 3600)
-    assert not at(15_000, "7 train 1"), "nor does what lies between a save and the next step"
-    assert not at(15_001, "8 train 1") and not at(15_001 + 5 * 510 - 1)
-    assert not at(20_000, "9 end 3") and not at(30_000), "a rank that has ended is not waited for"
-
-
-def test_a_small_models_pace_has_its_floor(at: Callable[..., bool]) -> None:
-    """Steps of a second: whoever says nothing for five minutes hangs."""
-    assert not any(at(float(count), f"{count} train {count}\n") for count in range(5))
-    assert not at(4.0 + 299) and at(4.0 + 300)
-
-
-def test_what_other_nodes_left_is_asked_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An NFS client remembers that a name was absent: the failure of a peer would be seen a minute late, after Slurm's kill."""
-    folders: list[Path] = []
-    monkeypatch.setattr(agents, "ask_anew", folders.append)
-    monkeypatch.setattr(agents, "LINGER_SECONDS", 0.1)
-    agent = agent_of(tmp_path, nodes=2)
-    assert not agent._peer_failed() and folders == [agent.folder]
-    agent.linger()
-    assert len(folders) > 1

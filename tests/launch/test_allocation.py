@@ -5,12 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from clustertune.errors import Problem, UserError
-from clustertune.launch import allocation, rendezvous
+from clustertune.launch import allocation
 from clustertune.resolve.resolve import resolve
 from tests.launch.machines import machine
 
@@ -21,7 +20,6 @@ ENVIRONMENT = {
     "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_JOB_PARTITION": "gpu", "SLURM_RESTART_COUNT": "3", "SLURM_JOB_NAME": "x-train",
 }  # fmt: skip
 """As recorded in a job on Slurm 22.05 with --mem=0."""
-WORDS = ["recipes/llama405b-oasst2"]
 
 
 def absent(words: Sequence[str]) -> str:
@@ -76,20 +74,6 @@ def test_each_way_of_asking(changes: dict[str, str | None], field: str, value: o
     assert getattr(read(**changes), field) == value
 
 
-def test_a_task_of_an_array_is_named_as_one() -> None:
-    """By the id alone Slurm's commands may mean all tasks."""
-    asked: list[str] = []
-    env = {**ENVIRONMENT, "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "5"}
-    found = allocation.from_environment(env, lambda words: asked.extend(words) or slurm_says(words))  # type: ignore[func-returns-value]
-    assert found.handle == "40_5" and "40_5" in asked and read().handle == read().job_id
-
-
-def test_outside_of_a_job() -> None:
-    """Started by hand on the login node, with words on what to do."""
-    with pytest.raises(UserError, match="clustertune submit"):
-        allocation.from_environment({}, absent)
-
-
 def test_the_fix_is_the_line_to_use() -> None:
     """Whole, quoted, with the user's own words in their order, and the margin of this recipe: the script's own is another's."""
     words = ["recipes/llama405b-oasst2", "data.input=/a b/$x", "--run-dir", "/r x"]
@@ -115,13 +99,6 @@ def test_the_line_gives_the_allocation_that_it_promises(name: str) -> None:
     assert allocation.check(given, recipe, cluster, [name]) == []
 
 
-def test_memory_for_loading() -> None:
-    """Too little host memory kills a rank while it reads, without a word."""
-    problems = allocation.check(read(SLURM_MEM_PER_NODE="20480"), resolve("llama405b-oasst2"), machine(), WORDS)
-    assert [problem.key for problem in problems] == ["--mem"]
-    assert "--mem=0" in options(problems[0])
-
-
 def test_what_cannot_fit_gets_the_line_that_does() -> None:
     """The allocation is as large as the recipe asks, which is too small: the suggested command has more nodes."""
     words = ["llama405b-oasst2", "slurm.nodes=1", "--run-dir", "r"]
@@ -131,14 +108,6 @@ def test_what_cannot_fit_gets_the_line_that_does() -> None:
     found = options(problems[0])
     assert found[1] == "--nodes=2"
     assert found[found.index("launch/run.sbatch") + 1 :] == ["llama405b-oasst2", "slurm.nodes=2", "--run-dir", "r"]
-
-
-def test_a_cluster_without_gpus() -> None:
-    """The script's header asks for GPUs: the line must switch them off."""
-    recipe, cluster = resolve("tiny-oasst2"), machine(2, 0)
-    given = read(SLURM_JOB_NODELIST="n1", SLURM_GPUS_ON_NODE=None, SLURM_JOB_GPUS=None, SLURM_GPUS_PER_NODE=None)
-    assert allocation.check(given, recipe, cluster, ["tiny-oasst2"]) == []
-    assert "--gpus-per-node=0" in shlex.split(allocation.sbatch_line(recipe, cluster, ["tiny-oasst2"]))
 
 
 @pytest.mark.parametrize(
@@ -160,57 +129,4 @@ def test_a_tiny_run_takes_any_allocation(nodes: str, gpus: str | None, overrides
     assert [problem.key for problem in problems] == [override.partition("=")[0] for override in overrides]
 
 
-def test_only_the_training_needs_its_allocation() -> None:
-    """A job for another stage is as small as that stage."""
-    given = read(SLURM_JOB_NODELIST="n1", SLURM_GPUS_ON_NODE="0", SLURM_MEM_PER_NODE="8192")
-    recipe = resolve("llama405b-oasst2")
-    for stages in (("prepare", "prepare"), ("export", "report")):
-        assert allocation.check(given, recipe, machine(), WORDS, stages) == []
-    assert allocation.check(given, recipe, machine(), WORDS, ("prepare", "train")) != []
-
-
 # --- nodes that are not those of the cluster file ----------------------------------------------------------------------
-
-
-def test_what_is_missing_is_told_at_once(tmp_path: Path) -> None:
-    """Each with its key: the container failed without its name, the interface only after the preparation."""
-    container = {"runtime": "apptainer", "image": str(tmp_path / "train.sif")}
-    cluster = machine(container=container, network={"kind": "ethernet", "interface": "bond-none"})
-    found = allocation.first_node_problems(cluster, nodes=2, trains=True)
-    assert {problem.key for problem in found} >= {"container.image", "network.interface"}
-    assert all(problem.fix and problem.file == "a test" for problem in found)
-
-
-def test_what_is_not_needed_is_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One node meets nobody, and a job without the training neither."""
-    cluster = machine(network={"kind": "ethernet", "interface": "bond-none"})
-    assert allocation.first_node_problems(cluster, nodes=1, trains=True) == []
-    assert allocation.first_node_problems(cluster, nodes=2, trains=False) == []
-    (tmp_path / "bond-none").mkdir()
-    monkeypatch.setattr(rendezvous, "INTERFACES", tmp_path)
-    assert allocation.first_node_problems(cluster, nodes=2, trains=True) == []
-
-
-def test_the_runtime_must_be_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "No such file" said nothing of the container."""
-    image = tmp_path / "train.sif"
-    image.touch()
-    cluster = machine(container={"runtime": "apptainer", "image": str(image)})
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert [problem.key for problem in allocation.first_node_problems(cluster, nodes=1, trains=False)] == ["container.runtime"]
-    program = tmp_path / "apptainer"
-    program.touch(mode=0o755)
-    assert allocation.first_node_problems(cluster, nodes=1, trains=False) == []
-    cluster = machine(container={"runtime": "apptainer", "image": str(image), "program": str(tmp_path / "elsewhere/apptainer")})
-    assert "elsewhere/apptainer" in allocation.first_node_problems(cluster, nodes=1, trains=False)[0].message
-
-
-def test_pyxis_is_looked_for_in_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the plugin srun ends with "unrecognized option", after the preparation; a registry's image is not a file."""
-    cluster = machine(container={"runtime": "pyxis", "image": "docker://a/b@sha256:" + "a" * 64})
-    srun = tmp_path / "srun"
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for text, keys in (("--container-image=x", []), ("--nodes=N", ["container.runtime"])):
-        srun.write_text(f"#!/bin/sh\necho '{text}'\n")
-        srun.chmod(0o755)
-        assert [problem.key for problem in allocation.first_node_problems(cluster, nodes=1, trains=False)] == keys

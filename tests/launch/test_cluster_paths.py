@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,15 +12,12 @@ from typing import Any
 import pytest
 
 from clustertune.arguments import existing_folder, newest_merged
-from clustertune.cluster.load import load_cluster
-from clustertune.cluster.schema import Cluster, SlurmFacts, Storage
+from clustertune.cluster.schema import Cluster, Storage
 from clustertune.errors import UserError
-from clustertune.launch import allocation, cluster_paths, shape, submit
+from clustertune.launch import cluster_paths
 from clustertune.resolve.resolve import resolve
 from clustertune.staging import bundle
-from tests.command import run
 from tests.launch.machines import machine
-from tests.launch.test_job_places import cluster_file
 
 REPO = Path(__file__).resolve().parents[2]
 ME = {"HOME": "/h/me", "USER": "me"}
@@ -53,15 +48,6 @@ def test_a_token_stays_at_home() -> None:
     assert not {"HF_TOKEN", "WANDB_API_KEY"} & values(on(caches="/c"), {"HF_TOKEN": "x", "WANDB_API_KEY": "x"}).keys()
 
 
-def test_the_folders_of_ops_storage_are_the_default() -> None:
-    """Made by it only where there are bricks; caches and runs of each user, who would meet in one folder."""
-    rno = load_cluster("rno-rtxpro6000")
-    assert [str(cluster_paths.folder(rno, what, ME)) for what in ("caches", "models", "runs")] == [
-        "/pool/hf_cache/me", "/pool/models", "/pool/checkpoints/me",
-    ]  # fmt: skip
-    assert cluster_paths.folder(load_cluster("dgx-h100"), "runs", ME) is None and cluster_paths.runs(None) == Path("runs")
-
-
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -87,27 +73,6 @@ def test_what_is_put_in(text: str, found: str) -> None:
     assert values(on(caches=text), environ, HF_HOME="/given")["HF_HOME"] == "/given"
 
 
-@pytest.mark.parametrize("text", ["runs", "./runs", "~other/runs", "$", "/a,b", "/a:b", "/a\\b", "", 7])
-def test_a_cluster_file_says_no_such_folder(text: object, tmp_path: Path) -> None:
-    with pytest.raises(UserError) as error:
-        load_cluster(str(cluster_file(tmp_path, f"runs: {text!r}".replace("\\n", "\n").replace("'", '"'))))
-    assert "storage.runs" in str(error.value) or "here.yaml" in str(error.value)
-
-
-def test_relative_and_home_folders_of_the_shell_are_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A job starts in the checkout."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", "/h/me")
-    found = values(on(), {"HF_HOME": "hf", "HF_HUB_CACHE": "~/hub", "NLTK_DATA": "a:/b"})
-    assert found == {"HF_HOME": f"{tmp_path}/hf", "HF_HUB_CACHE": "/h/me/hub", "NLTK_DATA": f"{tmp_path}/a:/b"}
-
-
-@pytest.mark.parametrize("word", ["HF_TOKEN=x", "LD_PRELOAD=/x", "HF_HOME", "=x", "HF_HOME=/a\nb"])
-def test_env_takes_no_other_variable(word: str) -> None:
-    with pytest.raises(UserError):
-        cluster_paths.parse([word])
-
-
 def test_folders_that_cannot_be(tmp_path: Path) -> None:
     """A file in the way, and one where nothing can be made: with the machine, the path and the variable."""
     file = tmp_path / "file"
@@ -121,35 +86,6 @@ def test_folders_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(UserError):
         cluster_paths.make({"HF_HOME": "/proc/self"})  # there, and nothing can be written to it
     cluster_paths.make({"HF_HOME": "/proc/self", "HF_HUB_OFFLINE": "1"})
-
-
-SITE = {"account": "abc@h100", "qos": "qos_gpu-dev", "constraint": "h100&ib|(a[1-2])", "reservation": "r1"}
-
-
-def test_site_options_are_in_headers_and_in_the_line_to_paste() -> None:
-    cluster = machine(slurm=SlurmFacts(partition="gpu", gres="h100", modules=("arch/h100", "cuda/12.4.1"), **SITE))
-    resolved = resolve("llama8b-lima", ["slurm.nodes=1"])
-    shapes = shape.stage_shapes(resolved, cluster)
-    for stage, found in shapes.items():
-        header, body = submit.split_script(submit.render(f"x-{stage}", found, 60))
-        for name, value in SITE.items():
-            assert f"#SBATCH --{name}={value}\n" in header
-        assert body.strip().startswith("# slurm.modules") and "\n. launch/modules.sh arch/h100 cuda/12.4.1\n" in body
-        assert body.endswith(submit.split_script(submit.SCRIPT.read_text())[1])
-    pasted = shlex.split(allocation.sbatch_line(resolved, cluster, ["llama8b-lima"]))
-    assert {f"--{name}={value}" for name, value in SITE.items()} <= set(pasted)
-
-
-@pytest.mark.parametrize(
-    "slurm",
-    ['modules: ["a; id"]', "modules: [-x]", "modules: [$(id)]", 'modules: ["a b"]', 'account: "a b"', "account: -x",
-     'constraint: "a --wrap=id"', 'qos: "x#"'],
-)  # fmt: skip
-def test_site_values_are_plain_words(slurm: str, tmp_path: Path) -> None:
-    file = cluster_file(tmp_path, "scratch: /tmp")
-    file.write_text(file.read_text().replace("account: abc@h100, qos: normal", slurm))
-    with pytest.raises(UserError, match=r"slurm\."):
-        load_cluster(str(file))
 
 
 LOADER = """
@@ -202,14 +138,6 @@ print("went on", os.environ.get("CLUSTERTUNE_MODULES"))
     assert gone_on.stdout == "went on a/1 b\n"
 
 
-def test_a_node_without_modules_says_so() -> None:
-    known = ("/etc/profile.d/modules.sh", "/etc/profile.d/lmod.sh", "/usr/share/modules/init/bash")
-    if any(Path(path).exists() for path in known):
-        pytest.skip("this machine has environment modules")
-    done = in_shell("cuda/12.4")
-    assert done.returncode == 2 and "no module command" in done.stderr and "slurm.modules" in done.stderr
-
-
 def test_collected_models_are_taken_by_the_recipes_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that others can write, or of another model, is skipped with the reason."""
     resolved = resolve("llama8b-lima")
@@ -223,29 +151,6 @@ def test_collected_models_are_taken_by_the_recipes_name(tmp_path: Path, monkeypa
     folder.chmod(0o777)
     found, notes = bundle.offered(resolved, tmp_path)
     assert found is None and f"staged={folder}" in notes[0]
-
-
-def test_the_lists_of_variables_are_one() -> None:
-    """launch/inside.sh and the header of launch/run.sbatch cannot import the list."""
-    inside = re.search(r"\npassed=\((.*?)\n\)", (REPO / "launch" / "inside.sh").read_text(), re.DOTALL)
-    header = re.search(r"#SBATCH --export=(\S+)", (REPO / "launch" / "run.sbatch").read_text())
-    assert inside and set(cluster_paths.VARIABLES) <= set(inside[1].split())
-    assert header and tuple(header[1].split(",")) == cluster_paths.VARIABLES
-
-
-def test_a_run_cannot_lie_below_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    file = cluster_file(tmp_path, f"runs: {tmp_path}/file/runs")
-    done = run("submit", "tiny-oasst2", "--tiny", "--cluster", file, "--dry-run")
-    assert done.code == 2 and f"{tmp_path}/file" in done.err and "storage.runs" in done.err
-
-
-def test_a_sweep_and_its_points_take_the_same_folders(tmp_path: Path) -> None:
-    file = cluster_file(tmp_path, f"runs: {tmp_path}/runs, caches: {tmp_path}/hf")
-    done = run("sweep", "tiny-oasst2", "train.learning_rate=1e-4,2e-4", "--tiny", "--cluster", file, "--dry-run", "--json")
-    command = done.json["job"]["command"]
-    assert done.json["sweep_dir"].startswith(f"{tmp_path}/runs/tiny-oasst2/sweep-")
-    assert f"HF_HOME={tmp_path}/hf" in command and command[command.index(f"HF_HOME={tmp_path}/hf") - 1] == "--env"
 
 
 def test_commands_of_a_login_node_find_the_runs_of_its_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

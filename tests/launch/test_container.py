@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +14,9 @@ from typing import Any
 import pytest
 
 from clustertune.cluster.load import load_cluster
-from clustertune.cluster.schema import CONTAINER_OPTIONS, Cluster, Container
+from clustertune.cluster.schema import Cluster, Container
 from clustertune.errors import UserError
-from clustertune.launch import container, step
-from clustertune.resolve.resolve import resolve
+from clustertune.launch import srun
 from tests.command import REPO
 from tests.slurm import wait_for
 
@@ -32,7 +30,7 @@ def cluster(**keys: Any) -> Cluster:
 
 def words(machine: Cluster, run: str = "/pool/run", *, gpus: bool = True) -> list[str]:
     environ = {"PATH": "/bin", "HOME": "/h", "LD_LIBRARY_PATH": "/l", **SECRETS}
-    return step.in_step(["/v/bin/python", "-m", "x"], machine, binds=[run], nodes=2, cpus=8, gpus=gpus, environ=environ)
+    return srun.in_step(["/v/bin/python", "-m", "x"], machine, binds=[run], nodes=2, cpus=8, gpus=gpus, environ=environ)
 
 
 def test_no_secret_is_on_the_line_and_no_gpu_without_one() -> None:
@@ -55,24 +53,6 @@ def test_pyxis_on_the_reference_cluster() -> None:
     assert not any(word in str(found) for word in ("apptainer", "inside.sh"))
 
 
-@pytest.mark.parametrize("runtime", sorted(CONTAINER_OPTIONS))
-def test_every_option_that_a_cluster_file_may_give_is_passed(runtime: str) -> None:
-    """And none contradicts what is always given."""
-    for option in CONTAINER_OPTIONS[runtime]:
-        found = words(cluster(runtime=runtime, image="/x.sqsh", options=(option,)))
-        assert found.count(option) == 1 and f"--no-{option[2:]}" not in found
-
-
-def test_other_programs_and_devices_and_none() -> None:
-    """Modules are not loaded in a job that gets no environment of the login shell: the program may lie elsewhere."""
-    found = words(cluster(runtime="singularity", image="/x.sif", program="/usr/lib/s/bin/singularity", options=("--rocm",)))
-    assert found[found.index("exec") - 1] == "/usr/lib/s/bin/singularity" and "--nv" not in found
-    found = words(cluster())
-    assert found[-3:] == ["/v/bin/python", "-m", "x"] and any(
-        one.startswith(f"--export={','.join(step.BASIC)}") for one in found
-    )
-
-
 @pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
 def test_a_path_that_no_runtime_can_bind_is_refused(runtime: str) -> None:
     """Quietly another folder would be bound: ``/a:/b`` is /a under another name."""
@@ -80,25 +60,6 @@ def test_a_path_that_no_runtime_can_bind_is_refused(runtime: str) -> None:
         with pytest.raises(UserError, match="cannot be shown a path with"):
             words(cluster(runtime=runtime, image="/x.sqsh"), path)
     assert words(cluster(), "/pool/a,b")
-
-
-DIGEST = "sha256:" + "a" * 64
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (f"docker://nvcr.io/nvidia/nemo:26.06@{DIGEST}", f"docker://nvcr.io#nvidia/nemo:{DIGEST}"),
-        (f"docker://me/train:cpu@{DIGEST}", f"docker://registry-1.docker.io#me/train:{DIGEST}"),
-        (f"docker://ubuntu@{DIGEST}", f"docker://registry-1.docker.io#library/ubuntu:{DIGEST}"),
-        (f"docker://r.example:5000/a/b@{DIGEST}", f"docker://r.example:5000#a/b:{DIGEST}"),
-        (f"docker://localhost/x@{DIGEST}", f"docker://localhost#x:{DIGEST}"),
-        ("/pool/train.sqsh", "/pool/train.sqsh"),
-    ],
-)
-def test_a_digest_as_every_enroot_reads_it(given: str, expected: str) -> None:
-    """enroot 3 takes ``@sha256:`` for a part of the name and fetches nothing."""
-    assert container.enroot_name(given) == expected
 
 
 # --- on the node -------------------------------------------------------------------------------------------------------
@@ -158,39 +119,12 @@ def test_only_named_variables_come_in(node: Node) -> None:
     assert {"PATH", "HOME"} <= set(found)
 
 
-def test_singularity_is_told_in_its_own_words(node: Node) -> None:
-    """SingularityCE does not read APPTAINERENV_; an Apptainer that is called so reads either."""
-    _, found = node.ask(runtime="singularity")
-    assert found["SINGULARITYENV_SLURM_NODEID"] == found["APPTAINERENV_SLURM_NODEID"] == "1"
-    _, found = node.ask(runtime=str(node.bin / "apptainer"))
-    assert not any(name.startswith("SINGULARITYENV_") for name in found)
-
-
 def test_the_hubs_cache_is_seen_and_the_home_is_not(node: Node) -> None:
     """A download into a container's own home fills 64 MB of memory, and is gone."""
     given, _ = node.ask("--no-home")
     assert [given[i + 1] for i, word in enumerate(given) if word == "--bind"] == [f"{node.home}/.cache/huggingface"]
     given, found = node.ask("--bind", str(node.home), HF_HOME=str(node.home))
     assert given.count(str(node.home)) == 1 and found["APPTAINERENV_HF_HOME"] == str(node.home)
-
-
-def test_words_arrive_as_they_were(node: Node) -> None:
-    """Blanks in paths; and the words of the command are not read as options."""
-    done = node.run("apptainer", "exec", "--pwd", "/a b", str(node.image), "python3", "--bind", "/nowhere at all")
-    given = done.stdout.partition("--environment--")[0].splitlines()
-    assert given[:3] == ["exec", "--pwd", "/a b"] and given[-4:] == [str(node.image), "python3", "--bind", "/nowhere at all"]
-
-
-def test_what_a_node_lacks_is_told_with_its_name(node: Node) -> None:
-    """All of it at once, by the node that lacks it: the runtime names the first, and no node."""
-    done = node.run("apptainer", "exec", "--bind", "/not/there:/x:ro", "--bind", "/nor/there", "/no.sif", "python3")
-    assert done.returncode == 2 and not done.stdout
-    lines, lacking = done.stderr.splitlines(), ["/not/there", "/nor/there", "the image /no.sif"]
-    assert [line.split(" has no ")[1].split(", which")[0] for line in lines] == lacking
-    assert all(line.startswith(f"error: {os.uname().nodename} ") and "->" in line for line in lines)
-    done = node.run("nothere", "exec", str(node.image), "python3")
-    assert done.returncode == 2 and "has no nothere" in done.stderr
-    assert node.run("apptainer", "run", str(node.image)).returncode == 2
 
 
 def test_what_mounts_the_image_outlives_a_signal_to_all(node: Node, tmp_path: Path) -> None:
@@ -210,45 +144,12 @@ def test_what_mounts_the_image_outlives_a_signal_to_all(node: Node, tmp_path: Pa
     assert "SigIgn" in started([str(link)], f"{link.parent}:{node.bin}")
 
 
-def test_no_program_is_promised_that_is_not_there(node: Node, tmp_path: Path) -> None:
-    """Apptainer unpacks the image where it finds no squashfuse."""
-    few = tmp_path / "few"
-    few.mkdir()
-    for name in ("bash", "dirname", "env", "mkdir", "uname"):
-        (few / name).symlink_to(str(shutil.which(name)))
-    _, found = node.ask(PATH=f"{node.bin}:{few}")
-    assert found["PATH"] == f"{node.bin}:{few}"
-    (few / "squashfuse").write_text("#!/bin/sh\n")
-    (few / "squashfuse").chmod(0o755)
-    _, found = node.ask(PATH=f"{node.bin}:{few}")
-    assert found["PATH"] == f"{REPO}/launch/fuse/squashfuse:{node.bin}:{few}"
-
-
-def test_a_stage_before_the_training_runs_on_the_named_node(tmp_path: Path) -> None:
-    """In the image as well, which srun pulls by its digest; the batch script's own variables stay where they are."""
-    machine = cluster(runtime="pyxis", image=f"docker://nvcr.io/nvidia/nemo:26.06@{DIGEST}")
-    found = step.on_first_node(["/v/python", "x"], machine, binds=[tmp_path], host="n1", gpus=True, environ=SECRETS)
-    mounts = [word for word in found if word.startswith("--container-mounts=")]
-    assert {"--nodelist=n1", "--nodes=1", f"--container-image=docker://nvcr.io#nvidia/nemo:{DIGEST}"} <= set(found)
-    assert f"{tmp_path}:{tmp_path}" in mounts[0].partition("=")[2].split(",") and found[-2:] == ["python3", "x"]
-    assert "canary-5e" not in str(found) and not any(name in str(found) for name in SECRETS)
-
-
-def test_a_point_of_a_sweep_sees_what_the_points_share(tmp_path: Path) -> None:
-    """Its tokens lie beside the run folders."""
-    resolved, point = resolve("tiny-oasst2"), tmp_path / "sweep" / "points" / "0001"
-    point.mkdir(parents=True)
-    assert container.paths_of(resolved, point)[0] == point
-    (tmp_path / "sweep" / "sweep.json").write_text("{}")
-    assert container.paths_of(resolved, point)[0] == tmp_path / "sweep"
-
-
 # --- the step of a job -------------------------------------------------------------------------------------------------
 
 
 def command(**changes: object) -> list[str]:
     words = {"nodes": 2, "cpus": 64, "gpus": True, "environ": {"PATH": "/bin", "HOME": "/h", **SECRETS}} | changes
-    return step.srun_command(["python", "x"], **words)  # type: ignore[arg-type]
+    return srun.srun_command(["python", "x"], **words)  # type: ignore[arg-type]
 
 
 def test_only_listed_variables_reach_the_nodes() -> None:
@@ -259,21 +160,6 @@ def test_only_listed_variables_reach_the_nodes() -> None:
     assert words == command(environ=SECRETS), "the line does not depend on what the batch script was started with"
     cached = command(environ={"HF_HOME": "/big/hf", "CUDA_HOME": "/c", "CLUSTERTUNE_MODULE_VARIABLES": "CUDA_HOME HF_TOKEN"})
     assert "--export=" + ",".join([*listed, "HF_HOME"]) in cached, "modules are of step.in_step"
-
-
-def test_srun_gets_the_cores_of_the_job() -> None:
-    """Since Slurm 22.05 it takes them from sbatch no longer."""
-    assert "--cpus-per-task=64" in command()
-    assert not any("cpus-per-task" in word for word in command(cpus=None))
-    assert "--kill-on-bad-exit=1" in command()
-    assert not any("gpu" in word for word in command(gpus=False))
-
-
-def test_which_node_it_is_the_node_finds_out(tmp_path: Path) -> None:
-    """Expanded on the first node, every node would be node 0: nothing of the kind is on the line."""
-    words = step.node_command(tmp_path, 3)
-    assert words[-4:] == ["--run-dir", str(tmp_path), "--attempt", "3"]
-    assert not any("SLURM" in word or "$" in word for word in [*words, *command()])
 
 
 STEP = """
@@ -312,7 +198,7 @@ def test_a_warning_reaches_the_step(tmp_path: Path, number: signal.Signals, asks
 
     threading.Thread(target=warn, daemon=True).start()
     still_mine = lambda: asks != "well" or not mark.exists()  # noqa: E731
-    step.run_step([sys.executable, "-c", STEP, str(mark)], signals, still_mine, ask=ask if asks else None)
+    srun.run_step([sys.executable, "-c", STEP, str(mark)], signals, still_mine, ask=ask if asks else None)
     assert mark.read_text() == heard and signals == [number]
 
 
@@ -320,10 +206,10 @@ def test_a_warning_reaches_the_step(tmp_path: Path, number: signal.Signals, asks
 def test_a_step_is_left(monkeypatch: pytest.MonkeyPatch, failed: bool) -> None:
     """When a later start has taken over; or where srun waits for the tasks of a node that lost its power, came back at once,
     and knows nothing of them."""
-    monkeypatch.setattr(step, "END_SECONDS", 0.5)
+    monkeypatch.setattr(srun, "END_SECONDS", 0.5)
     began = time.monotonic()
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    code = step.run_step(command, [], lambda: failed or time.monotonic() - began < 1, lambda: failed)
+    code = srun.run_step(command, [], lambda: failed or time.monotonic() - began < 1, lambda: failed)
     assert code == -signal.SIGKILL
 
 
@@ -333,7 +219,7 @@ def test_the_step_ends_with_the_program(tmp_path: Path) -> None:
     child = f"import os, time; from pathlib import Path; Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)"
     if (parent := os.fork()) == 0:
         try:
-            step.run_step([sys.executable, "-c", child], [], lambda: True)
+            srun.run_step([sys.executable, "-c", child], [], lambda: True)
         finally:
             os._exit(0)
     wait_for(lambda: pid.exists() and pid.read_text(), "the step")

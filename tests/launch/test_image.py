@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,14 +14,13 @@ import pytest
 from clustertune.cluster.schema import Container
 from clustertune.containers import pins
 from clustertune.errors import UserError
-from clustertune.launch import image, inventory
-from clustertune.submission import Submission
+from clustertune.launch import image
+from clustertune.submission import SubmissionPlan, check, plan_submission, send
 from tests.command import REPO, run
 
 CONTENT = b"an image" * 1000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 PINNED = pins.read()
-SOURCE = REPO / "clustertune" / "launch" / "inventory.py"
 
 
 @pytest.fixture
@@ -57,22 +53,6 @@ def test_another_image_than_its_sum_says_is_refused(sif: Path, text: str, messag
     assert message in problem.message and problem.fix and "sha256sum train.sif" in problem.fix
 
 
-@pytest.mark.parametrize("text", [DIGEST, f"{DIGEST.upper()} *train.sif\n", f"{DIGEST}  ./images/train.sif\r\n"])
-def test_the_forms_of_a_sum(sif: Path, text: str) -> None:
-    """As sha256sum writes it in either mode, from another folder, and the bare digest."""
-    sif.with_name("train.sif.sha256").write_text(text)
-    found, notes = image.look(settings(sif))
-    assert found is not None and found.checked and notes == []
-
-
-def test_no_sum_is_a_warning(sif: Path) -> None:
-    """Images of others have none; the run's record says that nothing was compared."""
-    sif.with_name("train.sif.sha256").unlink()
-    found, notes = image.look(settings(sif))
-    assert found is not None and (found.sha256, found.checked) == (DIGEST, False)
-    assert "is not there" in notes[0] and "sha256sum train.sif > train.sif.sha256" in notes[0]
-
-
 def test_a_changed_image_is_noticed(sif: Path) -> None:
     """Each look reads the file: a copy that keeps size and time (cp -p, rsync -t) is no other's sum."""
     image.look(settings(sif))
@@ -80,18 +60,6 @@ def test_a_changed_image_is_noticed(sif: Path) -> None:
     sif.write_bytes(CONTENT[::-1])
     os.utime(sif, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(UserError, match="its SHA-256 is"):
-        image.look(settings(sif))
-
-
-def test_an_image_that_is_written_to_meanwhile_is_refused(sif: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy on its way has a sum that nothing else will ever have."""
-
-    def read(path: Path, size: int) -> str:
-        path.write_bytes(CONTENT + b"more")
-        return "0" * 64
-
-    monkeypatch.setattr(image, "_read", read)
-    with pytest.raises(UserError, match="changed while"):
         image.look(settings(sif))
 
 
@@ -109,16 +77,6 @@ def test_no_image(sif: Path, tmp_path: Path) -> None:
     assert found is not None and (found.sha256, found.checked, notes) == (digest, True, [])
 
 
-def test_the_labels_of_an_image(sif: Path, tmp_path: Path) -> None:
-    """From the runtime's own inspection; what it says otherwise is not a label."""
-    program = tmp_path / "apptainer"
-    body = {"data": {"attributes": {"labels": {"clustertune.lock": "train", "long": "x" * 999}}}}
-    for text, labels in ((json.dumps(body), {"clustertune.lock": "train", "long": "x" * 200}), ("{}", {}), ("no", {})):
-        program.write_text(f"#!/bin/sh\ncat <<'E'\n{text}\nE\n")
-        program.chmod(0o755)
-        assert image.labels_of(settings(sif, program), sif) == labels
-
-
 def test_a_run_that_goes_on_in_another_image_says_so(sif: Path) -> None:
     """After an update of the image in its place a restarted job would mix two stacks unnoticed."""
     found, _ = image.look(settings(sif))
@@ -133,21 +91,21 @@ def test_submit_tells_of_an_image_before_anything_is_queued(sif: Path, tmp_path:
     text = (REPO / "ops/clusters/rno-rtxpro6000.yaml").read_text().replace("rno-rtxpro6000\n", "mine\n", 1)
     file.write_text(text.replace("image: /pool/images/train.sif", f"image: {sif}"))
 
-    def submission(path: Path) -> Submission:
-        return Submission.make("tiny-oasst2", [], True, str(file), path, None, "report")
+    def submission(path: Path) -> SubmissionPlan:
+        return plan_submission("tiny-oasst2", [], True, str(file), path, None, "report")
 
     good = submission(tmp_path / "run")
-    assert not [p for p in good.find_problems(dry_run=False) if p.key == "container.image"]
-    assert good.image is not None and good.image.sha256 == DIGEST
-    monkeypatch.setattr("clustertune.launch.submit.submit_all", lambda *words: [])
-    good.jobs = []
-    good.send(as_json=False)
+    problems, found, _ = check(good, dry_run=False)
+    assert not [p for p in problems if p.key == "container.image"]
+    assert found is not None and found.sha256 == DIGEST
+    monkeypatch.setattr("clustertune.launch.stage_jobs.submit_all", lambda *words: [])
+    send(replace(good, jobs=[]), found, as_json=False)
     recorded = json.loads((tmp_path / "run" / "run.json").read_text())["container"]
     assert recorded.items() >= {
         "runtime": "apptainer", "image": str(sif), "sha256": DIGEST, "checked": True, "bytes": len(CONTENT), "labels": {},
     }.items()  # fmt: skip
     os.truncate(sif, 100)
-    messages = [problem.message for problem in submission(tmp_path / "a,b").find_problems(dry_run=False)]
+    messages = [problem.message for problem in check(submission(tmp_path / "a,b"), dry_run=False)[0]]
     assert any("its SHA-256 is" in text for text in messages) and any("cannot be shown a path" in text for text in messages)
 
 
@@ -165,43 +123,6 @@ def runtime(tmp_path: Path, name: str, own: Sequence[str]) -> str:
     program.write_text(f"#!/bin/sh\n[ \"$1\" = buildcfg ] && printf '{lines}'\n")
     program.chmod(0o755)
     return str(program)
-
-
-@pytest.mark.parametrize(
-    ("name", "own", "options", "warned"),
-    [
-        ("apptainer", ["starter"], (), False),  # Debian's: squashfuse is the system's, and launch/fuse stands in front of it
-        ("apptainer", ["squashfuse_ll", "starter"], (), True),  # the project's own packages
-        ("apptainer", ["squashfuse", "starter"], (), True),
-        ("apptainer", ["squashfuse", "starter"], ("--unsquash",), False),
-        ("apptainer", ["squashfuse_ll", "starter", "starter-suid"], (), False),  # the kernel mounts
-        ("apptainer", ["squashfuse_ll", "starter", "starter-suid"], ("--userns",), True),
-        ("singularity-ce", ["squashfuse_ll"], (), True),
-    ],
-)
-def test_a_squashfuse_of_its_own_cannot_be_shielded(
-    name: str, own: list[str], options: tuple[str, ...], warned: bool, sif: Path, tmp_path: Path
-) -> None:
-    """It is found before the PATH, and a preemption ends it: reported before the job is queued.
-
-    Singularity has no option for it, which the cluster file would refuse.
-    """
-    kind, program = name.partition("-")[0], runtime(tmp_path, name, own)
-    _, found = image.look(Container(runtime=kind, image=str(sif), options=options, program=program))  # type: ignore[arg-type]
-    assert bool(found) is warned
-    for text in found:
-        assert f"{tmp_path}/libexec/{kind}/bin/squashfuse" in text and "send_user_signal" in text
-        assert ("[--unsquash]" in text) is (kind == "apptainer")
-
-
-@pytest.mark.parametrize("kind", ["apptainer", "pyxis", "none"])
-def test_where_nothing_is_known_nothing_is_told(kind: str, sif: Path, tmp_path: Path) -> None:
-    """A runtime that says nothing of itself (one that is not here: the first test), and pyxis, which mounts in the kernel."""
-    silent = tmp_path / "silent"
-    silent.write_text("#!/bin/sh\nexit 1\n")
-    silent.chmod(0o755)
-    program = {"program": str(silent), "image": str(sif)} if kind == "apptainer" else {}
-    assert image.unshielded(Container(runtime=kind, **({"image": "/x.sqsh"} if kind == "pyxis" else program))) == []  # type: ignore[arg-type]
 
 
 # --- what it has installed ------------------------------------------------------------------------------------------------
@@ -241,99 +162,6 @@ def test_each_difference_is_a_line(changes: dict[str, str | None], problems: lis
     found = judge(seen(**changes))
     for texts, starts in zip(found, (problems, warnings), strict=True):
         assert len(texts) == len(starts) and all(map(str.startswith, texts, starts)), texts
-
-
-def test_kernels_that_a_recipe_asks_for_are_looked_for() -> None:
-    """Before hours of preparation; and one of two packages is enough for FlashAttention."""
-    train = {"use_liger_kernel": True, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
-    problems = image.lacking(seen(), train, "train.sif", gpus=True)
-    assert [problem.key for problem in problems] == ["train.model_init_kwargs.attn_implementation", "train.use_liger_kernel"]
-    assert not image.lacking(seen(kernels="0.9", liger_kernel="0.9"), train, "train.sif", gpus=True)
-    assert not image.lacking(seen(), train, "train.sif", gpus=False)
-
-
-def test_a_python_that_is_too_old() -> None:
-    """It would end in a syntax error of some file."""
-    problems, _ = judge(image.Stack("3.10.12", seen().packages))
-    assert problems == ["Python 3.10.12, and clustertune needs 3.11 or later"]
-
-
-def test_every_package_that_may_be_missing_is_pinned() -> None:
-    """A name that was moved would be an error from then on."""
-    assert set(image.FOR_SOME) <= set(PINNED[pins.PY])
-
-
-@pytest.mark.parametrize(
-    ("text", "python"),
-    [
-        ('welcome\nclustertune-inventory {"python": "3.12.1", "packages": {"a": "1"}}\nbye\n', "3.12.1"),
-        ("clustertune-inventory {", None),
-        ('clustertune-inventory {"python": "3"}', None),
-        ("clustertune-inventory []", None),
-        ("", None),
-    ],
-)
-def test_the_answer_among_what_an_image_prints(text: str, python: str | None) -> None:
-    """Entrypoints and shells print of their own."""
-    found = image.parse(text)
-    assert (found.python if found else None) == python
-
-
-def test_an_image_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not started, no Python, silent: with the words that it had."""
-    with pytest.raises(UserError, match="does not start: /not/there"):
-        image.ask(["/not/there"], "x.sif")
-    with pytest.raises(UserError, match=r"no Python 3.8 or later answers .*exit code 3.*no python3 here"):
-        image.ask(["sh", "-c", "echo no python3 here >&2; exit 3"], "x.sif")
-    monkeypatch.setattr(image, "INVENTORY_SECONDS", 0.2)
-    with pytest.raises(UserError, match="did not answer within"):
-        image.ask(["sleep", "20"], "x.sif")
-
-
-def test_the_inventory_of_this_environment() -> None:
-    """As the job asks for it."""
-    found = image.ask([sys.executable, "-m", image.MODULE], "here")
-    assert found.python.startswith(f"{sys.version_info[0]}.{sys.version_info[1]}.") and "pydantic" in found.packages
-    assert set(image.record(found, PINNED)) == {"python", "packages"}
-
-
-def test_a_broken_package_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted installations leave folders without metadata; newer Pythons raise for them."""
-    (tmp_path / "broken-1.0.dist-info").mkdir()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert "broken" not in inventory.inventory()["packages"]
-
-    class Raises:
-        @property
-        def metadata(self) -> dict[str, str]:
-            return {}
-
-    class Whole:
-        metadata = {"Name": "A_b.c"}  # noqa: RUF012 - as importlib's
-        version = "1"
-
-    monkeypatch.setattr(inventory.metadata, "distributions", lambda: [Raises(), Whole()])
-    assert inventory.inventory()["packages"] == {"a-b-c": "1"}
-
-
-def test_the_inventory_needs_nothing() -> None:
-    """Python 3.8 and its standard library: it is to answer in an image that lacks everything."""
-    tree = ast.parse(SOURCE.read_text(), feature_version=(3, 8))
-    names = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
-    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
-
-
-def test_old_pythons_answer() -> None:
-    """For real, where one is here."""
-    roots = sorted(Path.home().glob(".pyenv/versions/3.[89].*/bin/python3"))
-    pythons = [str(path) for path in roots] or [found for name in ("python3.8", "python3.9") if (found := shutil.which(name))]
-    if not pythons:
-        pytest.skip("no Python 3.8 or 3.9 here")
-    for python in pythons:
-        done = subprocess.run([python, "-m", image.MODULE], cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout.partition(inventory.MARK)[2])["packages"]
 
 
 @pytest.mark.parametrize("command", [["run", "--to", "train"], ["submit", "--tiny", "--dry-run"]])

@@ -32,6 +32,7 @@ def quiet(slurm_session: TemporaryCluster, tmp_path_factory: pytest.TempPathFact
     yield job
 
 
+@pytest.mark.jobs
 def test_a_job_trains_over_two_nodes(quiet: Job) -> None:
     """One rank a GPU, on both nodes, meeting on the first at a port that nobody else is given."""
     body = json.loads((quiet.run / "run.json").read_bytes())
@@ -44,6 +45,7 @@ def test_a_job_trains_over_two_nodes(quiet: Job) -> None:
     assert "OMP_NUM_THREADS=" in quiet.text and "  # " in quiet.text, "the plan gives a reason for each variable"
 
 
+@pytest.mark.jobs
 def test_a_job_leaves_no_foreign_variable_anywhere(quiet: Job) -> None:
     """Login shells hold tokens; a job's environment is shown, logged and spooled."""
     shown = quiet.cluster.run(["scontrol", "-dd", "show", "job", str(quiet.id)]).stdout

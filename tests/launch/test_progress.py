@@ -10,8 +10,8 @@ import pytest
 
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import progress
+from clustertune.launch.attempt import AttemptPlan, Node, newest_attempt
 from clustertune.launch.judge import Outcome
-from clustertune.launch.plan import AttemptPlan, Node, newest_attempt
 from clustertune.rundir import RunDir
 
 KILLED = Problem("rank 3 on gpu-b failed first: killed (SIGKILL: out of memory, kill -9, or a node fault)")
@@ -77,14 +77,6 @@ def test_ten_losses_within_minutes_are_the_cluster_s_bad_hour(tmp_path: Path) ->
         progress.check(tmp_path, "7", 0)
 
 
-def test_folders_without_a_plan_are_no_attempts(tmp_path: Path) -> None:
-    """A restarted job makes one to fence off its former self."""
-    (tmp_path / "attempts" / "0001").mkdir(parents=True)
-    (tmp_path / "attempts" / "notes").mkdir()
-    assert progress.read_attempts(tmp_path) == []
-    progress.check(tmp_path / "absent", "7", 0)
-
-
 @pytest.mark.parametrize("what", ["attempts/0003/plan.json", "stages/prepare.json", "merged/model-00002.safetensors"])
 def test_a_job_goes_round_only_while_it_gets_on(tmp_path: Path, what: str) -> None:
     """Warned as soon as it starts, each time, it begins no attempt that could be counted; twenty preemptions are no fault of a
@@ -145,10 +137,3 @@ def test_a_late_start_does_not_take_over_from_its_successor(tmp_path: Path, monk
         with pytest.raises(UserError, match="a later start of job 7"), progress.taken_over(run, "7", 0, nobody):
             pass
         assert newest_attempt(tmp_path) == before and progress.still_mine(tmp_path, "7", 1)
-
-
-def test_an_unreadable_owner_is_no_successor(tmp_path: Path) -> None:
-    """A stale handle or a time-out of NFS, once in a training of days."""
-    with progress.taken_over(RunDir(tmp_path), "7", 0, nobody):
-        (tmp_path / progress.OWNER).unlink()
-        assert progress.still_mine(tmp_path, "7", 0)

@@ -12,7 +12,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +19,7 @@ import pytest
 from clustertune import rank, storage
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.agent import launcher_pid_file
-from clustertune.launch.judge import judge
-from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.process import STOP_SIGNALS
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
@@ -106,18 +104,6 @@ def test_training_does_not_stop_for_its_audience() -> None:
     assert os.read(read, 100) == b"step 2\n"
 
 
-def test_a_record_fits_where_nothing_more_does(tmp_path: Path) -> None:
-    """Blanks are not a record for the judge; filling them takes no further block."""
-    path = tmp_path / "rank-0.json"
-    rank._reserve(path)
-    assert judge(tmp_path, ONE_RANK).code is ExitCode.FAILED
-    before = (path.stat().st_size, path.stat().st_ino)
-    rank._fill(path, {"rank": 0, "code": 73, "time": 1.0, "problems": [{"message": "no space"}]})
-    assert (path.stat().st_size, path.stat().st_ino) == before
-    outcome = judge(tmp_path, ONE_RANK)
-    assert outcome.code is ExitCode.STORAGE and outcome.problems[0].message == "no space"
-
-
 def in_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Any) -> tuple[Any, list[int]]:
     """Run ``rank.main`` with another training in its place; returns the rank's record and how it left."""
     left: list[int] = []
@@ -180,25 +166,6 @@ def test_the_plan_s_variables_go_first_and_are_told_where_they_change_one(monkey
     assert rank._follow_plan(None) == [] and rank._follow_plan(ONE_RANK) == []
 
 
-def test_the_node_of_a_rank_is_its_plan_s(tmp_path: Path) -> None:
-    """Each node's agent leaves its own pid file: another node's process of the same number is not a parent."""
-    assert rank._node_of(5, tmp_path) == 0
-    AttemptPlan(attempt=1, nodes=(Node("a", "a"), Node("b", "b")), ranks_per_node=4).write(tmp_path)
-    assert [rank._node_of(number, tmp_path) for number in (0, 3, 4, 7)] == [0, 0, 1, 1]
-    assert launcher_pid_file(tmp_path, 1).name == "node-1.pid"
-
-
-def test_w_and_b_has_one_run_for_all_attempts_and_another_for_another_folder(tmp_path: Path) -> None:
-    resolved: Any = SimpleNamespace(name="a/b#c " * 20, fingerprint=lambda: "f" * 64)
-    ids = []
-    for name, created in (("one", 1.0), ("two", 2.0)):
-        folder = RunDir(tmp_path / name)
-        folder.path.mkdir()
-        folder.run_json.write_text(json.dumps({"created": created}))
-        ids += [rank._tracker_id(folder, resolved)] * 2
-    assert ids[0] == ids[1] != ids[2] and all(len(i) <= 64 and not set(i) & set("/\\#?%: ") for i in ids)
-
-
 @pytest.mark.parametrize(
     ("recipe", "ranks", "visible", "seen"),
     [
@@ -216,7 +183,7 @@ def test_a_training_of_one_rank_sees_one_gpu(
     """Of eight TRL would take all: the layers spread over them, or each batch torn apart by DataParallel."""
     monkeypatch.setattr(os, "environ", {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
 
-    def before_torch(*_: Any) -> bool:
+    def before_torch(*_: Any, **__: Any) -> None:
         raise InterruptedError
 
     monkeypatch.setattr(accelerate_env, "apply", before_torch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -15,11 +14,10 @@ from typing import Any
 import pytest
 
 from clustertune import raytrain
-from clustertune.cli import launchers
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode
 from clustertune.launch.agent import process_state
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.judge import Outcome
-from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.rundir import RunDir
 from tests.command import REPO, SHORT, Done, rank_pid
 from tests.slurm import wait_for
@@ -92,7 +90,7 @@ def test_a_rank_dies_with_its_worker(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[2])\n"
         "from pathlib import Path\n"
-        "from clustertune.launch.plan import AttemptPlan\n"
+        "from clustertune.launch.attempt import AttemptPlan\n"
         "from clustertune.rundir import RunDir\n"
         "from tests.launch import test_ray as t\n"
         "run = RunDir(Path(sys.argv[1])); t.Worker(run, AttemptPlan.read(run.attempt(1)), Path('none')).join()\n"
@@ -119,40 +117,6 @@ def test_every_restart_is_a_new_attempt_until_nothing_moves(tmp_path: Path) -> N
     AttemptPlan(4, (Node("n", "a"),), 1, launcher="ray", job="j").write(run.attempt(4))
     (tmp_path / "stop").touch()  # asked to, while Ray was about to start the workers again
     assert raytrain._begin(run, config) is None
-
-
-def test_the_driver_shows_what_rank_0_says_and_why_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunDir(tmp_path)
-    plan(run)
-    shown = raytrain.Shown(tmp_path)
-    (run.attempt(1) / raytrain.PROGRESS).write_text("step 1\nstep")
-    shown.follow()
-    (run.attempt(1) / raytrain.PROGRESS).write_text("step 1\nstep 2\n")
-    Outcome(ExitCode.AGAIN, [Problem("rank 1 was killed")]).write(run.attempt(1))
-    plan(run)
-    (run.attempt(2) / raytrain.PROGRESS).write_text("step 3\n")
-    shown.follow()
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == ["step 1", "step 2", "attempt 1: rank 1 was killed", "attempt 2 ...", "step 3"]
-
-
-def test_a_worker_holds_no_process_group_and_no_gpu_context() -> None:
-    """TorchConfig's own would take half a GB of every GPU, and hide the GPUs of the other ranks from NCCL."""
-    config = raytrain.RanksOnly()
-    backend = config.backend_cls()
-    assert backend.share_cuda_visible_devices
-    assert type(backend).on_start is raytrain.Backend.on_start
-    with config.train_func_context():
-        pass
-
-
-def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find(name, *a))
-    with pytest.raises(UserError, match="Ray is not installed") as caught:
-        launchers.ray_train("tiny-oasst2", run_dir=tmp_path / "run")
-    assert caught.value.code is ExitCode.CONFIG and caught.value.problems[0].fix
-    assert not (tmp_path / "run").exists()
 
 
 def driver(run: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -12,9 +12,7 @@ from clustertune.launch.serving import (
     GPU_SHARE,
     SEQUENCE_TOKENS,
     ModelSize,
-    Serving,
     evaluation,
-    seconds,
     serving,
 )
 from clustertune.launch.shape import stage_shapes, warnings
@@ -52,27 +50,6 @@ def test_shapes(size: str, gpu: float | None, gpus: int, nodes: int, servers: in
         room = (GPU_SHARE * gpu - GPU_OVERHEAD) * tensor * pipeline - SIZES[size].weights
         assert FEWEST <= found.max_num_seqs <= room / (SIZES[size].cache * SEQUENCE_TOKENS)
     assert found.concurrent == servers * found.max_num_seqs
-
-
-def test_what_changes_the_servers() -> None:
-    """A model that fits nowhere; tensor parallel ranks divide the heads; few prompts start few servers."""
-    assert serving(SIZES["405B"], PRO_6000, 8, 1) is None
-    odd = ModelSize.of({**LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 20}, 150e9)
-    few, divided = serving(SIZES["8B"], H100, 8, 1, documents=40), serving(odd, H100, 8, 1)
-    assert few is not None and (few.servers, few.gpus_per_node) == (2, 2)
-    assert divided is not None and divided.tensor_parallel == 4
-
-
-def test_the_cache_of_a_token() -> None:
-    """516 kB of Llama 3.1 405B: 2 x 126 layers x 8 heads x 128 x 2 bytes."""
-    assert SIZES["405B"].cache == 516_096
-
-
-def test_time_grows_with_what_is_read() -> None:
-    one, many = Serving(1, 8, 1, 4096, 256), Serving(1, 8, 1, 4096, 64)
-    assert seconds(many, SIZES["405B"], 4.8e12, 541, 1280) > seconds(one, SIZES["405B"], 4.8e12, 541, 1280)
-    assert seconds(one, SIZES["405B"], 4.8e12, 541, 1280) > seconds(one, SIZES["70B"], 4.8e12, 541, 1280)
-    assert str(one) == "1 server, tensor parallel 8"
 
 
 def on(cluster: str, gpu: str | None = None, **container: object) -> Cluster:
@@ -131,11 +108,3 @@ def test_the_time_limit_follows_the_estimate(recipe: str, backend: str) -> None:
     assert short == long
     assert short[0] == 2 * alone[0]
     assert 2 * alone[0] / 60 <= alone[1] < short[1]
-
-
-def test_other_tasks_are_said_to_be_estimated_as_ifeval() -> None:
-    found = [
-        evaluation(resolve("llama8b-lima", [f"eval.tasks={tasks}"]), load_cluster("rno-rtxpro6000"))
-        for tasks in ("[ifeval]", "[ifeval, mmlu]")
-    ]
-    assert "IFEval" not in str(found[0]) and "the time of IFEval for mmlu" in str(found[1])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 
 from clustertune.errors import UserError
@@ -12,7 +9,6 @@ from clustertune.launch import shape
 from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.predict import make_plan
 from clustertune.resolve.resolve import resolve
-from clustertune.resolve.resolved import Resolved
 from tests.launch.machines import RECIPES, machine
 
 
@@ -32,30 +28,6 @@ def test_a_tiny_run_takes_what_the_cluster_has() -> None:
     assert shape.train_shape(resolve("tiny-oasst2", tiny=True), machine(memory_gb=6)).memory_gb is None
 
 
-def test_without_gpus_none_are_asked_for() -> None:
-    """A CPU partition knows no GRES: asking for one is refused."""
-    shapes = shape.stage_shapes(resolve("tiny-oasst2"), machine(2, 0, threads=64))
-    assert not any(found.gpus_per_node for found in shapes.values())
-    assert not any("gpu" in option for found in shapes.values() for option in found.options() if "partition" not in option)
-    assert shapes["train"].ranks_per_node == 2
-
-
-def test_what_the_cluster_lacks() -> None:
-    """All of it at once, with the setting that would do."""
-    recipe = resolve("llama405b-oasst2", ["slurm.nodes=4", "slurm.gpus_per_node=16", "train.global_batch_size=64"])
-    bounded = machine(slurm={"partition": "gpu", "gres": None, "max_time": "12:00:00"})
-    keys = [problem.key for problem in shape.find_problems(recipe, bounded)]
-    assert keys == ["slurm.nodes", "slurm.gpus_per_node", "slurm.time"]
-    assert shape.find_problems(resolve("llama405b-oasst2"), machine()) == []
-
-
-def test_no_stage_asks_for_more_time_than_there_is() -> None:
-    """A short partition would refuse the helper stages, whose time nobody chose."""
-    short = machine(slurm={"partition": "debug", "max_time": "00:20:00"})
-    shapes = shape.stage_shapes(resolve("tiny-oasst2"), short)
-    assert {found.minutes for stage, found in shapes.items() if stage != "train"} == {20}
-
-
 def test_the_merged_model_must_fit_for_its_evaluation() -> None:
     """One node scores it by transformers: more than its GPUs is said, not refused, layers can wait in host memory."""
     assert shape.stage_shapes(resolve("tiny-oasst2"), machine())["eval"].gpus_per_node == 1
@@ -65,18 +37,7 @@ def test_the_merged_model_must_fit_for_its_evaluation() -> None:
     assert "compute.gpu" in shape.warnings(resolve("llama405b-oasst2"), unknown)[0]
 
 
-@pytest.mark.parametrize("word", ["gpu --wrap=id", "a\nb", "", "-x", "a,b;c"])
-def test_no_value_becomes_an_option(word: str) -> None:
-    """The cluster file's schema refuses such names first; this is the last line."""
-    with pytest.raises(AssertionError):
-        shape.check_word(word)
-
-
 # --- what must fit -----------------------------------------------------------------------------------------------------
-
-
-def with_distribution(resolved: Resolved, **accelerate: Any) -> Resolved:
-    return replace(resolved, accelerate=accelerate)
 
 
 def test_405b_needs_two_nodes_of_96_gb() -> None:
@@ -102,29 +63,3 @@ def test_submit_and_plan_agree(recipe: str, nodes: int) -> None:
     refused = {problem.key == shape.GPU_MEMORY for problem in shape.fit_problems(found, cluster)}
     assert (True in refused) == (plan.needed > plan.machine.usable_bytes)
     assert (False in refused) == (plan.host_bytes > plan.machine.host_bytes)
-
-
-def test_a_tiny_run_always_fits() -> None:
-    """Also where the recipe at full size would not, and where the node is small."""
-    tiny = resolve("llama405b-oasst2", ["slurm.nodes=1", "slurm.gpus_per_node=1"], tiny=True)
-    assert shape.fit_problems(tiny, machine(1, 1, memory_gb=1)) == []
-
-
-def test_host_memory_that_lacks_is_told_with_the_way_to_load() -> None:
-    """By the key that has every rank of a node load the whole model."""
-    recipe = resolve("llama405b-oasst2")
-    assert shape.fit_problems(recipe, machine(memory_gb=700)) == []
-    fsdp = {**recipe.accelerate["fsdp_config"], "fsdp_cpu_ram_efficient_loading": False}  # type: ignore[index]
-    every = with_distribution(recipe, distributed_type="FSDP", fsdp_config=fsdp)
-    two = with_distribution(recipe, distributed_type="DEEPSPEED", deepspeed_config={"zero_stage": 2})
-    for found, key, fix in ((every, "fsdp_config", "each rank reads its rows"), (two, "stage 2", "stage 3")):
-        (problem,) = shape.fit_problems(found, machine())[-1:]
-        assert "loading 6,048" in problem.message and key in str(problem.key) and fix in str(problem.fix)
-
-
-def test_unknown_architectures_are_let_through() -> None:
-    """A count that is not exact refuses what would run."""
-    recipe = resolve("llama405b-oasst2")
-    other = replace(recipe, architecture={**recipe.architecture, "model_type": "mamba"})
-    assert shape.held(other, machine()) is None and shape.host_bytes(other, machine()) == 0
-    assert shape.fit_problems(other, machine()) == []

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +14,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from clustertune.errors import UserError
-from clustertune.launch import skypilot
 from clustertune.launch.skypilot import SkyOptions, render
 from clustertune.resolve.resolve import resolve
-from tests.command import REPO, run
+from tests.command import REPO
 from tests.launch.machines import OURS
 
 
@@ -126,30 +124,3 @@ def test_what_cannot_stand_in_a_task_is_refused_at_once(tmp_path: Path) -> None:
     data.touch()
     with pytest.raises(UserError, match=r"data\.input: .* is outside"):
         render(resolve("tiny-oasst2", [f"data.input={data}"]))
-
-
-def test_a_shared_folder_takes_the_volume_s_place() -> None:
-    found = task("llama405b-oasst2", options=SkyOptions(gpu="A100-80GB", runs="/fsx/runs/", spot=True))
-    assert "volumes" not in found and found["resources"]["use_spot"] is True
-    assert found["resources"]["accelerators"] == {"A100-80GB": 8}
-    assert "--run-dir /fsx/runs/llama405b-oasst2/" in found["run"]
-    other = task("llama405b-oasst2", "lora.r=8", options=SkyOptions(volume="pvc-1"))
-    assert other["volumes"] == {"/clustertune-runs": "pvc-1"}
-    folders = [text["run"].partition("--run-dir ")[2].split()[0].rsplit("/", 1)[1] for text in (found, other)]
-    assert folders[0] != folders[1], "a recovered job must find its checkpoints, and another setting's must not"
-
-
-def test_a_name_is_one_that_clouds_take() -> None:
-    for name, expected in (("Llama_3.1-405B", "ct-llama-3-1-405b"), ("x" * 64, f"ct-{'x' * 37}")):
-        assert skypilot.task_name(SimpleNamespace(name=name)) == expected  # type: ignore[arg-type]
-
-
-def test_the_command_prints_it_or_writes_it(tmp_path: Path) -> None:
-    """Nothing else on stdout: it is piped into a file."""
-    done = run("sky", "tiny-oasst2", "lora.r=8")
-    assert done.code == 0 and done.err == "" and Task.model_validate(yaml.safe_load(done.out))
-    out = tmp_path / "task.yaml"
-    written = run("sky", "tiny-oasst2", "lora.r=8", "--out", out)
-    assert written.code == 0 and written.out == "" and out.read_text() == done.out
-    refused = run("sky", "tiny-oasst2", "--gpu", "no such")
-    assert refused.code == 2 and "sky show-gpus" in refused.err

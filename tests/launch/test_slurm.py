@@ -6,10 +6,8 @@ import sys
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import UserError
 from clustertune.launch import slurm
 from clustertune.recipe.schema import parse_minutes
 
@@ -65,44 +63,6 @@ def test_one_task_among_those_of_its_array() -> None:
     assert (slurm.show_job("1_1", answers(other)) or {})["JobState"] == "RUNNING"
 
 
-def test_a_forgotten_job_is_no_error() -> None:
-    """MinJobAge takes ended jobs away; that says nothing about how they ended."""
-    unknown = UserError(Problem("scontrol: slurm_load_jobs error: Invalid job id specified"))
-    assert slurm.show_job("9", refuses(unknown)) is None
-    down = slurm.Unreachable(Problem("scontrol: Unable to contact slurm controller"), ExitCode.AGAIN)
-    with pytest.raises(slurm.Unreachable):
-        slurm.show_job("9", refuses(down))
-    assert not slurm.is_running("9", refuses(down))
-    assert not slurm.is_running("1", answers(SHOWN))
-    assert slurm.is_running("1", answers(SHOWN.replace("JobState=PENDING", "JobState=RUNNING")))
-
-
-@pytest.mark.parametrize(
-    ("words", "kind", "says", "code"),
-    [
-        (["no-such-command-of-slurm"], slurm.Unreachable, "is not on PATH", ExitCode.CONFIG),
-        ([sys.executable, "-c", "import time; time.sleep(60)"], slurm.Unreachable, "gave no answer", ExitCode.AGAIN),
-        (script("x: error: Unable to contact slurm controller"), slurm.Unreachable, "slurmctld", ExitCode.AGAIN),
-        (script("sbatch: error: Invalid partition name"), UserError, "sinfo lists the partitions", ExitCode.CONFIG),
-    ],
-)  # fmt: skip
-def test_failures_are_words(words: list[str], kind: type[UserError], says: str, code: ExitCode) -> None:
-    """An absent command, a silent controller, one that is down and a refusal call for different things to do."""
-    with pytest.raises(UserError, match=says) as caught:
-        slurm.call(words, timeout=0.5 if "-c" in words and "sleep" in words[-1] else 60)
-    assert type(caught.value) is kind and caught.value.code is code
-    assert slurm.call(["echo", "7"]) == "7\n"
-
-
-def test_the_environment_of_sbatch() -> None:
-    """Inside a job, SBATCH_* and SLURM_* of that job would replace what the script says; an account must still count."""
-    given_env = {
-        "PATH": "/bin", "SBATCH_EXPORT": "ALL", "SBATCH_PARTITION": "x", "SBATCH_ACCOUNT": "me", "SLURM_JOB_ID": "1",
-        "SLURM_CONF": "/c", "SLURMD_NODENAME": "n", "SLURMFOO": "1",
-    }  # fmt: skip
-    assert slurm.submission_environment(given_env).keys() == {"PATH", "SBATCH_ACCOUNT", "SLURM_CONF", "SLURMFOO"}
-
-
 @pytest.mark.parametrize(
     ("expression", "names"),
     [
@@ -126,13 +86,6 @@ def test_node_lists(expression: str, names: list[str] | None) -> None:
     assert slurm.hostnames(expression, answers("x\ny\n")) == ["x", "y"]
 
 
-@given(st.lists(st.integers(0, 2000), min_size=1, max_size=20, unique=True), st.integers(1, 4))
-def test_node_lists_of_single_numbers(numbers: list[int], width: int) -> None:
-    """Every number comes back, in order, with its zeros."""
-    shown = [f"{number:0{width}d}" for number in numbers]
-    assert slurm.expand_hosts(f"n[{','.join(shown)}]") == [f"n{number}" for number in shown]
-
-
 @pytest.mark.parametrize(
     ("text", "minutes"),
     [
@@ -143,9 +96,3 @@ def test_node_lists_of_single_numbers(numbers: list[int], width: int) -> None:
 def test_times(text: str, minutes: float | None) -> None:
     """``5:30`` is minutes and seconds, ``5:30:00`` hours: mixed up, a job of two days asks for 48 minutes."""
     assert parse_minutes(text) == minutes
-
-
-@given(st.integers(1, 100_000))
-def test_times_come_back(minutes: int) -> None:
-    """What is written into the header means what was computed."""
-    assert parse_minutes(slurm.format_minutes(minutes)) == minutes

@@ -12,13 +12,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from clustertune.cli import submit as command
+from clustertune.cli import submit_command as command
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import cluster_paths, shape, slurm, submit
-from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.launch import shape, slurm, stage_jobs
+from clustertune.report import state
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import STAGES, RunDir
-from clustertune.submission import Submission
 from clustertune.testbed.cluster import TemporaryCluster as Temporary
 from tests.launch.machines import OURS, machine
 from tests.slurm import slurm as slurm_cluster
@@ -29,9 +28,9 @@ SMALL = shape.JobShape(1, 0, 1, 1, 1, 5, "gpu")
 STAND_IN = '#!/bin/bash\n#SBATCH --nodes=2\nprintf "%s\\n" "$@"\n[[ $* != *fail* ]]\n'
 
 
-def jobs_for(run: Path, stages: Sequence[str] = STAGES, words: Sequence[str] = ("/r/x",)) -> list[submit.StageJob]:
+def jobs_for(run: Path, stages: Sequence[str] = STAGES, words: Sequence[str] = ("/r/x",)) -> list[stage_jobs.StageJob]:
     shapes = dict.fromkeys(STAGES, SMALL)
-    return submit.make_jobs("x", stages, shapes, run, arguments=words, flags=["--tiny"], signal_seconds=90)
+    return stage_jobs.make_jobs("x", stages, shapes, run, arguments=words, flags=["--tiny"], signal_seconds=90)
 
 
 def job_record(job: str, name: str, state: str, command: str, nodes: str = "") -> str:
@@ -81,8 +80,8 @@ class Recorder:
 def test_no_name_and_no_further_option_becomes_another(name: str, extra: list[str]) -> None:
     """A header line is split at blanks: a name with one, or what a sweep adds, would bring an option of its own."""
     with pytest.raises(UserError):
-        submit.render(name, SMALL, 60, extra=extra)
-    assert "#SBATCH --array=0-3%2\n" in submit.render("x", SMALL, 60, extra=["--array=0-3%2"])
+        stage_jobs.render(name, SMALL, 60, extra=extra)
+    assert "#SBATCH --array=0-3%2\n" in stage_jobs.render("x", SMALL, 60, extra=["--array=0-3%2"])
 
 
 def test_the_command_line(tmp_path: Path) -> None:
@@ -120,7 +119,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 def test_what_is_left(finished: tuple[str, ...], first: str | None, last: str, todo: tuple[str, ...] | None) -> None:
     """What is finished is not computed again, what rests on something newer is; None: stages that cannot be are refused."""
     with contextlib.nullcontext() if todo is not None else pytest.raises(UserError):
-        assert tuple(submit.left_to_do(finished, first, last)) == todo
+        assert tuple(stage_jobs.left_to_do(finished, first, last)) == todo
 
 
 # --- submission --------------------------------------------------------------------------------------------------------
@@ -129,11 +128,11 @@ def test_what_is_left(finished: tuple[str, ...], first: str | None, last: str, t
 def test_jobs_depend_on_each_other_and_are_written_down(tmp_path: Path) -> None:
     """Each after the success of the one before; ids, scripts and times are kept for status."""
     recorder = Recorder()
-    entries = submit.submit_all(tmp_path, jobs_for(tmp_path), recorder.send, recorder.run)
+    entries = stage_jobs.submit_all(tmp_path, jobs_for(tmp_path), recorder.send, recorder.run)
     assert [entry["id"] for entry in entries] == ["101", "102", "103", "104", "105", "106"]
     depends = [next((w for w in words if w.startswith("--dependency")), None) for words in recorder.sent]
     assert depends == [None, *(f"--dependency=afterok:{n}" for n in range(101, 106))]
-    assert submit.read_jobs(tmp_path)["jobs"] == entries
+    assert stage_jobs.read_jobs(tmp_path)["jobs"] == entries
     assert (tmp_path / "logs").is_dir()
     assert [Path(entry["script"]).name for entry in entries] == [f"{stage}.sbatch" for stage in STAGES]
 
@@ -152,15 +151,15 @@ def test_a_submission_that_breaks_off_is_taken_back(
     """Half a chain would run, and its other half be missing."""
     recorder, ids = Recorder(at, error, cancel_fails), [str(101 + number) for number in range(at)]
     with pytest.raises(type(error), match=says):
-        submit.submit_all(tmp_path, jobs_for(tmp_path), recorder.send, recorder.run)
+        stage_jobs.submit_all(tmp_path, jobs_for(tmp_path), recorder.send, recorder.run)
     assert recorder.cancelled == ([] if cancel_fails else ids)
-    assert [entry["id"] for entry in submit.read_jobs(tmp_path)["jobs"]] == (ids if cancel_fails else [])
+    assert [entry["id"] for entry in stage_jobs.read_jobs(tmp_path)["jobs"]] == (ids if cancel_fails else [])
 
 
 def test_live_jobs_are_found_and_strangers_are_not(tmp_path: Path) -> None:
     """A new controller counts from 1 again: somebody else's job of the same number is none of ours."""
     recorder = Recorder()
-    submit.submit_all(tmp_path, jobs_for(tmp_path, ["prepare", "train"]), recorder.send, recorder.run)
+    stage_jobs.submit_all(tmp_path, jobs_for(tmp_path, ["prepare", "train"]), recorder.send, recorder.run)
 
     def shown(state: str, folder: Path) -> slurm.Run:
         def run(words: Sequence[str]) -> str:
@@ -169,39 +168,13 @@ def test_live_jobs_are_found_and_strangers_are_not(tmp_path: Path) -> None:
 
         return run
 
-    assert submit.live_jobs(tmp_path, shown("RUNNING", tmp_path)) == ["101", "102"]
-    assert submit.live_jobs(tmp_path, shown("REQUEUED", tmp_path)) == ["101", "102"]
-    assert submit.live_jobs(tmp_path, shown("TIMEOUT", tmp_path)) == []
-    assert submit.live_jobs(tmp_path, shown("RUNNING", tmp_path / "other")) == []
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"jobs": [1]}', '{"jobs": {}}x'])
-def test_a_damaged_list_of_jobs(tmp_path: Path, text: str) -> None:
-    """Not known is not the same as none: two chains would run in one folder."""
-    (tmp_path / "jobs").mkdir()
-    (tmp_path / "jobs" / "jobs.json").write_text(text)
-    with pytest.raises(UserError, match="submit again"):
-        submit.read_jobs(tmp_path)
+    assert stage_jobs.live_jobs(tmp_path, shown("RUNNING", tmp_path)) == ["101", "102"]
+    assert stage_jobs.live_jobs(tmp_path, shown("REQUEUED", tmp_path)) == ["101", "102"]
+    assert stage_jobs.live_jobs(tmp_path, shown("TIMEOUT", tmp_path)) == []
+    assert stage_jobs.live_jobs(tmp_path, shown("RUNNING", tmp_path / "other")) == []
 
 
 # --- where the run lies -------------------------------------------------------------------------------------------------
-
-MOUNTS = """\
-21 1 8:1 / / rw shared:1 - ext4 /dev/sda1 rw
-30 21 0:5 / /pool rw - fuse.mergerfs pool rw
-31 21 0:6 / /nfs/a\\040b rw - nfs4 server:/x rw
-"""
-
-
-def test_folders_that_the_nodes_do_not_see() -> None:
-    """The job would fail on the second node, hours after it was submitted."""
-    shared = machine(storage={"shared": "/data"})
-    places = [("the run folder", Path(p)) for p in ("/tmp/x", "/pool/x", "/nfs/a b/x", "/data/x", "/database")]
-    found = cluster_paths.find_unshared(places, shared, "n1", MOUNTS)
-    assert [problem.file for problem in found] == ["/tmp/x", "/database"]
-    assert "ext4" in found[0].message
-    assert cluster_paths.find_unshared(places, shared, "elsewhere", MOUNTS) == []
-    assert cluster_paths.find_unshared(places, machine(), "n1", MOUNTS) == []
 
 
 # --- the command -------------------------------------------------------------------------------------------------------
@@ -276,7 +249,7 @@ def cluster_call(cluster: Temporary) -> slurm.Run:
     return run
 
 
-def sender(cluster: Temporary) -> submit.Send:
+def sender(cluster: Temporary) -> stage_jobs.Send:
     def send(options: Sequence[str], script: str, arguments: Sequence[str]) -> str:
         return cluster_call(cluster)(["sbatch", "--parsable", *options, script, *arguments]).strip()
 
@@ -287,7 +260,7 @@ def sender(cluster: Temporary) -> submit.Send:
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A body that prints its arguments, and fails where one says so."""
     (tmp_path / "run.sbatch").write_text(STAND_IN)
-    monkeypatch.setattr(submit, "SCRIPT", tmp_path / "run.sbatch")
+    monkeypatch.setattr(stage_jobs, "SCRIPT", tmp_path / "run.sbatch")
 
 
 @pytest.mark.jobs
@@ -297,20 +270,20 @@ def test_a_chain_with_names_chosen_to_hurt(slurm_cluster: Temporary, tmp_path: P
     run = tmp_path / "a b %j %% 'q' $x ;&"
     words = ["/r/$(id) `id` 'q'", 'data.input="a, b"; echo #', "a=\u00e9\n b"]
     jobs = jobs_for(run, ["prepare", "train"], words)
-    entries = submit.submit_all(run, jobs, sender(slurm_cluster), cluster_call(slurm_cluster))
-    assert len(submit.live_jobs(run, cluster_call(slurm_cluster))) >= 1
+    entries = stage_jobs.submit_all(run, jobs, sender(slurm_cluster), cluster_call(slurm_cluster))
+    assert len(stage_jobs.live_jobs(run, cluster_call(slurm_cluster))) >= 1
     for entry, job in zip(entries, jobs, strict=True):
         assert slurm_cluster.wait(entry["id"])["JobState"] == "COMPLETED"
         log = run / "logs" / f"x-{job.stage}-{entry['id']}.log"
         assert log.read_text() == "\n".join(job.arguments) + "\n"
-    assert submit.live_jobs(run, cluster_call(slurm_cluster)) == []
+    assert stage_jobs.live_jobs(run, cluster_call(slurm_cluster)) == []
 
 
 @pytest.mark.usefixtures("stand_in")
 def test_what_follows_a_failure_is_cancelled(slurm_cluster: Temporary, tmp_path: Path) -> None:
     """Without --kill-on-invalid-dep it would wait in the queue for ever."""
     jobs = jobs_for(tmp_path / "run", ["prepare", "train"], ["fail"])
-    entries = submit.submit_all(tmp_path / "run", jobs, sender(slurm_cluster), cluster_call(slurm_cluster))
+    entries = stage_jobs.submit_all(tmp_path / "run", jobs, sender(slurm_cluster), cluster_call(slurm_cluster))
     assert [slurm_cluster.wait(entry["id"])["JobState"] for entry in entries] == ["FAILED", "CANCELLED"]
 
 
@@ -318,20 +291,9 @@ def test_slurm_takes_every_header(slurm_cluster: Temporary, tmp_path: Path) -> N
     """``sbatch --test-only`` of each shape that a stage of a recipe has on a cluster like this one."""
     cluster, script = machine(2, 1, memory_gb=1000), tmp_path / "x.sbatch"
     for wanted in {found for name in OURS for found in shape.stage_shapes(resolve(name, tiny=True), cluster).values()}:
-        script.write_text(submit.render("x", wanted, 60))
+        script.write_text(stage_jobs.render("x", wanted, 60))
         done = slurm_cluster.run(["sbatch", "--test-only", str(script)], check=False)
         assert done.returncode == 0, done.stderr
-
-
-def test_the_run_folder_is_the_same_for_every_job(tmp_path: Path) -> None:
-    """A tiny run takes the cluster's size: each job gets it as overrides, or its own allocation would name another run."""
-    found = Submission.make("llama405b-oasst2", [], True, "local", tmp_path / "run", None, "report")
-    words = shape.tiny_size("llama405b-oasst2", [], found.machine)
-    for job in found.jobs:
-        assert set(words) <= set(job.arguments)
-        overrides = [word for word in job.arguments[1:] if "=" in word and not word.startswith("-")]
-        assert resolve("llama405b-oasst2", overrides, tiny=True).fingerprint() == found.resolved.fingerprint()
-    assert RunDir(found.path).stage("prepare") is None
 
 
 # --- the status of a run's jobs ----------------------------------------------------------------------------------------
@@ -340,7 +302,7 @@ def test_the_run_folder_is_the_same_for_every_job(tmp_path: Path) -> None:
 def submitted(folder: Path) -> RunDir:
     """A run whose prepare, train and export were submitted as 101, 102 and 103."""
     recorder = Recorder()
-    submit.submit_all(folder, jobs_for(folder, ["prepare", "train", "export"]), recorder.send, recorder.run)
+    stage_jobs.submit_all(folder, jobs_for(folder, ["prepare", "train", "export"]), recorder.send, recorder.run)
     return RunDir(folder)
 
 
@@ -362,90 +324,33 @@ def away(words: Sequence[str]) -> str:
     raise slurm.Unreachable(Problem("scontrol: Unable to contact slurm controller"), ExitCode.AGAIN)
 
 
-def states(found: submit.StagesStatus) -> dict[str, str]:
+def by_stage(found: state.StagesStatus) -> dict[str, str]:
     return {row.stage: row.state for row in found.rows}
-
-
-def test_live_and_forgotten_jobs(tmp_path: Path) -> None:
-    """The controller drops ended jobs after MinJobAge; what they finished stands in the run folder."""
-    run = submitted(tmp_path)
-    run.finish_stage("prepare", 7.0)
-    found = submit.read_status(run, controller(run, {"102": "RUNNING", "103": "PENDING"}))
-    assert states(found) == {
-        "prepare": "done", "train": "RUNNING", "export": "PENDING", "merge": "-", "eval": "-", "report": "-",
-    }  # fmt: skip
-    train = found.rows[1]
-    assert (train.job, train.nodes, train.restarts, train.seconds) == ("102", "n[1-2]", 2, 90_005)
-    assert found.live
-    assert found.rows[2].seconds is None
-
-
-def test_a_held_job_says_how_it_goes_on(tmp_path: Path) -> None:
-    """Slurm holds a requeued job whose start failed, and no message is sent."""
-    run = submitted(tmp_path)
-    ask = controller(run, {"102": "PENDING"})
-    held = submit.read_status(run, lambda words: ask(words).replace("Reason=None", "Reason=launch_failed_requeued_held"))
-    assert held.rows[1].reason == "launch_failed_requeued_held -> scontrol release 102"
-
-
-def test_forgotten_without_a_record(tmp_path: Path) -> None:
-    """It failed, and nothing but the last attempt's outcome tells why."""
-    run = submitted(tmp_path)
-    attempt = tmp_path / "attempts" / "0001"
-    attempt.mkdir(parents=True)
-    AttemptPlan(1, (Node("n1", "n1"),), 1).write(attempt)
-    (attempt / "outcome.json").write_text(json.dumps({"code": 75, "problems": [{"message": "rank 3 failed first"}]}))
-    (tmp_path / "attempts" / "0002").mkdir()  # taken by a restarted job, which never planned it
-    for name, whole in (("step-000020", True), ("step-000040.a2", True), ("step-000060", False)):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        if whole:
-            (tmp_path / "checkpoints" / name / "MANIFEST.json").write_text("{}")
-    train = submit.read_status(run, controller(run, {})).rows[1]
-    assert (train.state, train.reason, train.attempts, train.step) == (submit.FORGOTTEN, "rank 3 failed first", 1, 40)
 
 
 def test_a_record_is_not_the_controllers_word(tmp_path: Path) -> None:
     """A stage that was asked for again and failed is not done; without a controller, said once, the record is all there is."""
     run = submitted(tmp_path)
     run.finish_stage("prepare", 7.0)
-    assert states(submit.read_status(run, controller(run, {"101": "FAILED"})))["prepare"] == "FAILED"
-    found = submit.read_status(run, away)
-    assert (states(found)["prepare"], states(found)["train"]) == ("done", submit.UNKNOWN)
+    assert by_stage(state.read_status(run, controller(run, {"101": "FAILED"})))["prepare"] == "FAILED"
+    found = state.read_status(run, away)
+    assert (by_stage(found)["prepare"], by_stage(found)["train"]) == ("done", state.UNKNOWN)
     assert found.note is not None and not found.live
-
-
-@pytest.mark.parametrize("text", ["{", '{"problems": 1}', '{"problems": [1]}', "[]"])
-def test_a_damaged_outcome_is_passed_over(tmp_path: Path, text: str) -> None:
-    """A status is asked for when something went wrong: it must not fall over what went wrong."""
-    attempt = tmp_path / "attempts" / "0001"
-    attempt.mkdir(parents=True)
-    AttemptPlan(1, (Node("n1", "n1"),), 1).write(attempt)
-    (attempt / "outcome.json").write_text(text)
-    assert submit.last_outcome(tmp_path) == ""
-
-
-def test_what_a_person_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line a stage, never broken: states are searched for."""
-    run = submitted(tmp_path)
-    command._render(submit.read_status(run, controller(run, {"101": "COMPLETED", "102": "RUNNING", "103": "PENDING"})))
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].split() == ["stage", "job", "state", "time", "nodes", "restarts", "attempts"]
-    assert [line.split()[1:3] for line in lines[1:4]] == [["101", "COMPLETED"], ["102", "RUNNING"], ["103", "PENDING"]]
 
 
 def test_on_a_real_slurm(slurm_cluster: Temporary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the queue to the end, and what a cancelled job looks like."""
     stand_in = tmp_path / "run.sbatch"
     stand_in.write_text("#!/bin/bash\nsleep 600\n")
-    monkeypatch.setattr(submit, "SCRIPT", stand_in)
+    monkeypatch.setattr(stage_jobs, "SCRIPT", stand_in)
     run, ask = RunDir(tmp_path / "a b"), cluster_call(slurm_cluster)
-    entries = submit.submit_all(run.path, jobs_for(run.path, ["prepare", "train"]), sender(slurm_cluster), ask)
+    entries = stage_jobs.submit_all(run.path, jobs_for(run.path, ["prepare", "train"]), sender(slurm_cluster), ask)
     slurm_cluster.wait(entries[0]["id"], "RUNNING")
-    found = submit.read_status(run, ask)
-    assert states(found)["prepare"] == "RUNNING"
+    found = state.read_status(run, ask)
+    assert by_stage(found)["prepare"] == "RUNNING"
     assert (found.rows[1].state, found.rows[1].reason, found.rows[1].seconds) == ("PENDING", "Dependency", None)
     assert found.rows[0].nodes
     slurm.cancel([entry["id"] for entry in entries], ask)
     for entry in entries:
         slurm_cluster.wait(entry["id"], "CANCELLED")
-    assert not submit.read_status(run, ask).live
+    assert not state.read_status(run, ask).live

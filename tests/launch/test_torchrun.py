@@ -21,31 +21,33 @@ from clustertune import chain, torchrun
 from clustertune.cli.launchers import resolve_for_nodes
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch import rendezvous
-from clustertune.launch.node import accelerate_command
-from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.launch.attempt import AttemptPlan, Node
+from clustertune.launch.node import rank_program, ranks_command
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
-from clustertune.torchrun import RendezvousClient, RendezvousServer, TorchrunCall
+from clustertune.torchrun import RendezvousServer, TorchrunCall
 from tests.command import REPO, SHORT, Done, rank_pid
 from tests.slurm import wait_for
 
+PORT = rendezvous.free_port(rendezvous.first_port(os.getpid(), 1))
+
 
 def call(run: Path, node: int = 0, *, nodes: int = 2, ranks: int = 1, wait: float = 20) -> TorchrunCall:
-    return TorchrunCall(run, node, nodes, ranks, Node(f"n{node}", f"10.0.0.{node}"), wait=wait)
+    return TorchrunCall(run, node, nodes, ranks, Node(f"n{node}", f"10.0.0.{node}"), port=PORT, wait=wait)
 
 
 class Guest(threading.Thread):
     """Another node's call in a thread; ``result`` is what it got, or how it failed."""
 
-    def __init__(self, of: TorchrunCall, dead: float = 20) -> None:
+    def __init__(self, of: TorchrunCall) -> None:
         super().__init__(daemon=True)
-        self.of = RendezvousClient(of, dead)
+        self.of = of
         self.result: Any = None
         self.start()
 
     def run(self) -> None:
         try:
-            self.result = self.of.join()
+            self.result = torchrun.await_attempt(self.of)
         except UserError as error:
             self.result = error
 
@@ -61,8 +63,8 @@ class Guest(threading.Thread):
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun, "HEARTBEAT_SECONDS", 0.1)
-    monkeypatch.setattr(torchrun, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(torchrun, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(torchrun, "PARTING_SECONDS", 0.5)
 
 
 def test_calls_in_any_order_meet(tmp_path: Path) -> None:
@@ -70,55 +72,62 @@ def test_calls_in_any_order_meet(tmp_path: Path) -> None:
     early = Guest(call(tmp_path, 2, nodes=3))
     time.sleep(0.1)
     with RendezvousServer(call(tmp_path, nodes=3)) as server:
-        wait_for((server.folder / "node-2.json").exists, "an answer")
         late = Guest(call(tmp_path, 1, nodes=3))
         assert [node.name for node in server.gather()] == ["n0", "n1", "n2"]
-        server.announce(7)
+        server.answer({"attempt": 7})
         assert (early.end(), late.end()) == (7, 7)
 
 
-@pytest.mark.parametrize("announced", [True, False])
-def test_an_earlier_round_s_attempt_is_never_joined(tmp_path: Path, announced: bool) -> None:
-    """Node 0 was killed after it had told an attempt, or before: a new call waits for a new id."""
-    killed = RendezvousServer(call(tmp_path))
-    killed.__enter__()
-    killed._stop.set()  # kill -9: no heartbeat, no answer
-    if announced:
-        killed.announce(1)
+HOST = """
+import sys, time
+from pathlib import Path
+from clustertune.launch.attempt import Node
+from clustertune.torchrun import RendezvousServer, TorchrunCall
+with RendezvousServer(TorchrunCall(Path("."), 0, 2, 1, Node("a", "b"), port=int(sys.argv[1]))) as server:
+    server.gather()
+    print("met", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_round_that_was_killed_is_over_for_all_and_never_joined(tmp_path: Path) -> None:
+    """Node 0 was killed before it had told an attempt: who waits there ends, and a new call waits for a new round."""
+    words = [sys.executable, "-c", HOST, str(PORT)]
+    killed = subprocess.Popen(words, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    waiting = Guest(call(tmp_path, 1, wait=60))
+    assert killed.stdout is not None and killed.stdout.readline() == b"met\n"
+    killed.kill()
+    killed.wait()
+    waiting.refused(ExitCode.AGAIN, "node 0's call has ended")
     waiting = Guest(call(tmp_path, 1))
-    time.sleep(0.3)
+    time.sleep(0.2)
     assert waiting.result is None
     with RendezvousServer(call(tmp_path)) as server:
         server.gather()
-        server.announce(2)
+        server.answer({"attempt": 2})
         assert waiting.end() == 2
-    assert [path.name for path in (tmp_path / "torchrun").iterdir() if path.is_dir()] == [server.call_id]
 
 
 def test_calls_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     """Two with one number would start the same ranks; other counts give other ranks, which nobody starts."""
     with RendezvousServer(call(tmp_path)) as server:
         first = Guest(call(tmp_path, 1))
-        wait_for((server.folder / "node-1.json").exists, "an answer")
+        server.gather()
         Guest(call(tmp_path, 1)).refused(ExitCode.CONFIG, "node 1 already")
         Guest(call(tmp_path, 1, nodes=3)).refused(ExitCode.CONFIG, "--nodes")
         Guest(call(tmp_path, 1, ranks=4)).refused(ExitCode.CONFIG, "--ranks-per-node")
-        server.announce(1)
+        with pytest.raises(UserError, match="--port"), RendezvousServer(call(tmp_path)):
+            pass
+        server.answer({"attempt": 1})
         assert first.end() == 1
 
 
-def test_a_node_that_does_not_call_or_is_dead_is_noticed(tmp_path: Path) -> None:
-    with RendezvousServer(call(tmp_path)) as server:
-        waiting = Guest(call(tmp_path, 1), dead=1.0)
-        server.gather()
-        time.sleep(1.5)
-        assert waiting.result is None  # it beats
-        server._stop.set()
-        waiting.refused(ExitCode.AGAIN, "no life")
+def test_a_node_that_does_not_call_is_noticed(tmp_path: Path) -> None:
     Guest(call(tmp_path / "empty", 1, wait=0.2)).refused(ExitCode.AGAIN, "no call of node 0")
     assert not (tmp_path / "empty").exists()  # the run folder is node 0's to make
-    with pytest.raises(UserError, match=r"no call of node 1, node 2 within") as caught:
-        RendezvousServer(call(tmp_path, nodes=3, wait=0.1)).gather()
+    server = RendezvousServer(call(tmp_path, nodes=3, wait=0.1))
+    with pytest.raises(UserError, match=r"no call of node 1, node 2 within") as caught, server:
+        server.gather()
     assert caught.value.code is ExitCode.AGAIN
 
 
@@ -133,8 +142,10 @@ def test_who_waits_is_told_how_the_first_node_ended(tmp_path: Path, error: BaseE
         server.done()
     assert waiting.end() == ExitCode(code)
     # A call that comes after the end is not told an earlier round's failure, only that nothing is left to train.
-    late = Guest(call(tmp_path, 1, wait=0.5)).end()
-    assert late == ExitCode.OK if code == 0 else "no call of node 0" in str(late)
+    assert "no call of node 0" in str(Guest(call(tmp_path, 1, wait=0.2)).end())
+    (tmp_path / "stages").mkdir()
+    RunDir(tmp_path).finish_stage("train", 1.0)
+    assert Guest(call(tmp_path, 1, wait=0.2)).end() == ExitCode.OK
 
 
 def test_the_interface_is_the_one_that_leads_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +222,7 @@ def test_two_nodes_lose_a_rank_and_go_on(tmp_path: Path, finished: tuple[Path, D
     run = tmp_path / "run"
 
     def calls() -> list[subprocess.Popen[str]]:
-        common = ("--nodes", "2", "--ranks-per-node", "1", "--master", "127.0.0.1", "--run-dir", run, *SHORT)
+        common = ("--nodes", "2", "--ranks-per-node", "1", "--port", PORT, "--run-dir", run, *SHORT)
         return [script("tiny-oasst2", "--node-rank", str(node), *common) for node in (1, 0)]
 
     started = calls()
@@ -274,12 +285,25 @@ def test_nobody_waits_for_ever(tmp_path: Path) -> None:
         rendezvous.await_published(tmp_path, PLAN, lambda: True)
 
 
+@pytest.mark.parametrize("nodes", [1, 8])
+def test_torchrun_parses_the_command(nodes: int) -> None:
+    """Its own parser takes every word."""
+    from torch.distributed.run import get_args_parser
+
+    plan = AttemptPlan(1, tuple(Node(f"n{n}", f"n{n}") for n in range(nodes)), 8)
+    command = ranks_command(RunDir(Path("/r")), resolve("tiny-oasst2"), 1, plan, 3 % nodes, "10.0.0.1", 29512)
+    found = get_args_parser().parse_args(command[3:])
+    assert found.nnodes == str(nodes) and found.nproc_per_node == "8" and found.module and found.max_restarts == 0
+    assert found.node_rank == 3 % nodes and found.standalone is (nodes == 1)
+    assert (found.training_script, found.training_script_args) == ("clustertune", rank_program(Path("/r"), 1, quiet=False))
+    assert nodes == 1 or (found.master_addr, found.master_port) == ("10.0.0.1", 29512)
+
+
 def test_the_launcher_leaves_nothing_in_tmp(tmp_path: Path) -> None:
     """Torch's elastic agent made a folder there for every node and attempt, and took none away."""
-    resolved = resolve("tiny-oasst2", tiny=True, ranks=2)
-    RunDir(tmp_path).write_own_files(resolved)
+    command = ranks_command(RunDir(tmp_path), resolve("tiny-oasst2", tiny=True, ranks=2), 1)
     env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(REPO)}
-    command = accelerate_command(RunDir(tmp_path), resolved, ["--help"])
-    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=300, check=False)
+    words = [*command[: command.index("train")], "--help"]
+    done = subprocess.run(words, cwd=REPO, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0 and done.stdout.count("Usage:") == 2, done.stderr
     assert not list(tmp_path.glob("torchelastic*"))

@@ -79,7 +79,7 @@ def processes(run_dir: Path) -> dict[int, str]:
         except (OSError, IndexError):
             continue
         if str(run_dir.resolve()) in words and "train" in words and not dead:
-            found[int(folder.name)] = "launcher" if "clustertune.launch.accelerate" in words else "rank"
+            found[int(folder.name)] = "launcher" if "clustertune.launch.elastic" in words else "rank"
     return found
 
 

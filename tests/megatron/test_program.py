@@ -20,9 +20,7 @@ from clustertune.checkpoint import store
 from clustertune.data.local_model import make_local_model
 from clustertune.errors import ExitCode, UserError
 from clustertune.export.export import export
-from clustertune.launch import node
-from clustertune.launch.agent import Agent
-from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.megatron import inputs, program
 from clustertune.megatron.bridge import Bridge
 from clustertune.process import StopFlag
@@ -125,14 +123,6 @@ def test_a_signal_saves_and_the_next_attempt_goes_on(run: RunDir, resolved: Reso
     assert len(loop.called("save_megatron_model")) == 1, "the base is converted once in a run"
 
 
-def test_a_signal_before_megatron_listens_is_not_lost(run: RunDir, resolved: Resolved, loop: Loop) -> None:
-    """The model is loaded for minutes before NVIDIA's handler is there."""
-    stop = StopFlag()
-    stop.signal_name = "SIGUSR1"
-    code, _ = go(run, resolved, stop=stop)
-    assert code is ExitCode.AGAIN and [c.step for c in store.list_checkpoints(run.checkpoints)] == [1]
-
-
 def test_a_broken_checkpoint_is_passed_over(run: RunDir, resolved: Resolved, loop: Loop) -> None:
     loop.fail_at = 9
     with pytest.raises(RuntimeError):
@@ -162,18 +152,6 @@ def test_a_failed_export_costs_no_step(run: RunDir, resolved: Resolved, loop: Lo
     assert newest is not None and manifest.read_manifest(newest.path).meta["final"]
 
 
-def test_another_attempt_is_never_disturbed(run: RunDir, resolved: Resolved, loop: Loop) -> None:
-    """One that was cut off while it trained raises at its next save, and writes no manifest."""
-
-    def fence() -> None:
-        if (run.checkpoints / "step-000004").exists():
-            raise UserError("attempt 2 has taken over", ExitCode.AGAIN)
-
-    with pytest.raises(UserError, match="taken over"):
-        go(run, resolved, fence=fence)
-    assert not (run.checkpoints / "step-000004" / manifest.MANIFEST).exists()
-
-
 def test_the_hub_is_asked_by_rank_0_with_the_token(run: RunDir, resolved: Resolved, loop: Loop) -> None:
     """And by nobody else: all ranks read the folder. The token is in the environment no longer than that."""
     go(run, resolved)
@@ -191,36 +169,6 @@ def test_a_base_of_another_revision_is_converted_anew(run: RunDir, resolved: Res
     shutil.rmtree(run.checkpoints)
     go(run, resolved, 2)
     assert len(loop.called("save_megatron_model")) == 2
-
-
-def test_a_model_that_trains_whole_is_exported_whole(run: RunDir, resolved: Resolved, loop: Loop) -> None:
-    whole = replace(resolved, recipe=resolved.recipe.model_copy(update={"lora": None}))
-    code, _ = go(run, whole)
-    assert code is ExitCode.OK and loop.called("save_hf_pretrained") and not loop.called("save_hf_adapter")
-    assert loop.config.peft is None
-
-
-def test_few_rows(run: RunDir, resolved: Resolved, loop: Loop) -> None:
-    """An evaluation of fewer sequences than an iteration takes is none, and does not wait for rows that never come."""
-    loop.rows = {"train": 0, "eval": 0}
-    with pytest.raises(UserError, match="packed no sequence"):
-        go(run, resolved)
-    loop.rows["train"] = 40
-    assert go(run, resolved, 2)[0] is ExitCode.OK
-    assert (loop.config.validation.eval_iters, loop.config.validation.eval_interval) == (0, None)
-
-
-@pytest.mark.parametrize(("version", "says"), [("0.6.0", "has Megatron-Bridge 0.6.0"), (None, "cannot be imported")])
-def test_another_release_is_refused(loop: Loop, monkeypatch: pytest.MonkeyPatch, version: str | None, says: str) -> None:
-    """Names move between releases: a wrong one would be found after an hour of conversion."""
-    import sys
-
-    if version is None:
-        monkeypatch.setitem(sys.modules, "megatron.bridge.package_info", None)
-    else:
-        monkeypatch.setattr(sys.modules["megatron.bridge.package_info"], "__version__", version)
-    with pytest.raises(UserError, match=says):
-        Bridge.load(("a", None), "a")
 
 
 @pytest.fixture
@@ -251,44 +199,12 @@ def test_conversations_and_tokenizer(run: RunDir, resolved: Resolved, model: Pat
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in before.items())
 
 
-def test_other_conversations_are_written_anew(run: RunDir, resolved: Resolved, model: Path) -> None:
-    """And a split that has none is refused."""
-    inputs.make(resolved, run.path, run.data, (str(model), None))
-    (run.data / "train.jsonl").write_text((run.data / "train.jsonl").read_text() * 3)
-    (run.data / manifest.MANIFEST).unlink()
-    manifest.seal(run.data, "dataset", {})
-    assert inputs.make(resolved, run.path, run.data, (str(model), None)) == {"train": 3, "eval": 1}
-    (run.data / "train.jsonl").write_text("")
-    (run.data / manifest.MANIFEST).unlink()
-    manifest.seal(run.data, "dataset", {"other": True})
-    with pytest.raises(UserError, match="no conversation"):
-        inputs.make(resolved, run.path, run.data, (str(model), None))
-
-
 @pytest.fixture
 def planned(run: RunDir) -> RunDir:
     """The run with the plan of its first attempt."""
     run.attempt(1).mkdir(parents=True)
     AttemptPlan(1, (Node("here", "127.0.0.1"),), 4, environment={"NCCL_DEBUG": "WARN"}).write(run.attempt(1))
     return run
-
-
-def test_a_node_starts_the_ranks_by_torchrun(planned: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those of any other recipe by accelerate."""
-    commands: list[list[str]] = []
-
-    def start(_agent: Agent, command: list[str], **_options: Any) -> ExitCode:
-        commands.append(command)
-        return ExitCode.OK
-
-    monkeypatch.setattr(Agent, "run", start)
-    assert node.main(planned.path, 1, 0, quiet=True) == 0
-    resolved = planned.resolved()
-    other = replace(resolved, recipe=resolved.recipe.model_copy(update={"megatron": None}))
-    planned.update(recipe=other.as_dict(), fingerprint=other.fingerprint())
-    assert node.main(planned.path, 1, 0, quiet=True) == 0
-    assert [command[2] for command in commands] == ["torch.distributed.run", "clustertune.launch.accelerate"]
-    assert commands[0][commands[0].index("--nproc_per_node") + 1] == "4"
 
 
 def test_a_rank_runs_the_program(planned: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,17 +245,3 @@ def test_the_stage_export_takes_what_the_ranks_exported(
     monkeypatch.setattr(chain.Chain, "base_folder", lambda _self: None)  # no Hub is reached
     found = chain.Chain(run, resolved).export()
     assert found["summary"]["tensors"] == len(loop.adapter) and not manifest.find_problems(run.adapter, "adapter")
-
-
-def test_the_stage_prepare_makes_the_inputs(run: RunDir, resolved: Resolved, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[Path, tuple[str, str | None]]] = []
-
-    def make(_resolved: Resolved, run_path: Path, _prepared: Path, source: tuple[str, str | None]) -> dict[str, int]:
-        made.append((run_path, source))
-        return {}
-
-    counts = {"conversations": 1}
-    monkeypatch.setattr("clustertune.data.prepare.prepare", lambda *_a, **_k: {"train": counts, "eval": counts})
-    monkeypatch.setattr(inputs, "make", make)
-    chain.Chain(run, resolved).prepare()
-    assert made == [(run.path, (resolved.recipe.model.name, resolved.recipe.model.revision))]

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clustertune.megatron import settings
-from clustertune.recipe.schema import Megatron
-from clustertune.resolve.megatron import EXPERTS, data_parallel, find_problems
 from clustertune.resolve.resolve import resolve
-from clustertune.resolve.resolved import Resolved
 from tests.command import REPO
-from tests.megatron import record_verdicts
-from tests.megatron.record_verdicts import CASES, MODELS, verdict
 from tests.megatron.standin import NAMES
 
 RECIPES = ("llama70b-megatron", "llama405b-megatron")
@@ -83,27 +76,6 @@ def test_a_mean_over_tokens_is_not_averaged_again() -> None:
         assert (found["model"]["calculate_per_token_loss"], found["ddp"]["average_in_collective"]) == (True, False)
 
 
-def test_context_parallelism_pads_each_sequence(words: tuple[str, ...] = RECIPES) -> None:
-    """Each of the packed sequences is cut into 2 x CP parts (PackedSequenceSpecs.pad_seq_to_mult)."""
-    padded = [made(name)["dataset"]["packed_sequence_specs"]["pad_seq_to_mult"] for name in words]
-    assert padded == [1, 4]
-    assert made(*LORA, "train.packing=false")["dataset"]["packed_sequence_specs"] is None
-
-
-@pytest.mark.parametrize(("rows", "each", "iterations"), [(300, 128, 2), (60, 56, 1), (7, None, 0), (0, None, 0)])
-def test_an_evaluation_is_of_whole_micro_batches(rows: int, each: int | None, iterations: int) -> None:
-    """For each of 2 data-parallel ranks and, as the stages are interleaved, each of 4 stages."""
-    found = made("llama70b-megatron", rows=(50000, rows))["validation"]
-    assert (found["eval_global_batch_size"], found["eval_iters"]) == (each, iterations)
-    assert (found["eval_interval"] is None) is (each is None)
-
-
-def test_what_is_not_known_yet_is_null() -> None:
-    found = made("llama70b-megatron", "train.save_steps=0.1", rows=None)
-    assert found["train"]["train_iters"] is None and found["checkpoint"]["save_interval"] is None
-    assert found["scheduler"]["lr_warmup_iters"] is None and found["validation"]["eval_iters"] is None
-
-
 @pytest.mark.parametrize(
     ("words", "key"),
     [
@@ -120,74 +92,6 @@ def test_what_is_not_carried_is_refused(words: list[str], key: str) -> None:
     """A setting that has no effect is a training that nobody asked for."""
     problems = settings.find_problems(resolve(LORA[0], [*LORA[1:], *words]))
     assert [problem.key for problem in problems] == [key] and all(problem.fix for problem in problems)
-
-
-@pytest.mark.parametrize("key", EXPERTS)
-def test_adapters_on_experts_and_random_weights_are_refused(key: str) -> None:
-    """By each name that families have for the number of experts: Mixtral's, Qwen's, DeepSeek's."""
-    resolved = resolve(LORA[0], list(LORA[1:]))
-    assert settings.find_problems(resolved) == []
-    changed: Resolved = replace(resolved, architecture={**resolved.architecture, key: 8})
-    (problem,) = settings.find_problems(changed)
-    assert problem.key == "lora" and "8 experts" in problem.message
-    model = resolved.recipe.model.model_copy(update={"weights": "random"})
-    changed = replace(resolved, recipe=resolved.recipe.model_copy(update={"model": model}))
-    assert [problem.key for problem in settings.find_problems(changed)] == ["model.weights"]
-
-
-def test_interleaved_stages_want_whole_rounds() -> None:
-    """64 micro batches of 4 stages are; 66 end in a RuntimeError of Megatron-Core's schedule, after the conversion."""
-    assert settings.find_problems(resolve("llama70b-megatron")) == []
-    problems = settings.find_problems(resolve("llama70b-megatron", ["train.global_batch_size=132"]))
-    assert [problem.key for problem in problems] == ["train.global_batch_size"]
-    without = ["train.global_batch_size=132", "megatron.virtual_pipeline_model_parallel_size=null"]
-    assert settings.find_problems(resolve("llama70b-megatron", without)) == []
-
-
-VERDICTS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("verdicts.json").read_text())
-
-
-def ours(case: dict[str, Any]) -> list[str]:
-    """What our rules say about a case."""
-    model = MODELS[case["model"]]
-    architecture = {
-        "num_hidden_layers": model["num_layers"], "num_attention_heads": model["num_attention_heads"],
-        "num_key_value_heads": model["num_query_groups"], "intermediate_size": model["ffn_hidden_size"],
-        "num_local_experts": model.get("num_moe_experts", 0),
-    }  # fmt: skip
-    section = Megatron.model_validate(case["section"])
-    return [f"{key}: {text}" for key, text, _ in find_problems(section, case["world"], architecture, {"max_length": 1 << 20})]
-
-
-def test_the_record_is_of_these_cases() -> None:
-    """A case that was added and not recorded would be compared with nothing."""
-    sections = [{record_verdicts.NAMES.get(key, key): value for key, value in given.items()} for _, _, given in CASES]
-    assert [(v["model"], v["world"], v["section"]) for v in VERDICTS] == [
-        (model, world, section) for (model, world, _), section in zip(CASES, sections, strict=True)
-    ]
-    assert sum(v["refuses"] is None for v in VERDICTS) >= 4 and sum(v["refuses"] is not None for v in VERDICTS) >= 8
-
-
-def test_the_record_is_what_megatron_core_says_here() -> None:
-    """Where it is installed; its wheels are for Python 3.12, and this project's own environment has none."""
-    if importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None:
-        assert [verdict(*case) for case in CASES] == VERDICTS
-
-
-@pytest.mark.parametrize("case", VERDICTS, ids=lambda case: f"{case['model']}-{case['world']}-{list(case['section'].values())}")
-def test_sizes_are_judged_as_megatron_core_judges_them(case: dict[str, Any]) -> None:
-    """What it refuses is refused before the queue; what it takes has the data-parallel size that we derive.
-
-    Where we are stricter, it is a check that comes when the model is built or its first batch runs: the layers of a stage
-    (get_num_layers_to_build in transformer_block.py), experts with tensor parallelism (moe_layer.py).
-    """
-    found = ours(case)
-    if case["refuses"] is not None:
-        assert found, case["refuses"]
-        return
-    assert case["data_parallel"] == data_parallel(Megatron.model_validate(case["section"]), case["world"])
-    later = ("are not a multiple of", "Megatron-Core wants it for experts")
-    assert all(any(reason in text for reason in later) for text in found), found
 
 
 def test_what_a_recipe_leaves_out_is_trls_own(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.cluster.load import load_cluster
-from clustertune.launch import megatron
-from clustertune.launch.image import Stack
-from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.launch import megatron_image
 from clustertune.resolve.resolve import resolve
 from tests.command import REPO, Done, run
 
@@ -46,7 +43,7 @@ def test_what_would_be_done_is_printed(submit: Submit, recipe: str, nodes: int, 
     command, found = done.json["node_command"], done.json["megatron"]
     assert command[0] == "srun" and f"--nodes={nodes}" in command and "/s/m.sif" in command
     assert command[command.index("/s/m.sif") + 1 :][:4] == ["python3", "-m", "clustertune", "node"]
-    assert found["image"] == "/s/m.sif" and found["ranks_command"][:4] == ["python3", "-m", "torch.distributed.run", "--nnodes"]
+    assert found["image"] == "/s/m.sif" and found["ranks_command"][:3] == ["python3", "-m", "clustertune.launch.elastic"]
     assert found["configuration_file"].endswith("/attempts/0001/megatron.json")
     model = found["configuration"]["model"]
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -60,8 +57,8 @@ def test_only_the_ranks_run_in_nvidias_image() -> None:
     """The other stages want the project's own stack."""
     cluster = load_cluster("dgx-h100")
     cluster = cluster.model_copy(update={"container": cluster.container.model_copy(update={"megatron": "/s/m.sif"})})
-    assert megatron.of_training(resolve("llama70b-megatron"), cluster).container.image == "/s/m.sif"
-    assert megatron.of_training(resolve("llama405b-oasst2"), cluster) is cluster
+    assert megatron_image.of_training(resolve("llama70b-megatron"), cluster).container.image == "/s/m.sif"
+    assert megatron_image.of_training(resolve("llama405b-oasst2"), cluster) is cluster
 
 
 @pytest.mark.parametrize(
@@ -88,48 +85,6 @@ def test_what_is_not_carried_stops_it_before_the_queue(submit: Submit) -> None:
     assert done.code == 2 and "train.neftune_noise_alpha" in done.err and "train.optim" in done.err
 
 
-def test_a_model_too_large_for_its_parts_is_told(submit: Submit) -> None:
-    """16 of 64 GPUs hold 70 billion parameters with their float32 gradients in 26 GB each, 4 do not."""
-    sizes = {"tensor": 4, "pipeline": 1, "virtual_pipeline": "null"}
-    done = submit("llama70b-megatron", *(f"megatron.{key}_model_parallel_size={size}" for key, size in sizes.items()))
-    assert done.code == 2 and "slurm.nodes" in done.err and "gradients" in done.err
-
-
-@pytest.mark.parametrize("nodes", [1, 8])
-def test_torchrun_parses_the_command(nodes: int) -> None:
-    """Its own parser takes every word."""
-    from torch.distributed.run import get_args_parser
-
-    plan = AttemptPlan(1, tuple(Node(f"n{n}", f"n{n}") for n in range(nodes)), 8)
-    program = ["train", "--run-dir", "/r", "--attempt", "1"]
-    found = get_args_parser().parse_args(megatron.torchrun_command(program, plan, 3 % nodes, "10.0.0.1", 29512)[3:])
-    assert found.nnodes == str(nodes) and found.nproc_per_node == "8" and found.module and found.max_restarts == 0
-    assert (found.training_script, found.training_script_args) == ("clustertune", program) and found.standalone is (nodes == 1)
-    assert nodes == 1 or (found.master_addr, found.master_port) == ("10.0.0.1", 29512)
-
-
-GOOD = {
-    "megatron-bridge": "0.5.1", "megatron-core": "0.18.2", "transformer-engine": "2.15", "torch": "2.12",
-    "transformers": "5.8.1", "pyarrow": "21.0", "pydantic": "2.12", "pyyaml": "6.0", "rich": "14.0", "typer": "0.20",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changed", "python", "says"),
-    [
-        ({}, "3.12.3", None),
-        ({"megatron-bridge": "0.6.0"}, "3.12.3", "Megatron-Bridge 0.6.0"),
-        ({"transformer-engine": None}, "3.12.3", "no transformer-engine"),
-        ({"typer": None}, "3.12.3", "no typer"),
-        ({}, "3.10.1", "Python 3.10.1"),
-    ],
-)
-def test_an_image_is_judged_by_what_it_has(changed: dict[str, str | None], python: str, says: str | None) -> None:
-    packages = {name: version for name, version in {**GOOD, **changed}.items() if version}
-    problems = [str(problem) for problem in megatron.judge(Stack(python, packages), "/s/m.sif")]
-    assert (len(problems) == 1 and says in problems[0]) if says else problems == []
-
-
 BLOCKED = """
 import sys
 class Finder:
@@ -149,10 +104,3 @@ def test_a_rank_needs_nothing_that_nvidias_image_lacks() -> None:
     script = BLOCKED.format(blocked=sorted(blocked))
     done = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-800:]
-
-
-def test_the_project_imports_nothing_of_nvidias_by_itself() -> None:
-    """Its own environment has none of it: modules are asked for by name, on the nodes."""
-    ours = re.compile(r"^\s*(?:import|from)\s+(?:megatron|transformer_engine)\b", re.MULTILINE)
-    assert ours.search("x = 1\n    from megatron.core import y\n") and not ours.search("from clustertune.megatron import x\n")
-    assert [path for path in (REPO / "clustertune").rglob("*.py") if ours.search(path.read_text(encoding="utf-8"))] == []

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from clustertune.errors import UserError
 from clustertune.merge import merge, pieces
 from clustertune.merge.lora import is_finite
-from clustertune.merge.pieces import MIN_ROWS, Scratch, add_update, parse_size, plan_shards, row_blocks
-from clustertune.tensorfile import Tensor
+from clustertune.merge.pieces import Scratch, add_update, row_blocks
 from tests.merge.conftest import SHAPES, load_all, peft_merged, same_bytes, save_adapter, save_llama
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -157,17 +152,6 @@ def test_blocks_of_a_large_product_are_the_whole_product(rows: int, columns: int
     assert same_bytes(weight, wholes[0])
 
 
-@given(st.integers(0, 300_000), st.integers(0, 200_000))
-def test_row_blocks_cover_all_and_are_never_thin(rows: int, columns: int) -> None:
-    blocks = row_blocks(rows, columns)
-    assert blocks[0][0] == 0
-    assert blocks[-1][1] == rows
-    assert all(one[1] == other[0] for one, other in itertools.pairwise(blocks))
-    assert len(blocks) == 1 or min(end - start for start, end in blocks) >= MIN_ROWS
-    largest = max(end - start for start, end in blocks)
-    assert columns == 1 or largest * columns <= max(pieces.BLOCK_ELEMENTS, 2 * MIN_ROWS * columns) or largest < 2 * MIN_ROWS
-
-
 def test_same_bytes_whatever_the_file_size_and_the_workers(base: Path, adapter: Path, tmp_path: Path) -> None:
     merge(base, adapter, tmp_path / "one")
     assert [p.name for p in (tmp_path / "one").glob("*.safetensors*")] == ["model.safetensors"]
@@ -177,27 +161,6 @@ def test_same_bytes_whatever_the_file_size_and_the_workers(base: Path, adapter: 
         merge(base, adapter, out, shard_size=size, workers=workers)
         found = load_all(out)
         assert found.keys() == expected.keys() and all(same_bytes(found[n], expected[n]) for n in expected)
-
-
-def test_wide_types_come_first_so_that_every_tensor_is_aligned() -> None:
-    sizes = {"a": ("U8", 3, 3), "b": ("F32", 2, 8), "c": ("BF16", 1, 2)}
-    mixed = [Tensor(name, dtype, (count,), Path(), 0, size) for name, (dtype, count, size) in sizes.items()]
-    (shard,) = plan_shards(mixed, 1000)
-    assert [t.name for t in shard.tensors] == ["b", "c", "a"]
-    assert len(shard.header) % 8 == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), (77, 77), ("2MiB", 2 << 20), ("10KB", 10_000)]
-)
-def test_sizes(text: str | int, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "5 apples", "0", 0, -1, "-5GB", "GB", "5GBGB", "1e9", "5XB"])
-def test_what_is_no_size(text: str | int) -> None:
-    with pytest.raises(UserError, match="not a size"):
-        parse_size(text)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -14,16 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
 
 from clustertune import manifest
 from clustertune.errors import ExitCode, UserError
@@ -34,7 +30,6 @@ from clustertune.tensorfile import Tensor, build_header, byte_size
 from tests.damage import failing, flip, refused
 from tests.faults import CALLS, Crash, fault_at, sweep
 from tests.merge.conftest import file_hashes, save_adapter, save_llama
-from tools import merge_bench
 
 SIZE = "60KB"
 
@@ -241,21 +236,6 @@ def test_one_merge_at_a_time(base: Path, adapter: Path, tmp_path: Path, referenc
     assert file_hashes(out) == reference
 
 
-def test_finished_by_another_between_plan_and_lock(
-    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, str]
-) -> None:
-    out, original = tmp_path / "out", streaming.check_space
-
-    def meanwhile(planned: Any) -> None:
-        monkeypatch.setattr(streaming, "check_space", original)
-        merge(base, adapter, out, shard_size=SIZE)
-
-    monkeypatch.setattr(streaming, "check_space", meanwhile)
-    assert merge(base, adapter, out, shard_size=SIZE)["state"] == "already merged"
-    assert file_hashes(out) == reference
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
-
-
 def test_an_fsync_that_failed_is_not_believed(
     base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,32 +255,6 @@ def test_an_fsync_that_failed_is_not_believed(
     assert failed
     assert sorted(p.name for p in staging_folder(out).glob("*.safetensors")) == ["model-00001-of-00006.safetensors"]
     assert merge(base, adapter, out, shard_size="60KB")["reused_shards"] == 1
-
-
-def test_a_base_that_cannot_be_read(base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that fails under the base is reported with the base's file, not the output's."""
-
-    monkeypatch.setattr(pieces, "read_exactly", failing(OSError(errno.EIO, "Input/output error")))
-    with refused(rf"{base}.*reading: Input/output", ExitCode.STORAGE):
-        merge(base, adapter, tmp_path / "out")
-
-
-@given(cuts=st.sets(st.integers(1, 4999), max_size=12), seed=st.integers(0, 2**32))
-def test_pieces_in_any_order_make_one_digest(tmp_path_factory: pytest.TempPathFactory, cuts: set[int], seed: int) -> None:
-    """Written and added in any order, a file has the digest of its bytes; exactly the last call says that it is complete."""
-    content, bounds = random.Random(seed).randbytes(5000), [0, *sorted(cuts), 5000]
-    path, released = tmp_path_factory.mktemp("output") / "out", list[int]()
-    output, pieces_left = Output(path, len(content)), list(itertools.pairwise(bounds))
-    random.Random(seed).shuffle(pieces_left)
-    complete = []
-    for start, end in pieces_left:
-        output.write(memoryview(content)[start:end], start)
-        complete.append(output.add(memoryview(content)[start:end], start, partial(released.append, start)))
-    record = output.finish()
-    assert path.read_bytes() == content
-    assert record == manifest.FileRecord(5000, xxhash.xxh3_128_hexdigest(content), "xxh3_128")
-    assert complete == [False] * len(cuts) + [True]
-    assert released == bounds[:-1]
 
 
 class Refusing:
@@ -422,17 +376,3 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, repo: Path) -> Non
     job = streaming.prepare(base, adapter, tmp_path / "new", "5GB")
     assert job.worker_bytes() > 51e6 and 1 <= job.limit_workers(4) < 4
     shutil.rmtree(tmp_path / "out")
-
-
-@pytest.mark.parametrize("with_peft", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_benchmark_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_peft: bool) -> None:
-    """The benchmark's own path on a toy: the same bytes as PEFT's, and a page that says where it ran."""
-    for name, value in (("_HIDDEN", 128), ("_INTER", 300), ("_VOCAB", 500)):
-        monkeypatch.setattr(merge_bench, name, value)
-    result = merge_bench.measure(tmp_path / "bench", 0.005, 1, workers=1, with_peft=with_peft)
-    assert result["differing_tensors"] == (0 if with_peft else None)
-    assert [r["way"] for r in result["rows"]][:2] == ["cp -r + fsync", "clustertune merge"]
-    assert not (tmp_path / "bench").exists()
-    page = merge_bench.as_markdown({**result, "hardware": {"machine": "a laptop"}}, "the command")
-    assert "a laptop" in page
-    assert "the command" in page

@@ -12,19 +12,34 @@ from typing import Any
 import pytest
 
 from clustertune.errors import UserError
-from clustertune.launch.plan import AttemptPlan, Node
-from clustertune.monitor import live, page
+from clustertune.evaluate.run import progress
+from clustertune.events import read_object
+from clustertune.launch.attempt import AttemptPlan, Node
+from clustertune.monitor import live, live_page
 from clustertune.monitor.sampler import TelemetryWriter
 from clustertune.monitor.status import Alert, Watcher
 from clustertune.report import cost
 from clustertune.report.metrics import read_metrics
 from clustertune.report.telemetry import FOLDER, TelemetryRow
-from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from tests.command import run
 from tests.monitor import simulated
 
-KEYS = ["state", "step", "steps", "tokens_per_s", "mfu", "planned_step_s", "step_s", "eta_s", "usd", "kwh", "nodes", "alerts"]
+KEYS = [
+    "state",
+    "step",
+    "steps",
+    "tokens_per_s",
+    "mfu",
+    "planned_step_s",
+    "step_s",
+    "eta_s",
+    "evaluation",
+    "usd",
+    "kwh",
+    "nodes",
+    "alerts",
+]
 COLUMNS = ["run", "recipe", "state", "step", "steps", "begun", "score_name", "score", "gpu_hours", "usd", "kwh"]
 SAMPLE = re.compile(r'(clustertune_[a-z0-9_]+)\{(?:[a-z]+="(?:[^"\\\n]|\\["\\n])*",?)+\} -?[0-9.e+-]+')
 
@@ -113,6 +128,27 @@ def test_how_an_attempt_ended(folder: Path, outcome: dict[str, Any], state: str,
     assert found.state == state and found.eta_s is None and {alert.kind for alert in found.alerts} == kinds
 
 
+def test_an_evaluation_shows_who_answers_and_how_far_it_is(folder: Path) -> None:
+    """By what the evaluation itself writes, until it has been silent for too long."""
+    file, now = RunDir(folder).evaluating, time.time()
+    simulated.make(folder, now)
+    with progress(str(folder / "merged"), 8, file) as report:
+        report(0, 5)
+        report(5, 5)
+        report(0, 3)  # another kind of request
+        assert read_object(file)["total"] == 8
+    file.write_text(json.dumps({"model": str(folder / "merged"), "done": 6, "total": 8, "eta_s": 120.0, "time": now}))
+    found = Watcher(folder).look(now)
+    assert found.state == "evaluating" and found.evaluation is not None
+    assert (found.evaluation.model, found.evaluation.done) == ("tuned", 6)
+    assert "6 of 8" in live_page.text(found) and "tuned model" in live_page.draw(found, now)
+    file.write_text(json.dumps({"model": "/models/base", "done": 6, "total": 8, "eta_s": None, "time": now - 1}))
+    assert Watcher(folder).look(now).as_dict()["evaluation"]["model"] == "base"
+    assert Watcher(folder).look(now + 3600).evaluation is None
+    file.write_text("{}")
+    assert Watcher(folder).look(now).evaluation is None
+
+
 def test_a_full_disk_and_a_silent_run_are_alerts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time()
     simulated.make(folder, now)
@@ -142,14 +178,14 @@ def test_a_watcher_reads_on_and_agrees_with_a_new_one(folder: Path) -> None:
 def test_the_page_shows_it_all_and_asks_nothing_of_a_network(folder: Path) -> None:
     now = time.time()
     simulated.make(folder, now, slow=11, overrides=("budget.usd=100",))
-    html = page.draw(Watcher(folder).look(now), now)
+    html = live_page.draw(Watcher(folder).look(now), now)
     ended = "attempt 1 ended with exit code 75"
     for word in ("planned", "Loss", "Throughput", "Gradient norm", "slow: rank 11", "61.4", ended, "of 100 usd"):
         assert word in html, word
     assert "<script" not in html and "src=" not in html and 'content="5"' in html
     assert html.count('class="mark save"') == 4 and "<title>(1!)" in html
     change(folder, distributed={"gpu0": "<script>alert(1)</script>"}, recipe={"name": "<b>x"})
-    assert "<b>x" not in page.draw(Watcher(folder).look(now), now)
+    assert "<b>x" not in live_page.draw(Watcher(folder).look(now), now)
     for path in list(folder.iterdir()):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (folder / "run.json").write_text("{}")
@@ -161,7 +197,7 @@ def test_the_metrics_file_is_openmetrics(folder: Path) -> None:
     """A family is described once and stands together, labels are escaped, EOF ends it (promtool accepts it, too)."""
     simulated.make(folder, time.time())
     change(folder, recipe={"name": 'a"b\\c\nd'})
-    lines = page.openmetrics(Watcher(folder).look()).splitlines()
+    lines = live_page.openmetrics(Watcher(folder).look()).splitlines()
     assert lines[-1] == "# EOF" and all(line.startswith("# ") or SAMPLE.fullmatch(line) for line in lines)
     families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(families) == len(set(families))
@@ -171,17 +207,6 @@ def test_the_metrics_file_is_openmetrics(folder: Path) -> None:
     assert f"clustertune_step{{{labels}}} 200" in lines
     assert order.count("clustertune_gpu_power_w") == 16
     assert f'clustertune_gpu_power_w{{{labels},node="node1",gpu="7"}} 662' in lines
-
-
-def test_the_dashboard_asks_for_what_the_file_has(folder: Path, repo: Path) -> None:
-    """By the option that writes the file; a panel of a figure that nothing writes would stay empty without a message."""
-    simulated.make(folder, time.time(), overrides=("budget.usd=100",))
-    file = folder.parent / "x.prom"
-    assert run("watch", folder, "--once", "--json", "--openmetrics", file).code == 0
-    queried = set(re.findall(r"clustertune_[a-z_]+", (repo / "ops" / "monitoring" / "grafana.json").read_text()))
-    written = {line.split()[2] for line in file.read_text().splitlines() if line.startswith("# TYPE")}
-    assert len(queried) > 15 and queried <= written
-    assert run("watch", folder, "--once", "--openmetrics", folder / "none" / "x").code == 2
 
 
 def test_an_alert_is_recorded_once_and_again_only_once_it_was_over(tmp_path: Path) -> None:
@@ -210,20 +235,6 @@ def test_a_budget_counts_every_attempt_and_warns_before_it_ends(folder: Path) ->
     with pytest.raises(UserError, match="used up") as caught:
         cost.check(RunDir(folder), spent)
     assert caught.value.code == 93
-
-
-def test_dollars_without_a_price_are_refused(folder: Path) -> None:
-    simulated.make(folder, time.time(), overrides=("budget.usd=5",))
-    change(folder, distributed={"gpu0": "NVIDIA Toaster"})
-    shutil.rmtree(folder / "telemetry")
-    found = Watcher(folder).look()
-    with pytest.raises(UserError, match="price") as caught:
-        cost.check(RunDir(folder), found.budget)
-    assert caught.value.code == 2 and found.budget_used is None and found.cost.training.usd is None
-    with pytest.raises(UserError, match="budget"):
-        resolve("tiny-oasst2", ["budget.usd=0"])
-    plain, limited = (resolve("tiny-oasst2", words) for words in ([], ["budget.usd=5"]))
-    assert plain.fingerprint() == limited.fingerprint()
 
 
 @pytest.mark.jobs

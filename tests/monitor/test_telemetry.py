@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -15,8 +14,7 @@ import pytest
 
 from clustertune.errors import UserError
 from clustertune.host.probe import Probe
-from clustertune.monitor import machine, sampler
-from clustertune.monitor.machine import NodeSampler
+from clustertune.monitor import readings, sampler
 from clustertune.monitor.sampler import TelemetryWriter
 from clustertune.report import telemetry
 from clustertune.report.telemetry import TelemetryRow
@@ -104,25 +102,6 @@ def test_a_driver_is_read_whole(tmp_path: Path, library: Path) -> None:
     assert node.joules == {3: 6000.0}
 
 
-def test_without_a_counter_energy_is_the_power_samples(tmp_path: Path, library: Path) -> None:
-    sampler = Sampler(tmp_path, library, energy=-1)
-    sampler.wait(4)
-    sampler.end()
-    first, *_, last = sampler.rows()[1:]
-    grown = (last.gpus[0]["energy_j"] or 0) - (first.gpus[0]["energy_j"] or 0)
-    assert grown == pytest.approx(500 * (last.time - first.time), rel=0.5)
-    (node,) = telemetry.TelemetryReader(tmp_path / "telemetry").read().values()
-    assert node.about["energy"] == "power samples"
-
-
-def test_a_driver_that_fails_leaves_the_rest(tmp_path: Path, library: Path) -> None:
-    """Error 9: the driver is not loaded. The node's own figures are there all the same."""
-    sampler = Sampler(tmp_path, library, init=9)
-    row = sampler.wait(1)
-    sampler.end()
-    assert row.gpus == () and row.problems == {"nvml": "Driver Not Loaded"} and row.node["memory_gib"]
-
-
 def recorded(root: Path, ticks: str, rx: int, sectors: int, words: int) -> Probe:
     files = {
         "proc/stat": f"cpu  {ticks} 0 0 0\ncpu0 1",
@@ -137,24 +116,11 @@ def recorded(root: Path, ticks: str, rx: int, sectors: int, words: int) -> Probe
     return Probe(fill(root, files))
 
 
-def test_the_kernel_s_counters_by_hand(tmp_path: Path) -> None:
-    """In 2 s: 30 of 40 jiffies busy, 4 MB in, 1,000 sectors, 500,000 words of RDMA; loopback and partitions are left out."""
-    look = NodeSampler(tmp_path, recorded(tmp_path, "10 0 10 60 20 0 0 0", 1_000_000, 1000, 10))
-    assert look.sample(0.0)["cpu"] is None
-    recorded(tmp_path, "30 0 20 65 25 0 0 0", 5_000_000, 2000, 500_010)
-    found = look.sample(2.0)
-    assert found["cpu"] == pytest.approx(0.75) and found["load"] == 1.5 and found["memory_gib"] == 1.0
-    assert found["net_rx_mb_s"] == 2.0 and found["disk_read_mb_s"] == 0.256 and found["disk_write_mb_s"] == 0.512
-    assert found["rdma_rx_mb_s"] == 1.0
-    recorded(tmp_path, "30 0 20 65 25 0 0 0", 1, 1, 1)
-    assert look.sample(2.0)["net_rx_mb_s"] is None, "a counter that began again is not a rate"
-
-
 def wide_row(at: float) -> TelemetryRow:
     """As long as rows of a busy node get."""
     figures = [100, 79.11, 1000, 88, 1980, 72, 0, 0, 1_234_567_890, 61234, 61234, 412345, 412345]
-    gpu = dict(zip(machine.GPU_COLUMNS, figures, strict=True))
-    node = dict(zip(machine.COLUMNS, [0.123, 123.4, 1234.56, 123456.7, *[12345.6] * 6, 12345.67], strict=True))
+    gpu = dict(zip(readings.GPU_COLUMNS, figures, strict=True))
+    node = dict(zip(readings.COLUMNS, [0.123, 123.4, 1234.56, 123456.7, *[12345.6] * 6, 12345.67], strict=True))
     return TelemetryRow(1.7e9 + at, 12, node, (gpu,) * 8)
 
 
@@ -170,38 +136,6 @@ def test_a_month_of_64_nodes_stays_below_200_mb(tmp_path: Path) -> None:
     assert sizes["node1.10s.jsonl"] + sizes["node1.10s.old.jsonl"] < 2.1 * 180 * row
     assert sizes["node1.60s.jsonl"] + sizes["node1.60s.old.jsonl"] < 2.1 * 360 * row
     assert 64 * (sum(sizes.values()) + 29 * 96 * row) < 200e6
-
-
-def test_thinning_keeps_means_peaks_and_the_energy(tmp_path: Path) -> None:
-    """And a sampler that was killed continues where it was: the quarter of an hour that it had begun is not lost."""
-    for start in (0, 450):
-        writer = TelemetryWriter(tmp_path, "n", {"node": 0})
-        for at in range(start, start + 450, 10):
-            row = wide_row(at + 100)  # 1.7e9 + 100 is a multiple of 900
-            gpus = ({**row.gpus[0], "power_w": 100 + at, "temperature_c": at / 10, "energy_j": 5.0 * at},)
-            writer.add(TelemetryRow(row.time, 1, {"cpu": 0.5}, gpus))
-    for at in (2000, 2100):
-        writer.add(wide_row(at))
-    (joined,) = [row for row in telemetry.read_rows([tmp_path / "n.900s.jsonl"]) if row.attempt == 1]
-    (gpu,) = joined.gpus
-    assert gpu["power_w"] == pytest.approx(100 + 445, abs=31) and gpu["temperature_c"] == 89 and gpu["energy_j"] == 4450
-    assert joined.node["cpu"] == 0.5 and joined.node["load"] is None
-
-
-def test_a_reader_follows_files_that_grow_tear_and_are_replaced(tmp_path: Path) -> None:
-    writer = TelemetryWriter(tmp_path, "n/../x", {"node": 0})
-    head = json.loads((tmp_path / "n-..-x.900s.jsonl").read_text())
-    assert head["gpu_columns"] == list(machine.GPU_COLUMNS)
-    writer = TelemetryWriter(tmp_path, "n", {"node": 0})
-    reader = telemetry.TelemetryReader(tmp_path)
-    writer.add(wide_row(0))
-    assert reader.read()["n"].last == wide_row(0)
-    with (tmp_path / "n.10s.jsonl").open("a") as out:
-        out.write("[1700000500.0,12,[")
-    assert reader.read()["n"].last == wide_row(0), "a line that is being written is read when it is whole"
-    for at in range(1, 400):
-        TelemetryWriter(tmp_path, "n", {"node": 0}).add(wide_row(at)) if at == 1 else writer.add(wide_row(at))
-    assert reader.read()["n"].last == wide_row(399)
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clustertune.nccl_check.link_schedule import FACTS, NODE, RECORDS, CollectiveCase, Setup
+from clustertune.nccl_check.link_measure import NODE, RECORDS, CollectiveCase, Setup
 
 SETUP = Setup(
     hosts=("n1", "n2"), address="10.0.0.1", port=29_400, ranks_per_node=1, cpus_per_node=1, backend="gloo",
@@ -45,9 +45,8 @@ class Files:
         codes = [0] * self.setup.ranks_per_node if codes is None else codes
         empty: dict[str, Any] = {"probe": [], "problems": []}
         found = {"python": "3.11.9", "environment": {"GLOO_SOCKET_IFNAME": "eth0"}}
-        record = {"node": number, "host": self.setup.hosts[number], "codes": codes, **empty, **found, **values}
+        record = {"codes": codes, "facts": {"hostname": self.setup.hosts[number]}, **empty, **found, **values}
         (self.folder / NODE.format(node=number)).write_text(json.dumps(record))
-        (self.folder / FACTS.format(node=number)).write_text(json.dumps({"hostname": f"other-name-{number}"}))
 
     def begin(self, step: int, case: CollectiveCase, ranks: list[int], moved: int | None = None) -> None:
         for rank in ranks:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from clustertune.host.system import MIB
-from clustertune.nccl_check import link_records as gather
-from clustertune.nccl_check.link_schedule import CollectiveCase
+from clustertune.nccl_check import link_measure
+from clustertune.nccl_check.link_measure import CheckRecords, CollectiveCase
 from tests.nccl_check.documents import Files, setup
 
 
 def measured(files: Files, name: str = "results") -> list[dict[str, Any]]:
-    return gather.measurements(gather.read_records(files.folder, files.setup))[name]
+    return CheckRecords(files.folder, files.setup).document()[name]
 
 
 def test_the_slowest_rank_counts(tmp_path: Path) -> None:
@@ -27,16 +27,6 @@ def test_the_slowest_rank_counts(tmp_path: Path) -> None:
     assert (entry["ranks"], entry["iterations"], entry["correct"]) == (2, 20, True)
 
 
-def test_inside_the_nodes_the_slowest_node_counts(tmp_path: Path) -> None:
-    """``results`` is what a job on all nodes sees, ``per_node`` says whose fault it is."""
-    files = Files(tmp_path, setup(2, 2))
-    case = CollectiveCase("intra", "all_reduce", MIB, 20)
-    files.whole(1, case, {0: 0.001, 1: 0.001})
-    files.whole(1, case, {2: 0.010, 3: 0.002})
-    assert [(e["node"], e["median_s"]) for e in measured(files, "per_node")] == [("n1", 0.001), ("n2", 0.01)]
-    assert [(e["scope"], e["median_s"]) for e in measured(files)] == [("intra", 0.01)]
-
-
 def test_both_ways_of_a_pair(tmp_path: Path) -> None:
     """The sending node stands first, and all ranks of a node count together."""
     files = Files(tmp_path, setup(2, 2))
@@ -45,15 +35,6 @@ def test_both_ways_of_a_pair(tmp_path: Path) -> None:
     found = measured(files, "per_pair")
     assert [(e["nodes"], e["median_s"]) for e in found] == [(["n1", "n2"], 0.001), (["n2", "n1"], 0.002)]
     assert found[0]["busbw_gb_s"] == pytest.approx(MIB / 0.001 / 1e9, rel=1e-5)
-
-
-def test_a_second_look_with_more_iterations_counts(tmp_path: Path) -> None:
-    """The first try of a size is made to learn how long it takes."""
-    files = Files(tmp_path, setup(2))
-    files.whole(1, CollectiveCase("world", "p2p", MIB, 3), {0: 0.9, 1: 0.9})
-    files.whole(2, CollectiveCase("world", "p2p", MIB, 20), {0: 0.1, 1: 0.1})
-    (entry,) = measured(files)
-    assert (entry["iterations"], entry["median_s"]) == (20, 0.1)
 
 
 def test_a_wrong_value_on_one_rank_is_wrong(tmp_path: Path) -> None:
@@ -75,12 +56,12 @@ def test_the_silent_rank_is_named(tmp_path: Path) -> None:
         files.say(rank, "hung", step=2, seconds=10.02)
     for node, codes in enumerate(([3], [None], [3])):
         files.node(node, codes)
-    part = gather.read_records(tmp_path, files.setup)
-    hung, problems = gather.faults(part)
+    part = CheckRecords(tmp_path, files.setup)
+    hung, problems = part.faults()
     assert problems == [] and [(e["collective"], e["bytes"], e["hosts"], e["ranks"], e["seconds"]) for e in hung] == [
         ("all_reduce", MIB, ["n2"], [0, 1, 2], 10.02)
     ]
-    assert len(gather.measurements(part)["results"]) == 1
+    assert len(part.measurements()["results"]) == 1
 
 
 LOST = "RuntimeError: [pair.cc:547] Connection closed by peer [10.0.0.3]:4711"
@@ -105,7 +86,7 @@ def test_the_rank_at_fault_is_named(
         files.say(rank, "failed", step=1, message=text)
     for node, code in enumerate(codes):
         files.node(node, [code])
-    (entry,), _ = gather.faults(gather.read_records(tmp_path, files.setup))
+    (entry,), _ = CheckRecords(tmp_path, files.setup).faults()
     assert (entry["hosts"], entry["message"]) == ([guilty], message)
 
 
@@ -115,9 +96,9 @@ def test_the_end_of_the_time_is_no_hang(tmp_path: Path) -> None:
     files.begin(1, CollectiveCase("world", "broadcast", MIB, 20), [0, 1])
     files.node(0, [None])
     files.node(1, [None])
-    part = gather.read_records(tmp_path, files.setup)
-    assert gather.faults(part) == ([], [])
-    assert gather.left_out(part, gather.measurements(part)) == [
+    part = CheckRecords(tmp_path, files.setup)
+    assert part.faults() == ([], [])
+    assert part.document()["left_out"] == [
         {"scope": "world", "collective": "broadcast", "bytes": MIB, "reason": "cut off in the middle"}
     ]
 
@@ -132,8 +113,8 @@ def test_a_node_that_met_nobody(tmp_path: Path, came: bool) -> None:
             files.node(rank)
             for event in ["hung"] if rank == 1 else ["met", "hung"]:
                 files.say(rank, event, **({"step": 0, "seconds": 20.0} if event == "hung" else {}))
-    part = gather.read_records(tmp_path, files.setup)
-    (entry,), problems = gather.faults(part)
+    part = CheckRecords(tmp_path, files.setup)
+    (entry,), problems = part.faults()
     assert (entry["collective"], entry["bytes"], entry["hosts"]) == ("init", 0, ["n2"])
     lost = {"node": "n2", "message": "left no record: it was lost, or does not see the folder"}
     assert problems == ([] if came else [lost])
@@ -144,47 +125,21 @@ def test_a_torn_line_loses_itself_only(tmp_path: Path, torn: str) -> None:
     """A killed rank's last line, or a block of zeros after a power loss."""
     files = Files(tmp_path, setup(2))
     files.whole(1, CollectiveCase("world", "p2p", MIB, 20), {0: 0.1, 1: 0.1})
-    with (tmp_path / gather.RECORDS.format(rank=1)).open("a") as out:
+    with (tmp_path / link_measure.RECORDS.format(rank=1)).open("a") as out:
         out.write(torn)
     assert len(measured(files)) == 1
-
-
-def test_an_empty_folder_is_a_lost_round(tmp_path: Path) -> None:
-    """The step never began: nothing raises, both nodes are named."""
-    part = gather.read_records(tmp_path, setup(2))
-    hung, problems = gather.faults(part)
-    assert [entry["collective"] for entry in hung] == ["init"]
-    assert [entry["node"] for entry in problems] == ["n1", "n2"]
-    assert gather.measurements(part) == {"results": [], "per_node": [], "per_pair": []}
-
-
-def test_facts_have_the_names_that_all_else_has(tmp_path: Path) -> None:
-    """A scheduler's name of a node may be another than its own: findings of both must meet."""
-    files = Files(tmp_path, setup(2))
-    (tmp_path / "facts-1.json").write_text("{torn")
-    assert [f["hostname"] for f in gather.facts(gather.read_records(tmp_path, files.setup))] == ["n1"]
-
-
-def test_what_a_smaller_group_rounds_is_not_left_out(tmp_path: Path) -> None:
-    """Three ranks move whole elements only, a few bytes less than asked for."""
-    files = Files(tmp_path, setup(3))
-    files.whole(1, CollectiveCase("world", "all_gather", MIB, 20), dict.fromkeys(range(3), 0.1), moved=MIB - 4)
-    files.say(0, "left_out", scope="world", collective="all_gather", bytes=MIB, reason="no time was left")
-    files.say(0, "left_out", scope="world", collective="all_gather", bytes=4 * MIB, reason="no time was left")
-    part = gather.read_records(tmp_path, files.setup)
-    assert [entry["bytes"] for entry in gather.left_out(part, gather.measurements(part))] == [4 * MIB]
 
 
 def test_a_long_log_is_judged_at_both_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Why a rank failed stands at the end of its log, after megabytes of calls; a line that is cut is not a line."""
     files = Files(tmp_path, setup(2))
-    monkeypatch.setattr(gather, "LARGEST_LOG", 4096)
+    monkeypatch.setattr(link_measure, "LARGEST_LOG", 4096)
     lines = [f"n1:1:2 [0] NCCL INFO line {number:04d} of many\n" for number in range(1000)]
     for rank, many in enumerate((lines, lines[:10])):
-        path = tmp_path / gather.LOGS.format(rank=rank)
+        path = tmp_path / link_measure.LOGS.format(rank=rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(many))
-    long, short = gather.logs(gather.read_records(tmp_path, files.setup)).values()
+    long, short = CheckRecords(tmp_path, files.setup).logs()
     assert short == "".join(lines[:10])
     shortened = [line + "\n" for line in long.splitlines() if line]
     assert shortened[0] == lines[0] and shortened[-1] == lines[-1] and len(long) <= 4097

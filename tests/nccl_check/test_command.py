@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from clustertune.cli.app import app
-from clustertune.cluster.load import load_cluster
 from clustertune.errors import UserError
-from clustertune.nccl_check.link_check import not_judged
-from clustertune.nccl_check.link_schedule import MARGIN_SECONDS
-from clustertune.nccl_check.link_table import parse_size, show_size
-from tests.command import REPO, Done, run
+from tests.command import Done, run
 from tests.nccl_check.command_line import command_line, program
 
 SHORT = ["--seconds", "30", "--max", "64K"]
@@ -58,34 +53,10 @@ def test_links_that_were_not_measured_are_unknown(tmp_path: Path, monkeypatch: p
     assert done.exit_code == 1 and reason in json.loads(done.stdout)["not_judged"]
 
 
-@pytest.mark.parametrize(
-    ("backend", "why", "host", "cluster", "expected"),
-    [
-        ("gloo", "no GPU here: gloo between CPU ranks", "rno-it-gpu0007-1", "rno-rtxpro6000", "NCCL was not touched"),
-        ("gloo", "one GPU has no peer: gloo between CPU ranks", "laptop", "local", "NCCL was not touched"),
-        ("gloo", "asked for", "laptop", "local", ""), ("gloo", "asked for", "rno-it-gpu0007-1", "rno-rtxpro6000", ""),
-        ("gloo", "asked for", "laptop", "rno-rtxpro6000", "laptop: no compute node"),
-        ("nccl", "8 GPUs", "laptop", "rno-rtxpro6000", "laptop: no compute node"),
-        ("nccl", "8 GPUs", "laptop", "local", ""), ("nccl", "8 GPUs", "rno-it-gpu0007-1.site.org", "rno-rtxpro6000", ""),
-    ],
-)  # fmt: skip
-def test_what_a_verdict_is_about(backend: str, why: str, host: str, cluster: str, expected: str) -> None:
-    """Its own links, those of the cluster that was named, over the library that trains."""
-    reason = not_judged({"backend": backend, "backend_why": why, "hosts": [host]}, load_cluster(cluster))
-    assert expected in reason and bool(expected) == bool(reason)
-
-
 def test_the_folder_of_a_check_is_not_used_again(local_check: tuple[Done, Path]) -> None:
     """Records are added to files: two checks would mix."""
     done = CliRunner().invoke(app, ["nccl-check", "--backend", "gloo", "--out", str(local_check[1]), *SHORT])
     assert "holds a check already" in str(done.exception)
-
-
-def test_make_gives_the_cluster_on() -> None:
-    """The front door is the same command."""
-    words = ["make", "-n", "nccl-check", "CLUSTER=rno-rtxpro6000"]
-    done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
-    assert "clustertune nccl-check --cluster 'rno-rtxpro6000'" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -119,20 +90,11 @@ def test_a_dry_run_shows_environment_and_command(tmp_path: Path) -> None:
     done = run("nccl-check", "--backend", "gloo", "--out", tmp_path / "new", "--dry-run")
     assert done.code == 0
     assert "PYTHONNOUSERSITE=1" in done.out
-    assert "-m clustertune.nccl_check.link_node" in done.out
+    assert "-m clustertune.nccl_check.link_measure" in done.out
     assert not (tmp_path / "new").exists()
     as_json = json.loads(CliRunner().invoke(app, ["nccl-check", "--backend", "gloo", "--dry-run", "--json"]).stdout)
     assert as_json["setup"]["backend"] == "gloo"
-    assert as_json["command"][1:3] == ["-m", "clustertune.nccl_check.link_node"]
-
-
-def test_the_margin_is_told() -> None:
-    """In the help, in the docs, and when it begins: --seconds is not the whole time."""
-    text = f"{MARGIN_SECONDS:g} s"
-    assert text in " ".join(CliRunner().invoke(app, ["nccl-check", "--help"]).output.split())
-    assert f"ends at most {text} after it" in (REPO / "docs" / "nccl-check.md").read_text()
-    done = CliRunner().invoke(app, ["nccl-check", "--backend", "gloo", "--seconds", "20", "--dry-run"])
-    assert f"20 s of measuring; the check ends after at most {20 + MARGIN_SECONDS:g} s" in done.output
+    assert as_json["command"][1:3] == ["-m", "clustertune.nccl_check.link_measure"]
 
 
 def test_recorded_logs_are_judged_alone() -> None:
@@ -159,20 +121,3 @@ def test_recorded_logs_are_judged_alone() -> None:
 def test_the_backend_is_chosen_and_said(gpus: int, nodes: int, changes: dict[str, object], found: tuple[str, str, int]) -> None:
     """NCCL wherever two GPUs can talk."""
     assert program._backend(command_line(**changes), gpus, nodes) == found
-
-
-def test_sizes() -> None:
-    """Powers of two, as nccl-tests takes them; what is none is refused, not guessed."""
-    for text, size in (("1K", 1024), ("64M", 64 << 20), ("1GiB", 1 << 30), ("1g", 1 << 30), ("7", 7)):
-        assert parse_size(text) == parse_size(show_size(size).replace(" ", "")) == size
-    for text in ("", "0", "-1", "1.5M", "K", "1KK", "99999999999999999999"):
-        with pytest.raises(ValueError, match="is not a size"):
-            parse_size(text)
-
-
-def test_an_unwritable_folder_is_told(tmp_path: Path) -> None:
-    """A file where a folder must be: with its name, no traceback."""
-    (tmp_path / "file").write_text("")
-    done = CliRunner().invoke(app, ["nccl-check", "--backend", "gloo", "--out", str(tmp_path / "file" / "x"), *SHORT])
-    assert isinstance(done.exception, UserError)
-    assert "cannot hold the check" in str(done.exception)

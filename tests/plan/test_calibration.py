@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clustertune.errors import ExitCode, UserError
 from clustertune.plan import memory
 from clustertune.plan.calibration import IDENTIFIED, PRIOR, CalibratedRun, Fit, Observation, fit, read, store
 from clustertune.plan.constants import Constants
@@ -20,7 +16,6 @@ from clustertune.plan.machine import PlanMachine
 from clustertune.plan.step import step
 from clustertune.plan.strategy import ModelShape
 from clustertune.recipe.counted import ParameterCount
-from tests.damage import failing, refused
 from tests.plan.world import counted, machine, mixture, shape
 
 COMPUTING = machine(peak_flops=1e11)
@@ -76,11 +71,6 @@ def test_runs_give_back_the_factors_that_they_identify(true: dict[str, float], m
     assert all(0 < found.deviation[name] < IDENTIFIED * PRIOR[name] for name in true)
 
 
-def test_one_odd_run_does_not_move_a_factor_wholly() -> None:
-    """The prior keeps it."""
-    assert 1.5 < fit([run(factors(compute_scale=3.0), COMPUTING)]).values["compute_scale"] < 2.8
-
-
 RUN = CalibratedRun(name="run", measured_s=2.0, before_s=1.8, after_s=1.98)
 FOUND = Fit({"compute_scale": 1.1}, {"compute_scale": 0.03}, {"inter_scale": 0.9}, (RUN,))
 
@@ -97,51 +87,3 @@ def test_it_is_kept_beside_the_cluster_and_read_again(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
     body = json.loads(path.read_text())
     assert body["runs"] == [{"name": "run", "measured_s": 2.0, "before_s": 1.8, "after_s": 1.98}]
-
-
-FACTOR = '"compute_scale": 1.1'
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (None, ""), (None, "[]"), (None, '{"format": "clustertune'), (None, "\x00\x01"), ("calibration/1", "calibration/9"),
-        *((FACTOR, f'"compute_scale": {value}') for value in ('"fast"', "NaN", "0.0", "-1.1")), (FACTOR, '"gemm_share": 1.1'),
-        (FACTOR, '"overlap_loss": 1.1'),
-    ],
-)  # fmt: skip
-def test_a_damaged_file_is_refused(tmp_path: Path, old: str | None, new: str) -> None:
-    """One clear screen with the command that makes it again: half a calibration would make plans wrong."""
-    path = tmp_path / "c.calibration.json"
-    store(path, "c", "2026-11-02", FOUND)
-    path.write_text(new if old is None else path.read_text().replace(old, new))
-    with refused(f"^{re.escape(str(path))}.*--calibrate.*$") as caught:
-        read(path)
-    assert "\n" not in str(caught.value)
-
-
-def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk ends with the exit code of storage and leaves the old calibration as it was."""
-    path = tmp_path / "c.calibration.json"
-    store(path, "c", "2026-11-02", FOUND)
-
-    monkeypatch.setattr(os, "fsync", failing(OSError(errno.ENOSPC, "No space left on device")))
-    with refused("No space left", ExitCode.STORAGE):
-        store(path, "c", "2026-11-03", FOUND)
-    assert read(path).compute_scale == 1.1
-    with pytest.raises(UserError):
-        read(tmp_path / "missing.json")
-
-
-def test_the_range_is_what_the_calibration_left(tmp_path: Path) -> None:
-    """A factor that contradicting runs leave at 20 % must not be told as known to 3 %."""
-    from clustertune.plan.predict import step_range
-    from tools.planner_grade.grade import cases
-
-    one = cases(["nebius"])[-1]  # bound by the network between nodes
-    widths = []
-    for deviation in (0.03, 0.2):
-        constants = replace(Constants(), calibrated=("inter_scale",), deviation={"inter_scale": deviation})
-        low, high = step_range(one.shape, one.machine, constants, one.step(constants))
-        widths.append(high - low)
-    assert widths[1] > 3 * widths[0]

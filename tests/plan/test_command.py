@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from clustertune.cli import plan as command
+from clustertune.cli import plan_command as command
 from clustertune.errors import UserError
 from clustertune.plan.machine import Link
 from clustertune.plan.predict import make_plan
@@ -63,44 +63,6 @@ def test_recipes_and_clusters_by_path(recipe: Path, cluster: Path) -> None:
     assert two["tokens_per_s"] > found["tokens_per_s"]
 
 
-USAGE: dict[str, tuple[list[str], str]] = {
-    "no recipe": ([], "one recipe is needed, got 0"),
-    "two recipes": (["RECIPE", "RECIPE"], "one recipe is needed, got 2"),
-    "one recipe to compare": (["RECIPE", "--compare"], "--compare needs two recipes, got 1"),
-    "a recipe that is not there": (["no-such-recipe"], "there is no recipe"),
-    "a part that is none": (["RECIPE", "--why", "nonsense"], "parts of this plan: compute, communication"),
-    "two questions": (["RECIPE", "--advise", "--why", "memory"], "exclude each other"),
-    "a goal that is none": (["RECIPE", "--advise", "--goal", "fun"], "'fun' is not a goal"),
-    "0 nodes": (["RECIPE", "--advise", "--nodes", "0"], "node counts from 1 to 2, which hgx has"),
-    "too many nodes": (["RECIPE", "--advise", "--nodes", "1,3"], "node counts from 1 to 2"),
-    "nodes that are not numbers": (["RECIPE", "--advise", "--nodes", "all"], "node counts from 1 to 2"),
-    "nodes without a search": (["RECIPE", "--nodes", "2"], "only with --advise"),
-    "a recipe for more nodes": (["RECIPE", "slurm.nodes=4"], "4, and hgx has 2 compute nodes"),
-    "a recipe for more GPUs": (["RECIPE", "slurm.gpus_per_node=16"], "16, and a node of hgx has 8 GPUs"),
-    "a batch that does not divide": (["RECIPE", "train.global_batch_size=9"], "9 is not a multiple of 8"),
-    "a sequence beyond the context": (["RECIPE", "train.max_length=9000"], "the model has 8192 positions"),
-    "no such file of lengths": (["RECIPE", "--lengths", "no-such-file"], "no-such-file"),
-    "no such check": (["RECIPE", "--nccl-check", "no-such-file"], "no-such-file"),
-    "nothing to calibrate with": (["--calibrate"], "no run was given"),
-    "no such run": (["--calibrate", "no-such-run"], "is not a run folder"),
-    "a calibration with overrides": (["--calibrate", "no-such-run", "train.seed=7"], "a run is taken as it was"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", USAGE)
-def test_nonsense_on_the_command_line(name: str, recipe: Path, cluster: Path) -> None:
-    """Refused with the number and what would do."""
-    arguments, expected = USAGE[name]
-    text = refused(*[recipe if word == "RECIPE" else word for word in arguments], "--cluster", cluster)
-    assert expected in text
-
-
-def test_all_problems_are_told_at_once(recipe: Path, cluster: Path) -> None:
-    """Nobody fixes one to meet the next."""
-    text = refused(recipe, recipe, "--goal", "fun", "--nodes", "2", "--cluster", cluster)
-    assert len(text.splitlines()) == 3
-
-
 def test_clusters_that_cannot_be_planned_on(recipe: Path, tmp_path: Path) -> None:
     """One node needs no network, two without one are refused; what a cluster file says wrong, tests/cluster has."""
     alone = write_cluster(tmp_path / "alone.yaml", nodes=1, network={"kind": "none", "gbit": None, "ports": None})
@@ -112,15 +74,6 @@ def test_clusters_that_cannot_be_planned_on(recipe: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match="says nothing of a network between nodes"):
         make_plan(resolve(recipe, ["slurm.nodes=2"]), unknown)
     assert make_plan(resolve(recipe), unknown).step.seconds > 0
-
-
-def test_a_model_that_cannot_be_counted(tmp_path: Path, cluster: Path) -> None:
-    """The families that can are listed."""
-    model = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "hidden_size": 768, "num_hidden_layers": 24,
-             "vocab_size": 50280, "num_attention_heads": 12, "intermediate_size": 1536,
-             "max_position_embeddings": 8192}  # fmt: skip
-    text = refused(write_recipe(tmp_path / "odd", model=model), "--cluster", cluster)
-    assert "mamba" in text
 
 
 def test_what_does_not_fit_ends_with_what_would(tmp_path: Path, cluster: Path) -> None:
@@ -164,20 +117,6 @@ def test_calibration_from_a_run_folder(tmp_path: Path, recipe: Path, cluster: Pa
     assert after["step_s"] == pytest.approx(slow, rel=0.05) == pytest.approx(calibrated["after_s"], rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "says"),
-    [
-        ([], "has 0 timed steps; 5 are needed"), ([1.0] * 4, "has 4 timed steps; 5 are needed"),
-        ([-1.0] * 20 + [1.0] * 3, "has 3 timed steps"),  # a clock that was set back: they have no logarithm
-        ([5000.0] * 20, "cannot have run as this cluster file says"),  # a thousand times as long: no cluster like this one
-    ],
-)  # fmt: skip
-def test_runs_that_teach_nothing(seconds: list[float], says: str, tmp_path: Path, recipe: Path, cluster: Path) -> None:
-    """Nothing is stored."""
-    assert says in refused("--calibrate", write_run(tmp_path / "run", recipe, seconds), "--cluster", cluster)
-    assert not (tmp_path / "hgx.calibration.json").exists()
-
-
 def test_the_commands_of_the_documents() -> None:
     """Each ends with 0 and says what docs/plan.md and README.md promise."""
     own = ["llama405b-oasst2", "--cluster", "rno-rtxpro6000"]
@@ -187,32 +126,6 @@ def test_the_commands_of_the_documents() -> None:
     ):  # fmt: skip
         done = call(*words)
         assert done.exit_code == 0 and all(text in done.output for text in promised), done.output
-
-
-def test_a_padded_run_teaches_no_padding(tmp_path: Path, cluster: Path) -> None:
-    """Its tokens say how long its conversations are: else full rows would be assumed, and the GPU thought many times faster."""
-    large = {"per_device_train_batch_size": 16, "global_batch_size": 256}  # else the host is what a step waits for
-    recipe = write_recipe(tmp_path / "padded", train={"packing": False, "max_steps": 20, **large})
-    (tmp_path / "lengths").write_text("300\n")
-    step_s = answer(recipe, "--cluster", cluster, "--lengths", tmp_path / "lengths")["step_s"]
-    assert answer(recipe, "--cluster", cluster)["step_s"] > 2 * step_s
-    run = write_run(tmp_path / "run", recipe, [step_s] * 20)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(x | {"tokens": x["step"] * 256 * 300}) + "\n" for x in lines))
-    (calibrated,) = answer("--calibrate", run, "--cluster", cluster)["runs"]
-    assert calibrated["before_s"] == pytest.approx(step_s)
-    (calibrated,) = answer("--calibrate", run, "--cluster", cluster, "--lengths", tmp_path / "lengths")["runs"]
-    assert calibrated["before_s"] == pytest.approx(step_s)
-
-
-def test_runs_that_contradict_each_other_are_told(tmp_path: Path, recipe: Path, cluster: Path) -> None:
-    """The mean of 4 and 8 seconds explains neither."""
-    step_s = answer(recipe, "--cluster", cluster)["step_s"]
-    runs = [write_run(tmp_path / name, recipe, [share * step_s] * 20) for name, share in (("fast", 0.7), ("slow", 1.4))]
-    far = answer("--calibrate", *runs, "--cluster", cluster)["unexplained"]
-    assert far["fast"] > 0.15 and far["slow"] < -0.15
-    assert "contradict each other" in call("--calibrate", *runs, "--cluster", cluster).output
-    assert answer("--calibrate", runs[1], "--cluster", cluster)["unexplained"] == {}
 
 
 def test_a_calibration_of_another_cluster_is_refused(tmp_path: Path, recipe: Path, cluster: Path) -> None:

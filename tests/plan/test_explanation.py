@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clustertune.cluster.hardware import Price
-from clustertune.errors import UserError
 from clustertune.plan import explanation
-from clustertune.plan.constants import Constants, Term, number, quantity
+from clustertune.plan.constants import Constants
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import Link, PlanMachine
 from clustertune.plan.predict import Plan, make_plan
@@ -80,15 +78,6 @@ def test_the_document_holds_what_is_promised(plan: Plan) -> None:
     assert no_spot and no_spot["spot"] is None
 
 
-def test_without_lengths_there_is_no_price(tmp_path: Path) -> None:
-    """What is unknown is null, and the reason is among the assumptions."""
-    unknown = make_plan(resolve(write_recipe(tmp_path / "recipe")), machine(), constants())
-    body = explanation.as_json(unknown)
-    assert body["hours"] is body["gpu_hours"] is body["steps"] is None
-    assert any("number of steps is unknown" in line for line in body["assumptions"])
-    assert explanation.why(unknown, "hours")[0].startswith("the number of steps is unknown")
-
-
 TOKEN = re.compile(r"(?P<number>\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?)|(?P<word>[A-Za-z][\w'-]*(?:/s)?)|(?P<sign>[-+/()])")
 
 
@@ -137,21 +126,6 @@ def test_the_arithmetic_is_true(name: str, tmp_path: Path) -> None:
     assert checked >= {"compute", "communication", "optimizer", "checkpoint", "load", "memory", "host", "step"}
 
 
-def test_every_part_can_be_asked_for(plan: Plan) -> None:
-    """Each topic answers, spelt with spaces, underscores or capitals; another is refused with the nearest."""
-    for topic in [*explanation.topics(plan), "hours", "steps", "mfu", "HFU", "exposed_communication", "network"]:
-        assert isinstance(explanation.why(plan, topic), list)
-    assert explanation.why(plan, "Exposed Communication") == explanation.why(plan, "communication")
-    with pytest.raises(UserError, match="did you mean communication"):
-        explanation.why(plan, "comunication")
-    with pytest.raises(UserError, match="no part"):
-        explanation.why(plan, "")
-    assert any(line.startswith("total") for line in explanation.why(plan, "hours"))
-    if plan.strategy.pp == 1:
-        assert explanation.why(plan, "pipeline") == ["pipeline: 0, this plan has none"]
-    assert f"{plan.utilisation(hardware=False):.1%}" in explanation.why(plan, "mfu")[0]
-
-
 LONG = {"train": {"num_train_epochs": 20}}
 QUICK = machine(storage_write_bytes_per_s=1e15, storage_read_bytes_per_s=1e15)
 SLOW = Link(1e8, 1e9, "measured", "check", 0.0)
@@ -179,63 +153,3 @@ def test_the_bottleneck_is_the_largest_part(
     assert found.startswith(expected), found
     assert plan.fits == ("not fit" not in found)
     assert found.endswith(".") and "\n" not in found
-
-
-def test_the_source_of_the_bandwidth(tmp_path: Path) -> None:
-    """That of the slowest level that is used; none where nothing is sent. 10 % of nominal is a fault to look for, and the
-    sentence says so."""
-    plan = planned(tmp_path / "recipe", machine(inter=SLOW), nodes=2)
-    assert "0.1 GB/s, 10% of nominal, measured" in explanation.bottleneck(plan)
-    assert "between nodes: check" in explanation.assumptions(plan)
-    one = planned(tmp_path / "one", machine(inter=SLOW))
-    single = planned(tmp_path / "single", lora=LORA_SECTION, gpus=1, accelerate={"distributed_type": "NO"})
-    assert [explanation.bandwidth_source(each) for each in (plan, one, single)] == ["measured", "nominal", "none"]
-
-
-def test_a_calibrated_plan_is_narrower(tmp_path: Path) -> None:
-    """The range says how sure it is: least with nominal figures, most with the cluster's own runs."""
-    wide = planned(tmp_path / "wide")
-    known = replace(constants(), calibrated=("compute_scale", "intra_scale", "inter_scale"))
-    narrow = planned(tmp_path / "narrow", given=known)
-    assert wide.low < narrow.low < 1 < narrow.high < wide.high
-    assert any("calibrated" in line for line in explanation.assumptions(narrow))
-
-
-def test_numbers_as_people_read_them() -> None:
-    """Four digits that count, thousands separated, a unit that fits the size."""
-    shown = {1234567: "1,234,567", 12_345_678_901: "1.235e+10", 0.5: "0.5", 1234.56: "1,235", 1e-6: "1e-06", "8": "8", 2.0: "2"}
-    for value, text in shown.items():
-        assert number(value) == text
-    assert quantity(3 * 2**30, "B") == "3.00 GiB" and quantity(2**20, "B") == "1.00 MiB"
-    assert quantity(0.0125, "s") == "12.5 ms" and quantity(1250, "s") == "1.25e+03 s" and quantity(0, "s") == "0 s"
-    assert quantity(5, "rows") == "5 rows"
-    assert Term("t", 6.0, "s", "{a} x {b}", {"a": 2, "b": 3}).arithmetic() == "2 x 3 = 6 s"
-
-
-@pytest.mark.parametrize(
-    ("sections", "says"),
-    [
-        ({}, "all, TRL's default; activation_checkpointing.ratio=0 turns it off"),
-        ({"activation_checkpointing": {"ratio": 1}}, "pass: all"),
-        ({"activation_checkpointing": {"ratio": 0}}, "pass: none"),
-        ({"activation_checkpointing": {"ratio": 0.5}}, "pass: 50%"),
-    ],
-)
-def test_recomputation_is_said(sections: dict[str, Any], says: str, tmp_path: Path) -> None:
-    """A recipe that is silent of it gets TRL's default, a third more time: whoever plans a published run must see that."""
-    (line,) = [text for text in explanation.assumptions(planned(tmp_path / "r", **sections)) if "recomputed" in text]
-    assert line.endswith(says)
-
-
-def test_waiting_for_nvme_is_not_waiting_for_the_network(tmp_path: Path) -> None:
-    """The sentence names what is slow; the arithmetic and the assumed speed stand beside it, and the range is wide."""
-    config = {f"offload_{what}_{key}": value for what in ("param", "optimizer") for key, value in
-              (("device", "nvme"), ("nvme_path", "/somewhere"))}  # fmt: skip
-    accelerate = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3} | config}
-    plan = planned(tmp_path / "r", accelerate=accelerate, train={"global_batch_size": 64})
-    assert "between NVMe and GPU" in explanation.bottleneck(plan) and "network" not in explanation.bottleneck(plan)
-    assert any("NVMe is assumed to read and write 6 GB/s" in text for text in explanation.assumptions(plan))
-    assert any(
-        text.startswith("weights and gradients between NVMe and GPU: (") for text in explanation.why(plan, "communication")
-    )
-    assert plan.low < 0.8 and plan.high > 1.2

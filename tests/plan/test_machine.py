@@ -14,7 +14,7 @@ from clustertune.cluster.schema import Cluster, Compute, Host, Network, Storage
 from clustertune.errors import UserError
 from clustertune.host.system import MIB
 from clustertune.plan.machine import machine
-from clustertune.plan.measured import MeasuredLinks, find_measured, read_measured
+from clustertune.plan.measured import MeasuredLinks, read_measured
 from tests.recipe.conftest import check_form
 
 CHECK = MeasuredLinks("c", "2026-11-02", 2, 8, "nccl", "NET/IB", 362.0, 340.0, "c.nccl-check.json")
@@ -56,20 +56,6 @@ def test_the_reference_machine() -> None:
     assert "assumed" in found.storage_note and not found.notes
 
 
-def test_all_ports_of_a_node_count() -> None:
-    """One port of eight is an eighth of the network."""
-    eight, one = machine(cluster()), machine(cluster(network={"ports": 1}))
-    assert eight.inter.nominal_bytes_per_s == 400e9 == 8 * one.inter.nominal_bytes_per_s
-    assert "8 x 400 Gbit/s InfiniBand, 88 % expected" in eight.inter.note
-
-
-def test_tcp_is_bound_by_the_processor_not_by_the_line() -> None:
-    """Slow lines are filled; a fast one carries no more than what was seen on 100 GbE."""
-    speeds = [machine(cluster(network={"kind": "ethernet", "gbit": gbit, "ports": 1})).inter for gbit in (10, 25, 100, 400)]
-    assert [round(speed.bytes_per_s / 1e9, 2) for speed in speeds] == [1.12, 2.81, 5.6, 5.6]
-    assert "11 % expected" in speeds[-1].note
-
-
 def test_a_check_comes_before_the_file_and_the_file_before_the_nominal_speed() -> None:
     """The nearer to the truth, the sooner it is taken; the note says which it is and its share of nominal. One node measured
     says nothing of the network."""
@@ -86,15 +72,6 @@ def test_a_check_comes_before_the_file_and_the_file_before_the_nominal_speed() -
     assert (link.bytes_per_s, link.nominal_bytes_per_s) == (40e9, 40e9) and "%" not in link.note
 
 
-def test_a_broken_link_is_said_in_words() -> None:
-    """3.1 of 50 GB/s: 17 published runs waited for that, and nobody printed it."""
-    slow = cluster(network={"kind": "omnipath", "gbit": 100, "ports": 4})
-    found = machine(slow, measured=replace(CHECK, inter_gb_s=3.1, transport="NET/Socket"))
-    assert found.inter.bytes_per_s == 3.1e9
-    assert "3.1 GB/s over NET/Socket, 6 % of nominal: see nccl-check" in found.inter.note
-    assert "see nccl-check" not in machine(slow, measured=replace(CHECK, inter_gb_s=40.0)).inter.note
-
-
 def test_an_nvlink_domain_reaches_over_nodes() -> None:
     """In an NVL72 a check over 16 nodes measures NVLink, per GPU, and says nothing of the network."""
     rack = cluster(16, gpus=4, gpu="gb200", interconnect="nvlink5", nvlink_domain=72, network={"gbit": 400, "ports": 4})
@@ -102,37 +79,6 @@ def test_an_nvlink_domain_reaches_over_nodes() -> None:
     assert (plain.domain, plain.intra.bytes_per_s) == (72, pytest.approx(702e9))
     wide = machine(rack, measured=replace(CHECK, nodes=16, gpus_per_node=4, intra_gb_s=720.0, inter_gb_s=650.0))
     assert (wide.intra.bytes_per_s, wide.inter.source) == (650e9, "nominal")
-
-
-def test_a_network_is_needed_only_where_the_plan_uses_it() -> None:
-    """What is found by looking knows no network; one node of it can be planned on, and one NVLink domain."""
-    unknown = cluster(network={"kind": "unknown", "gbit": None, "ports": 1})
-    assert "2 nodes, but no bandwidth between them" in refused(unknown)
-    link = machine(unknown, nodes=1).inter
-    assert (link.bytes_per_s, link.source) == (0, "nominal") and "no bandwidth between nodes is stated" in link.note
-    assert machine(cluster(nvlink_domain=16, network={"kind": "unknown", "gbit": None})).domain == 16
-    assert machine(cluster(gpus=1, interconnect=None)).intra.bytes_per_s == 0, "no link inside a node of one GPU"
-
-
-def test_a_gpu_without_bfloat16_is_said() -> None:
-    """Its peak is that of fp16."""
-    found = machine(cluster(gpu="v100-sxm-32", interconnect="nvlink2"))
-    assert found.peak_flops == 125e12 and found.peak_flops_fp8 is None
-    assert "no bfloat16" in found.notes[0] and "train.bf16=false" in found.notes[0]
-    assert "gloo" in machine(cluster(), measured=replace(CHECK, backend="gloo")).notes[0], "a check on CPUs has the same form"
-
-
-def test_storage_says_what_is_assumed() -> None:
-    """Half stated is half assumed."""
-    found = machine(cluster(storage={"read_gb_s": 12}))
-    assert (found.storage_read_bytes_per_s, found.storage_write_bytes_per_s) == (12e9, 1e9)
-    assert found.storage_note == "reads 12 GB/s of the cluster file, writes 1 GB/s assumed (ops/hardware.yaml)"
-
-
-def test_the_way_to_host_memory_is_the_gpus() -> None:
-    """Grace memory is not behind PCIe."""
-    grace = cluster(gpus=1, gpu="gh200", interconnect="none", nodes=1)
-    assert machine(grace).host_link_bytes_per_s > 4 * machine(cluster()).host_link_bytes_per_s
 
 
 @pytest.mark.parametrize(
@@ -163,13 +109,6 @@ def test_a_check_of_another_machine_is_refused(change: dict[str, Any], words: st
     assert words in refused(cluster(), measured=replace(CHECK, **change))
 
 
-def test_all_problems_come_at_once() -> None:
-    """GPU, link, network and check in one screen."""
-    wrong = cluster(gpu="h100", interconnect=None, network={"kind": "unknown", "gbit": None})
-    text = refused(wrong, measured=replace(CHECK, cluster="d", intra_gb_s=None, inter_gb_s=None))
-    assert [word in text for word in ("compute.gpu", "compute.interconnect", "network.gbit", "plan is for c")] == [True] * 4
-
-
 def gather(scope: str, mib: int, busbw: float, **change: Any) -> dict[str, Any]:
     """One size of an all-gather over 16 ranks."""
     algbw = round(busbw * 16 / 15, 3)
@@ -192,22 +131,6 @@ def write(folder: Path, content: object) -> Path:
     path = folder / "c.nccl-check.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
-
-
-def test_what_is_taken_of_a_result(tmp_path: Path) -> None:
-    """The median of the three largest sizes, so that neither the small size nor the disturbed one decides; an all-gather alone,
-    for an all-reduce may run in the switch (NVLink SHARP): 475 GB/s on links of 450; and all GPUs of all nodes before some:
-    ``inter`` may be one GPU per node, which one port serves."""
-    found = read_measured(write(tmp_path, body()))
-    assert (found.world, found.transport, found.date) == (16, "NET/Socket", "2026-11-02")
-    sharp = [gather("intra", 1024, 360.0), gather("intra", 2048, 475.0, collective="all_reduce", algbw_gb_s=271.0)]
-    some = gather("inter", 512, 2.0)
-    for change, intra, inter in (
-        ({}, 22.0, 3.0), ({"results": sharp}, 360.0, None), ({"results": [some]}, None, 2.0),
-        ({"results": [some, gather("world", 512, 8.0)]}, None, 8.0),
-    ):  # fmt: skip
-        found = read_measured(write(tmp_path, body(**change)))
-        assert (found.intra_gb_s, found.inter_gb_s) == (intra, inter)
 
 
 @pytest.mark.parametrize(
@@ -237,48 +160,3 @@ def test_a_wrong_result_is_refused(tmp_path: Path, change: dict[str, Any], words
         read_measured(write(tmp_path, body(**change)))
     check_form(caught.value)
     assert any(words in str(problem) for problem in caught.value.problems), caught.value
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "not valid JSON"), ("[]", "no nccl-check result"), ("{", "not valid JSON"), ('{"schema": NaN}', "NaN"),
-        ('{"nodes": 1, "nodes": 2}', "'nodes' appears twice"), ("[" * 5000, "not valid JSON"),
-    ],
-)  # fmt: skip
-def test_what_is_no_result_is_refused(tmp_path: Path, text: str, words: str) -> None:
-    """A cut file, a list, a key that appears twice; a mistyped path is not a missing measurement."""
-    with pytest.raises(UserError, match=words) as caught:
-        read_measured(write(tmp_path, text))
-    check_form(caught.value)
-    with pytest.raises(UserError, match="does not exist"):
-        read_measured(tmp_path / "none.json")
-
-
-def test_every_problem_comes_at_once(tmp_path: Path) -> None:
-    """One run of the check fixes them all."""
-    with pytest.raises(UserError) as caught:
-        read_measured(write(tmp_path, body(nodes=0, backend="mpi", date="x")))
-    assert {problem.key for problem in caught.value.problems} == {"nodes", "backend", "date"}
-
-
-def test_the_result_beside_the_cluster_file_is_found(tmp_path: Path, repo: Path) -> None:
-    """By its name, wherever the cluster file lies; none is not an error."""
-    text = (repo / "ops" / "clusters" / "rno-rtxpro6000.yaml").read_text()
-    path = tmp_path / "c.yaml"
-    path.write_text(text.replace("name: rno-rtxpro6000", "name: c"))
-    cluster = load_cluster(str(path))
-    assert find_measured(cluster) is None
-    write(tmp_path, body())
-    found = find_measured(cluster)
-    assert found and found.inter_gb_s == 3.0
-
-
-def test_the_result_of_a_shipped_cluster_lies_in_ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not where the command happens to be called."""
-    cluster = load_cluster("rno-rtxpro6000")
-    path = tmp_path / "rno-rtxpro6000.nccl-check.json"
-    path.write_text(json.dumps(body(cluster="rno-rtxpro6000")))
-    monkeypatch.setattr("clustertune.plan.measured.CLUSTERS", tmp_path)
-    found = find_measured(cluster)
-    assert found and found.source == str(path)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clustertune.plan import memory
-from clustertune.plan.memory import RANK_HOST_BYTES, host_parts, save_copy
+from clustertune.plan.memory import host_parts, save_copy
 from clustertune.plan.predict import make_shape
 from clustertune.plan.strategy import ModelShape, strategy
 from clustertune.resolve.resolve import resolve
@@ -16,19 +16,14 @@ from tests.plan.world import (
     ADAPTERS,
     ENDS,
     HIDDEN,
-    INNER,
     LAYER,
     LAYERS,
     LORA,
     LORA_SECTION,
     TOTAL,
     VOCABULARY,
-    WHOLE,
     ZERO3,
     constants,
-    counted,
-    fsdp2,
-    mixture,
     shape,
     write_recipe,
 )
@@ -84,15 +79,6 @@ def gathered(of: ModelShape, moment: int = LOSS) -> float:
     return sum(value for name, value in parts(of, moment).items() if name.startswith("gathered"))
 
 
-def test_without_resharding_everything_stays_gathered() -> None:
-    """From forward to backward all weights are there in the type that computes; else a few layers at a time."""
-    assert gathered(shape(reshard=False)) == pytest.approx(TOTAL * 2)
-    assert gathered(shape(**QUANTISED, reshard=False)) == pytest.approx(BODY * 0.5 + ROOT * 2)
-    assert 0 < gathered(shape()) <= (2 * LAYER + 2 * ROOT) * 2
-    assert 0 < gathered(shape(), BACKWARD) <= (2 * LAYER + 2 * ROOT) * 2
-    assert gathered(shape(**WHOLE)) == gathered(shape(**WHOLE), BACKWARD) == 0, "they are there anyway"
-
-
 @pytest.mark.parametrize(
     ("changes", "more"),
     [
@@ -129,18 +115,6 @@ def test_recomputed_layers_keep_their_input(compiled: bool) -> None:
     )
 
 
-def test_what_makes_activations_larger() -> None:
-    """Scores without a fused kernel, kernels that are not fused, gradients of the base's weights; all of them per token."""
-    one = activations(shape())
-    assert activations(shape(attention="eager")) - one == pytest.approx(LAYERS * TOKENS * 4 * 512 * 6, rel=0.2)
-    assert activations(shape(compiled=False)) > one
-    assert activations(shape(compiled=False)) > activations(shape(compiled=False, **LORA, targets=("q_proj",)))
-    assert activations(shape(micro_batch=4)) == pytest.approx(2 * one)
-    assert activations(shape(cp=2)) == pytest.approx(one / 2)
-    assert activations(shape(tp=2)) < one
-    assert activations(shape(tp=2, sequence_parallel=True)) < 0.6 * one
-
-
 def test_logits_are_whole_only_where_no_loss_in_tiles_is_used() -> None:
     """Tokens x vocabulary, divided by tensor parallelism: logits, log-softmax and a gradient of each, more where float32 copies
     are made; a program that holds its logits has them in the backward pass and at the update too."""
@@ -159,67 +133,10 @@ def test_logits_are_whole_only_where_no_loss_in_tiles_is_used() -> None:
     assert tiled < plain / 10
 
 
-@pytest.mark.parametrize(
-    ("pp", "virtual", "accumulation", "inflight"),
-    [(2, 1, 8, 2), (4, 1, 8, 4), (4, 1, 2, 2), (4, 2, 8, 4 * (1 + 3 / 8)), (2, 2, 8, 2 * (1 + 1 / 4))],
-)
-def test_a_pipelines_first_stage_keeps_several_batches(pp: int, virtual: int, accumulation: int, inflight: float) -> None:
-    """As many as there are stages, or micro batches; interleaved a little more (https://arxiv.org/abs/2205.05198, 4.2.3)."""
-    held = {**WHOLE, "kind": "Megatron", "data_parallel_size": 16 // pp, "accumulation": accumulation}
-    found = activations(shape(**held, pp=pp, virtual=virtual))
-    assert found == pytest.approx(activations(shape()) / pp * inflight, rel=0.01)
-
-
-def test_model_parallel_ranks_hold_their_part() -> None:
-    """Matrices by tensor parallelism, norms whole; of a pipeline the heavier end; experts by both."""
-    assert shape(tp=4).parameters == pytest.approx(LAYERS * ((LAYER - 2 * HIDDEN) / 4 + 2 * HIDDEN) + ROOT / 4)
-    assert shape(pp=2).parameters == pytest.approx(BODY / 2 + ENDS + HIDDEN)
-    experts = 8 * 3 * HIDDEN * INNER
-    whole, split = (shape(mixture(), ep=ep).body for ep in (1, 4))
-    assert whole - split == pytest.approx(LAYERS * experts * 3 / 4)
-    assert shape(counted(), tp=2, sequence_parallel=True).layers == LAYERS
-
-
-def test_weights_and_states_on_the_host_take_no_gpu_memory() -> None:
-    """Offloaded by FSDP all that rests is on the host; by ZeRO the optimizer's state alone."""
-    away = parts(shape(offload_params="cpu", offload_optimizer="cpu"), UPDATE)
-    assert not {"weights", "optimizer", "gradients", "buffers"} & set(away)
-    assert not {"weights", "adapters"} & set(parts(shape(**LORA, offload_params="cpu", offload_optimizer="cpu"), LOSS))
-    states = parts(shape(kind="ZeRO-3", offload_optimizer="cpu"), UPDATE)
-    assert set(states) == {"weights", "gradients"}
-    assert gathered(shape(**WHOLE, offload_params="cpu")) > 0, "they come layer by layer"
-
-
 def host(folder: Path, **recipe: Any) -> dict[str, float]:
     """A node's RAM by part for a recipe of Llama-3-8B."""
     resolved = resolve(write_recipe(folder, **recipe))
     return {term.name: term.value for term in host_parts(resolved, make_shape(resolved, strategy(resolved)))}
-
-
-def test_ram_while_loading(tmp_path: Path) -> None:
-    """A few parts where ranks read what they keep, one copy for each rank without."""
-    size = 2.0 * 8_030_261_248
-    careless, two = fsdp2(cpu_ram_efficient_loading=False), {**ZERO3, "deepspeed_config": {"zero_stage": 2}}
-    parts = 8 * 5 * 128_256 * 4096 / 8  # five of the embedding's, of the eight ranks
-    assert host(tmp_path / "rows") == near({"ranks": 8 * RANK_HOST_BYTES, "loading": parts * (2 + 4)})
-    assert host(tmp_path / "lora", lora=LORA_SECTION)["loading"] == pytest.approx(parts * 2)
-    assert host(tmp_path / "each", accelerate=careless)["loading"] == pytest.approx(8 * size)
-    assert host(tmp_path / "zero", accelerate=ZERO3)["loading"] == pytest.approx(parts * 2)  # float32 is made later
-    assert host(tmp_path / "two", accelerate=ZERO3, nodes=2)["loading"] == pytest.approx(parts)
-    assert host(tmp_path / "zero2", accelerate=two)["loading"] == pytest.approx(8 * size)
-
-
-def test_ram_of_what_is_offloaded(tmp_path: Path) -> None:
-    """Float32 weights, gradients and moments of all ranks of a node, in place of loading where they are more."""
-    offloading = fsdp2(offload_params=True)
-    count = 8_030_261_248
-    found = host(tmp_path / "full", accelerate=offloading)
-    assert found["offloaded weights"] == pytest.approx(count * 4)
-    assert found["offloaded optimizer"] == pytest.approx(count * 12)
-    assert "loading" not in found
-    adapters = host(tmp_path / "lora", accelerate=offloading, lora=LORA_SECTION)
-    assert set(adapters) == {"ranks", "offloaded weights", "loading"}  # the rows are read into weights that lie there already
-    assert adapters["offloaded weights"] == pytest.approx(count * 2)
 
 
 @pytest.mark.parametrize(("lora", "count", "each"), [(None, 8_030_261_248, 4 + 8), (LORA_SECTION, None, 4 + 8)])
@@ -231,11 +148,3 @@ def test_ram_of_the_copy_that_a_save_makes(tmp_path: Path, lora: Any, count: int
     assert copy is not None and copy.value == pytest.approx((count or made.adapters) * each)
     zero = resolve(write_recipe(tmp_path / "z", accelerate=ZERO3))
     assert save_copy(make_shape(zero, strategy(zero))) is None
-
-
-def test_ram_of_offloaded_checkpoints(tmp_path: Path) -> None:
-    """What recomputation starts from, of all layers and ranks of the node."""
-    train = {"activation_offloading": True, "max_length": 8192,
-             "per_device_train_batch_size": 8}  # fmt: skip
-    found = host(tmp_path / "r", train=train, accelerate=ZERO3)
-    assert found["offloaded checkpoints"] == pytest.approx(8 * 8 * 8192 * 32 * 4096 * 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from clustertune.plan import memory
@@ -17,7 +17,6 @@ from clustertune.plan.step import Step, flops, step
 from clustertune.plan.strategy import ModelShape
 from tests.plan.world import LORA, WHOLE, machine, mixture, shape
 
-FEW = settings(max_examples=40)
 KINDS = st.sampled_from(["FSDP2", "HSDP", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "TP", "Megatron", "experts"])
 SIZES = st.fixed_dictionaries({
     "micro_batch": st.integers(1, 16), "accumulation": st.integers(1, 8), "sequence": st.sampled_from([128, 512, 4096]),
@@ -72,7 +71,6 @@ def peak(of: ModelShape) -> float:
 LEVELS = ("intra", "inter", "latency", "hbm_bytes_per_s", "peak_flops", "compute_scale", "intra_scale", "inter_scale")
 
 
-@settings(max_examples=120)
 @given(KINDS, st.booleans(), SIZES, MACHINES, st.sampled_from(LEVELS), st.floats(1.0, 10.0))
 def test_a_better_machine_is_never_slower(
     kind: str, lora: bool, sizes: dict[str, Any], at: PlanMachine, what: str, factor: float
@@ -91,7 +89,6 @@ def test_a_better_machine_is_never_slower(
     assert timed(of, better, constants).seconds <= timed(of, at).seconds * (1 + 1e-9)
 
 
-@FEW
 @given(KINDS, st.booleans(), SIZES, MACHINES)
 def test_a_step_is_at_least_its_floors(kind: str, lora: bool, sizes: dict[str, Any], at: PlanMachine) -> None:
     """What the GPUs compute at their peak, and what each network carries; all parts are positive and sum up."""
@@ -112,7 +109,6 @@ SHARES = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])
 ROUNDING = 1 + 1e-9
 
 
-@settings(max_examples=60)
 @given(KINDS, st.booleans(), SIZES, MACHINES, SHARES, SHARES, st.integers(2, 4))
 def test_what_saves_memory_costs_time(
     kind: str, lora: bool, sizes: dict[str, Any], at: PlanMachine, one: float, other: float, factor: int
@@ -141,7 +137,6 @@ def test_what_saves_memory_costs_time(
     assert peak(many) <= peak(few) * ROUNDING
 
 
-@FEW
 @given(st.sampled_from(["FSDP2", "HSDP", "DDP"]), SIZES, st.floats(0.5, 1.9))
 def test_a_quantised_base_never_takes_more(kind: str, sizes: dict[str, Any], stored: float) -> None:
     """Weights at rest and on the wire are at most those in bfloat16; an own scale costs no more than it saves."""
@@ -151,7 +146,6 @@ def test_a_quantised_base_never_takes_more(kind: str, sizes: dict[str, Any], sto
     assert small.gathered <= plain.gathered
 
 
-@FEW
 @given(st.lists(st.integers(1, 4096), min_size=1, max_size=20), st.integers(1, 16))
 def test_padding_never_makes_a_row_longer_than_the_recipe_allows(tokens: list[int], batch: int) -> None:
     """A padded strategy is at most as long, a packed one untouched."""

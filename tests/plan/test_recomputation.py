@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,10 @@ from clustertune.plan import memory
 from clustertune.plan.advise import remedies
 from clustertune.plan.constants import total
 from clustertune.plan.machine import machine as read_machine
-from clustertune.plan.memory import products
 from clustertune.plan.predict import Plan, make_plan
-from clustertune.plan.step import flops, micro_batch, traffic
+from clustertune.plan.step import micro_batch, traffic
 from clustertune.plan.strategy import ModelShape
-from clustertune.resolve import overrides
-from clustertune.resolve.overrides import RecipeSource
 from clustertune.resolve.resolve import resolve
-from tests.command import run
 from tests.plan.world import (
     FSDP2,
     HIDDEN,
@@ -32,7 +27,6 @@ from tests.plan.world import (
     VOCABULARY,
     constants,
     machine,
-    mixture,
     shape,
     write_cluster,
     write_recipe,
@@ -44,17 +38,6 @@ OUT = {"q": HIDDEN, "k": NARROW, "v": NARROW, "o": HIDDEN, "gate": INNER, "up": 
 """Widths of the products' results in the order in which they run."""
 ATTENTION = 2 * HIDDEN + 4 * 4
 """Bytes of a token's attention: 4 heads of 16 elements in 16 bits, and a float32 for each head."""
-
-
-def test_products_in_the_order_in_which_they_run() -> None:
-    """LoRA's two come after the base's; experts of one name are one product, as wide as the experts that a token goes to."""
-    names = [p.name for p in products(shape(**ALL, lora=True, weight_bytes=2.0), shape().counted.layers[0])]
-    assert names[:4] == ["q_proj", "q_proj.lora_A", "q_proj.lora_B", "k_proj"] and len(names) == 7 + 2 * 2
-    of = shape(mixture(), **ALL)
-    widths = {p.name: p.width for p in products(of, of.counted.layers[0])}
-    assert widths["gate_proj"] == 2 * INNER and widths["down_proj"] == 2 * HIDDEN and widths["gate"] == 8
-    split = {p.name: p.width for p in products(shape(**ALL, tp=2), shape().counted.layers[0])}
-    assert split["gate_proj"] == INNER / 2 and split["o_proj"] == HIDDEN, "a row-parallel result is whole on every rank"
 
 
 def measured(of: ModelShape) -> dict[str, float]:
@@ -136,26 +119,6 @@ def test_each_key_has_its_effect(name: str) -> None:
         assert holds(old[what], new[what]), f"{what}: {old[what]} -> {new[what]}"
 
 
-SAVE = "activation_checkpointing.save=[attention,matmul]"
-
-
-def test_a_ratio_of_none_takes_the_policy_out() -> None:
-    """What is advised must resolve: nothing can be kept of layers that are not recomputed."""
-    start = resolve("llama405b-oasst2", [SAVE])
-    words = overrides.recomputation(start, 0.0, "FSDP2")
-    assert RecipeSource(start, (SAVE,)).changed(words).train_args["activation_checkpointing"] is False
-    half = RecipeSource(start, (SAVE,)).changed(overrides.recomputation(start, 0.5, "FSDP2"))
-    assert (half.distribution.recompute.save, half.distribution.recompute.share) == (("attention", "matmul"), 0.5)
-
-
-def test_work_that_is_spared_is_not_counted_as_done() -> None:
-    """HFU counts what is computed again; MFU never does."""
-    full, some = shape(**ALL), shape(**ALL, save=("matmul", "attention"))
-    plain = shape(**{**ALL, "checkpointed": 0.0})
-    assert flops(full, hardware=False) == flops(some, hardware=False) == flops(plain, hardware=True)
-    assert flops(some, hardware=True) == flops(plain, hardware=True) < flops(full, hardware=True)
-
-
 TABLE = {
     ("qwen2.5-14b", "a100-sxm-80"): 0.5, ("qwen2.5-32b", "a100-sxm-80"): 0.75, ("qwen2.5-72b", "a100-sxm-80"): 1.0,
     ("qwen2.5-14b", "h100-sxm"): 0.5, ("qwen2.5-32b", "h100-sxm"): 0.75, ("qwen2.5-72b", "h100-sxm"): 1.0,
@@ -193,14 +156,3 @@ def test_the_ratio_that_is_advised_is_the_one_of_the_source(tmp_path: Path, mode
         first = next(r for r in remedies(plan) if r.what.startswith("recompute"))
         assert first.arguments == [f"activation_checkpointing.ratio={wanted:g}"]
         assert first.plan.strategy.recompute.share == wanted
-
-
-def test_the_command_of_the_page() -> None:
-    """docs/memory-keys.md: what is kept is in the memory, and the words say so."""
-    command = ["plan", "llama405b-oasst2", "--cluster", "rno-rtxpro6000", "--json"]
-    own = ["activation_checkpointing.save=[attention]"]
-    before, after = (json.loads(run(*command, *words).out) for words in ([], own))
-    more = after["memory_parts_gib"]["activations"] - before["memory_parts_gib"]["activations"]
-    # 126 layers x 2048 tokens x 128 heads of 128 elements in 16 bits and a float32; less what one layer holds anyway.
-    assert more == pytest.approx((126 * 2048 * 128 * (128 * 2 + 4) - 2048 * 128 * 128 * 2) / 2**30, rel=1e-6)
-    assert any("all; of them attention kept" in text for text in after["assumptions"])

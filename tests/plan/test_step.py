@@ -6,17 +6,12 @@ from typing import Any
 
 import pytest
 
-from clustertune.plan.constants import Constants, total
+from clustertune.plan.constants import total
 from clustertune.plan.machine import Link, PlanMachine
 from clustertune.plan.step import (
     ADAM_BYTES,
     HOST_ADAM_BYTES_PER_S,
-    LAUNCH_S,
-    LAUNCHING,
     LOOP_ADAM_BYTES,
-    NVME_BYTES_PER_S,
-    OTHER_LAUNCHES,
-    PLAIN_LAUNCHES,
     Collective,
     RankGroup,
     Step,
@@ -39,9 +34,6 @@ from tests.plan.world import (
     LAYERS,
     LORA,
     MATMUL,
-    NARROW,
-    NORMS,
-    PEAK,
     RANK,
     TOTAL,
     VOCABULARY,
@@ -57,7 +49,6 @@ TOKENS = 2 * 512
 HEAD = VOCABULARY * HIDDEN
 SCORES = 2 * 4 * (16 + 16) * 512 / 2
 """Forward FLOPs of attention of one token in one layer: 4 heads of 16 and 16, half of 512 tokens seen."""
-SPEED = 0.5 * PEAK
 
 
 def seconds(of: ModelShape, prefix: str = "") -> dict[str, float]:
@@ -95,36 +86,6 @@ def test_flops_of_a_token(of: ModelShape, hardware: bool, expected: float) -> No
     assert flops(of, hardware=hardware) == pytest.approx(expected * TOKENS * 16)
 
 
-def test_packed_attention_counts_what_is_computed() -> None:
-    """The causal half of each conversation; under a mask the square of the micro batch, of which MFU counts the same half."""
-    apart = {"packing": True, "isolated": True, "conversation": 128.0}
-    plain = seconds(shape(attention="flash"), "attention")["attention, forward"]
-    assert seconds(shape(**apart, attention="flash"), "attention")["attention, forward"] == pytest.approx(plain * 128 / 512)
-    for dense in ("sdpa", "eager"):
-        found = seconds(shape(**apart, attention=dense), "attention")["attention, forward"]
-        assert found == pytest.approx(plain * TOKENS / (512 / 2))
-    rest = flops(shape(), hardware=False) - LAYERS * 3.5 * SCORES * TOKENS * 16
-    for kind, hardware, seen in (("flash", True, 64), ("sdpa", False, 64), ("sdpa", True, TOKENS)):
-        total = flops(shape(**apart, attention=kind), hardware=hardware)
-        assert total == pytest.approx(rest + LAYERS * 3.5 * SCORES * seen / 256 * TOKENS * 16)
-    narrow = counted(window=32)
-    assert seconds(shape(narrow, **apart, attention="flash"), "attention")["attention, forward"] < plain * 32 / 256
-    assert seconds(shape(narrow, **apart), "attention")["attention, forward"] == pytest.approx(plain * TOKENS / 256), (
-        "no kernel"
-    )
-
-
-def test_a_rank_multiplies_its_tokens() -> None:
-    """Forward 2, backward 4 FLOPs per weight and token, at the share of the peak that products reach."""
-    found = seconds(shape(), "matrix")
-    assert found["matrix products, forward"] == pytest.approx(2 * LAYERS * MATMUL * TOKENS / SPEED)
-    assert found["matrix products, backward"] == pytest.approx(4 * LAYERS * MATMUL * TOKENS / SPEED)
-    head = seconds(shape(), "output head")
-    assert sum(head.values()) == pytest.approx(6 * HEAD * TOKENS / SPEED)
-    attention = seconds(shape(), "attention")
-    assert sum(attention.values()) == pytest.approx(3.5 * LAYERS * SCORES * TOKENS / (0.5 * SPEED))
-
-
 def test_lora_multiplies_backward_as_often_as_forward() -> None:
     """The gradient of the input alone; the thin products are bound by what they read and write."""
     found = seconds(shape(**LORA))
@@ -143,37 +104,6 @@ def test_recomputation_repeats_layers_and_not_the_head(share: float) -> None:
     assert more == pytest.approx(share * layer)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "products", "norms"),
-    [
-        ({"tp": 4}, 4, 1), ({"pp": 2}, 2, 2), ({"cp": 2}, 2, 2), ({"tp": 2, "sequence_parallel": True}, 2, 2),
-        ({"tp": 2, "pp": 2, "sequence_parallel": True}, 4, 4),
-    ],
-)  # fmt: skip
-def test_model_parallel_ranks_share_the_products(sizes: dict[str, Any], products: int, norms: int) -> None:
-    """Each computes its part of the layers, of a layer, or of the sequence; without sequence parallelism every tensor-parallel
-    rank norms all tokens (https://arxiv.org/abs/2205.05198, 4.2)."""
-    for prefix, part in (("matrix", products), ("element", norms)):
-        one, some = seconds(shape(), prefix), seconds(shape(**sizes), prefix)
-        assert sum(some.values()) == pytest.approx(sum(one.values()) / part)
-
-
-def test_element_wise_kernels_by_hand() -> None:
-    """A forward pass is a third of the constant: elements of the hidden size per token and layer, 2 bytes each."""
-    for compiled, elements in ((True, 250.0), (False, 560.0)):
-        given = constants(compiled_hidden=250.0, eager_hidden=560.0)
-        work = micro_batch(shape(compiled=compiled), machine(), given)
-        found = sum(t.value for t in [*work.forward, *work.backward] if t.name.startswith("element"))
-        assert found == pytest.approx(LAYERS * elements * HIDDEN * 2 * TOKENS / HBM)
-
-
-def test_the_loss_in_tiles_moves_a_third() -> None:
-    """Whole logits are read and written by each operation on them."""
-    for fused, size in ((False, 30.0), (True, 10.0)):
-        found = seconds(shape(fused_loss=fused), "cross")
-        assert found["cross-entropy"] == pytest.approx(size * VOCABULARY * TOKENS / HBM)
-
-
 def test_a_quantised_base_is_written_out_at_each_use() -> None:
     """Forward, backward and where a layer is recomputed; the rest of the model is not quantised."""
     nf4 = {**LORA, "weight_bytes": 0.5}
@@ -183,29 +113,6 @@ def test_a_quantised_base_is_written_out_at_each_use() -> None:
         assert found["dequantising"] == pytest.approx((2 + share) * body * 2.5 / HBM)
     assert not seconds(shape(**LORA), "dequant")
     assert not seconds(shape(**nf4, compute="fp8"), "dequant"), "products in float8 read float8"
-
-
-@pytest.mark.parametrize(("compute", "factor"), [("fp8", 0.5), ("fp32", 2.0), ("bf16", 1.0), ("fp16", 1.0)])
-def test_the_type_that_computes(compute: str, factor: float) -> None:
-    """Float8 has its own peak, TF32 half of bfloat16's; without a float8 unit the request changes nothing."""
-    one, other = seconds(shape(), "matrix"), seconds(shape(compute=compute), "matrix")
-    assert sum(other.values()) == pytest.approx(factor * sum(one.values()))
-    if compute == "fp8":
-        work = micro_batch(shape(compute="fp8"), machine(peak_flops_fp8=None), constants())
-        assert sum(t.value for t in [*work.forward, *work.backward] if "matrix" in t.name) == pytest.approx(sum(one.values()))
-
-
-def test_float32_shards_are_cast_before_they_travel() -> None:
-    """Once forward, and backward once more where weights are gathered again; not what one rank holds whole."""
-    each = 7 * shape().parameters / 16 / HBM
-    assert seconds(shape(), "casts")["casts of the shards"] == pytest.approx(3 * each)
-    assert seconds(shape(reshard=False), "casts")["casts of the shards"] == pytest.approx(2 * each)
-    assert not seconds(shape(**LORA), "casts")
-    assert not seconds(shape(weight_shards=1), "casts")
-
-
-ACTIVATION = TOKENS * HIDDEN * 2
-"""Bytes of one layer's output."""
 
 
 def gather(size: int, stride: int = 1, nbytes: float = 1e9, kind: str = "gather") -> Collective:
@@ -237,33 +144,6 @@ def test_a_ring_is_as_fast_as_its_slowest_border(at: PlanMachine, size: int, str
     """Groups that have members in one node share its ports: 8 parallel rings get an eighth each. NeMo's A100 rows showed it."""
     assert RankGroup(size, stride).bandwidth(at) == pytest.approx(bandwidth)
     assert gather(size, stride).seconds(at) == pytest.approx(1e9 * (size - 1) / size / bandwidth)
-
-
-def test_kinds_of_collectives() -> None:
-    """nccl-tests' definition of the bus bandwidth: an all-reduce moves everything twice, a send once, one rank nothing."""
-    assert gather(8, kind="reduce").seconds(machine()) == pytest.approx(2 * 7 / 8 * 1e9 / INTRA)
-    assert gather(8, kind="send").seconds(machine()) == pytest.approx(1e9 / INTRA)
-    assert gather(1).seconds(machine()) == 0 and gather(8, nbytes=0).seconds(machine()) == 0
-
-
-def test_latency_counts_per_call_and_step_of_the_ring() -> None:
-    """Small tensors wait for the number of hops, not for the bandwidth."""
-    slow = machine(
-        intra=Link(INTRA, INTRA, "nominal", "", 2e-6), inter=Link(INTER, INTER, "nominal", "", 10e-6)
-    )  # fmt: skip
-    for size, hop in ((8, 2e-6), (16, 10e-6)):
-        found = Collective("c", "gather", RankGroup(size), 16.0, 5)
-        assert found.seconds(slow) == pytest.approx(5 * (size - 1) * hop, rel=1e-3)
-    sent = Collective("c", "send", RankGroup(2, 8), 16.0, 5)
-    assert sent.seconds(slow) == pytest.approx(5 * 10e-6, rel=1e-3)
-
-
-def test_all_to_all_sends_to_each_member_its_part() -> None:
-    """Inside a node 7 of 8 parts over the links; over two nodes half of it over one GPU's share of the ports."""
-    assert gather(8, kind="exchange").seconds(machine()) == pytest.approx(1e9 * 7 / 8 / INTRA)
-    assert gather(16, kind="exchange").seconds(machine()) == pytest.approx(1e9 * 8 / 16 / (INTER / 8))
-    fast = machine(inter=Link(1e15, 1e15, "nominal", "", 0.0))
-    assert gather(16, kind="exchange").seconds(fast) == pytest.approx(1e9 * 7 / 16 / INTRA), "the slower of the two"
 
 
 def sent(**changes: Any) -> dict[str, tuple[str, int, int, float]]:
@@ -324,47 +204,6 @@ def test_collectives_of_data_parallel_strategies(name: str) -> None:
     assert sent(**changes) == expected
 
 
-def test_tensor_parallelism_reduces_four_times_a_layer() -> None:
-    """Two all-reduces forward, two backward; recomputation repeats the forward ones; FSDP runs across with stride tp."""
-    size = {"tp": 4, "data_parallel_size": 4, "weight_shards": 4, "gradient_shards": 4, "state_shards": 4}
-    for share, rounds in ((0.0, 4), (1.0, 6)):
-        found = sent(**size, checkpointed=share)
-        assert found["exposed: tensor-parallel all-reduce"] == ("reduce", 4, 1, rounds * LAYERS * ACTIVATION)
-    # Each rank gathers its quarter of the matrices; norms are not divided.
-    part = LAYERS * (MATMUL / 4 + NORMS) + (2 * ENDS + HIDDEN) / 4
-    assert found[f"forward: {GATHER}"] == ("gather", 4, 4, part * 2)
-    hidden = sent(**size, overlap_tp=True, checkpointed=1.0)
-    assert hidden["forward: tensor-parallel all-reduce"] == ("reduce", 4, 1, 2 * LAYERS * ACTIVATION)
-    assert hidden["backward: tensor-parallel all-reduce"] == ("reduce", 4, 1, 4 * LAYERS * ACTIVATION)
-
-
-@pytest.mark.parametrize(("virtual", "sequence_parallel", "rounds"), [(1, False, 2), (2, False, 4), (2, True, 2)])
-def test_a_pipeline_sends_activations_and_gradients(virtual: int, sequence_parallel: bool, rounds: int) -> None:
-    """Of each micro batch, once per virtual stage and direction; under sequence parallelism each rank sends its part."""
-    held = {**WHOLE, "kind": "Megatron", "data_parallel_size": 4, "tp": 2, "pp": 2}
-    found = sent(**held, virtual=virtual, sequence_parallel=sequence_parallel)
-    assert found["exposed: pipeline send"] == ("send", 2, 8, rounds * ACTIVATION)
-
-
-def test_ring_attention_passes_keys_and_values() -> None:
-    """All other ranks' keys and values come by; backward their gradients too."""
-    found = sent(cp=2, data_parallel_size=8)
-    whole = LAYERS * 2 * NARROW * 2 * 512 * 2
-    assert found["forward: keys and values around the ring"] == ("gather", 2, 1, whole)
-    assert found["backward: keys, values and their gradients around the ring"] == ("gather", 2, 1, 2 * whole)
-    assert found[f"forward: {GATHER}"] == ("gather", 16, 1, TOTAL * 2), "FSDP shards over dp and cp together"
-
-
-def test_experts_exchange_each_tokens_copies() -> None:
-    """To two experts and back, forward and backward; 6 times where layers are recomputed."""
-    held = {**WHOLE, "kind": "Megatron", "ep": 8}
-    for share, rounds in ((0.0, 4), (1.0, 6)):
-        found = traffic(shape(mixture(active=2), **held, checkpointed=share)).exposed[0]
-        assert (found.kind, found.group) == ("exchange", RankGroup(8))
-        assert found.size == pytest.approx(rounds * LAYERS * 2 * ACTIVATION)
-    assert not traffic(shape(mixture(), **WHOLE, kind="Megatron")).exposed
-
-
 RING = TOTAL * 2 * 15 / 16 / INTER
 """Seconds of a gather of all weights, or of a scatter of all gradients, over both nodes."""
 QUICK = {"intra": machine().intra, "peak_flops": 1e30, "hbm_bytes_per_s": 1e30}
@@ -385,19 +224,6 @@ def test_a_network_bound_step_is_its_traffic() -> None:
     assert each.seconds == pytest.approx(9 * RING, rel=1e-6), "scattered after each micro batch"
 
 
-def test_the_longer_of_two_counts_and_a_share_of_the_shorter() -> None:
-    """Forward and backward passes each on their own: a short forward pass does not hide a long gather."""
-    given = constants(overlap_loss=0.2)
-    for at in (machine(), machine(peak_flops=1e10)):
-        work = micro_batch(shape(), at, given)
-        both = ((total(work.forward), RING), (total(work.backward), 2 * RING))
-        expected = sum(max(pair) + 0.2 * min(pair) for pair in both)
-        found = step(shape(), at, given)
-        assert found.seconds - found.optimizer.value == pytest.approx(expected)
-        assert found.communication == pytest.approx(3 * RING)
-    assert timed(shape(), at).exposed.value == 0, "a slow GPU hides its traffic"
-
-
 @pytest.mark.parametrize(("pp", "virtual", "accumulation"), [(4, 1, 8), (4, 2, 8), (2, 1, 1), (8, 4, 32)])
 def test_the_bubble_of_a_pipeline(pp: int, virtual: int, accumulation: int) -> None:
     """(pp - 1) / virtual micro batches: of m micro batches the share (pp - 1) / (virtual m)
@@ -409,31 +235,6 @@ def test_the_bubble_of_a_pipeline(pp: int, virtual: int, accumulation: int) -> N
     one = total(found.compute) / accumulation + sent
     assert found.bubble.value == pytest.approx((pp - 1) / virtual * one)
     assert timed(shape(**{**held, "data_parallel_size": 16})).bubble.value == 0
-
-
-def test_what_the_next_product_waits_for_counts_whole() -> None:
-    """Tensor parallelism without overlap is beside nothing."""
-    split = {**WHOLE, "kind": "Megatron", "tp": 8, "data_parallel_size": 2, "gradient_bytes": 0.0, "reduce_bytes": 0.0}
-    found = timed(shape(**split, accumulation=5))
-    wire = next(w for w in found.wires if w.collective.name == "tensor-parallel all-reduce")
-    assert found.exposed.value >= wire.term.value > 0
-    beside = timed(shape(**split, accumulation=5, overlap_tp=True))
-    assert beside.exposed.value < found.exposed.value
-
-
-def test_the_optimizer_moves_bytes() -> None:
-    """The rank's share of what is trained; less for smaller states, half without any, less as one kernel."""
-
-    def seconds(**changes: Any) -> float:
-        return timed(shape(**changes), optimizer_bytes=92.0, fused_optimizer_bytes=40.0).optimizer.value
-
-    assert seconds() == pytest.approx(TOTAL / 16 * 92 / HBM)
-    assert seconds(fused_optimizer=True) == pytest.approx(TOTAL / 16 * 40 / HBM)
-    assert seconds(state_bytes=4.0) == pytest.approx(seconds() / 2)
-    assert seconds(state_bytes=12.0) == pytest.approx(seconds()), "a master copy is no further moment"
-    assert seconds(state_bytes=0.0) == pytest.approx(seconds() / 2)
-    assert seconds(**LORA) == pytest.approx(ADAPTERS / 16 * 92 / HBM)
-    assert seconds(**WHOLE) == pytest.approx(TOTAL * 92 / HBM)
 
 
 def test_weights_on_the_host_come_over_the_host_link() -> None:
@@ -455,39 +256,3 @@ def test_weights_on_the_host_come_over_the_host_link() -> None:
     assert loop.optimizer.value == pytest.approx(expected + more), "torch's own loop on CPUs is eight passes"
     nothing = offload(shape(), machine())
     assert (nothing.forward_s, nothing.backward_s, nothing.optimizer, nothing.note) == (0, 0, None, None)
-
-
-def test_nvme_is_slower_than_ram() -> None:
-    """One drive is shared by all GPUs of a node."""
-    away = {"kind": "ZeRO-3", "offload_params": "nvme", "offload_optimizer": "nvme"}
-    found = offload(shape(**away), machine())
-    assert found.forward_s == pytest.approx(TOTAL * 4 / 16 / (NVME_BYTES_PER_S / 8))
-    assert found.optimizer is not None
-    assert found.optimizer.value > TOTAL / 16 * ADAM_BYTES / (NVME_BYTES_PER_S / 8)
-
-
-def test_terms_of_one_name_are_one_and_multiply_with_micro_batches() -> None:
-    """The cross-entropy of forward and backward is one line; its passes add up."""
-    found = timed(shape(accumulation=3))
-    names = [term.name for term in found.compute]
-    assert len(names) == len(set(names))
-    loss = next(term for term in found.compute if term.name == "cross-entropy")
-    assert loss.values["passes"] == pytest.approx(1.0) and loss.values["n"] == 3
-    work = micro_batch(shape(accumulation=3), machine(), constants())
-    assert total(found.compute) == pytest.approx(3 * work.seconds)
-
-
-def test_small_micro_batches_wait_for_the_host() -> None:
-    """As on the first H200: a GPU is done with a layer before Python has launched the next. Compiled code, large micro batches
-    and other programs have no such term, and never is it beside a step that computes longer."""
-    eager = {"tiled_loss": True, "compiled": False}
-    one = step(shape(**eager), machine(), Constants())
-    (host,) = [term for term in one.compute if term.name == LAUNCHING]
-    plan = shape(**eager).strategy
-    kernels = PLAIN_LAUNCHES * LAYERS + OTHER_LAUNCHES
-    assert one.seconds - one.optimizer.value == pytest.approx(plan.accumulation * kernels * LAUNCH_S)
-    adapted = step(shape(**eager, **LORA), machine(), Constants())
-    assert adapted.seconds > one.seconds
-    assert host.value > 0
-    for other in (eager | {"compiled": True}, eager | {"tiled_loss": False}, eager | {"micro_batch": 2**16}):
-        assert LAUNCHING not in [term.name for term in step(shape(**other), machine(), Constants()).compute]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import yaml
 
 from clustertune.errors import UserError
 from clustertune.push.upload import pack
@@ -54,25 +52,6 @@ def test_gpus_are_those_that_were_used(
     assert "GPUs of the machine" not in found
 
 
-def test_nodes_are_those_of_the_training(trained: RunDir) -> None:
-    """The last job of a submitted chain has one node, whatever the training had."""
-    folder = trained.attempt(1)
-    folder.mkdir(parents=True)
-    (folder / "plan.json").write_text(json.dumps({"nodes": [{"name": "a"}, {"name": "b"}]}))
-    assert rows(card(trained, lambda document: document.update(allocation={"nodes": ["a"]})))["nodes"] == "2"
-
-
-@pytest.mark.parametrize("steps", [[2, 4], []])
-def test_losses_say_when_they_were_taken(steps: list[int], trained: RunDir) -> None:
-    """405B is evaluated first after two steps: that is not a loss before training."""
-    kept = [line for line in trained.metrics.read_text().splitlines() if '"event":"eval"' not in line]
-    kept += [json.dumps({"event": "eval", "attempt": 3, "step": step, "eval_loss": 8 + step / 10}) for step in steps]
-    trained.metrics.write_text("\n".join(kept) + "\n")
-    found = {key: told for key, told in rows(card(trained)).items() if "loss" in key}
-    assert found.pop("training loss, after steps 1 and 8")
-    assert found == ({"eval loss, after steps 2 and 4": "8.2000, 8.4000"} if steps else {})
-
-
 def test_hours_are_of_all_tries(trained: RunDir) -> None:
     """The recorded training was interrupted twice: 30.5 + 26.4 + 20.7 seconds, and its record has the last."""
     scaled = trained.metrics.read_text().replace('"seconds":30.545', '"seconds":3654.5')
@@ -83,16 +62,6 @@ def test_hours_are_of_all_tries(trained: RunDir) -> None:
     assert rows(card(trained))["hours of training"] == "0.01"
     record.write_text("[]")
     assert rows(card(trained))["hours of training"] == "-"
-
-
-@pytest.mark.parametrize("template", ["{{ a }}\n\n\n\n{{ b }}", "```\nx\n````\n"])
-def test_a_template_of_the_recipe_is_in_the_card(template: str, trained: RunDir) -> None:
-    """The base model's own is then the wrong one; every blank line of it is a token."""
-    assert "The tokenizer and the chat template are the base model's." in card(trained)
-    text = card(trained, lambda document: document["recipe"].update(chat_template=template))
-    assert "chat template are the base model's" not in text and "\0" not in text
-    fence = "```" if "`" not in template else "`````"
-    assert f"\n{fence}jinja\n{template.rstrip()}\n{fence}\n" in text
 
 
 def test_what_a_run_does_not_have_is_not_said(trained: RunDir) -> None:
@@ -106,14 +75,6 @@ def test_what_a_run_does_not_have_is_not_said(trained: RunDir) -> None:
     text = card(trained, act)
     assert "No scores of this adapter are known." in text and "| standard error |" not in text
     assert "None" not in text and "clustertune commit" not in text and ", revision=" not in text
-
-
-@pytest.mark.parametrize("scores", [[1], {"a": "x"}, None, 5])
-def test_scores_of_no_known_form_are_none(scores: Any, trained: RunDir) -> None:
-    """A file that somebody else's program wrote, or that was cut."""
-    (trained.eval / "results.json").write_text(json.dumps({"scores": scores}))
-    text = card(trained)
-    assert "model-index" not in yaml.safe_load(text.split("---\n")[1]) and "No scores" in text
 
 
 @pytest.mark.parametrize(

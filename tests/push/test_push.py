@@ -19,7 +19,7 @@ from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from tests.command import Done
 from tests.damage import flip
-from tests.fake_hub import TOKEN, FakeHub, Repo
+from tests.fake_hub import TOKEN, FakeHub
 from tests.push.conftest import change, reseal
 
 REPO = "me/oasst2-adapter"
@@ -91,44 +91,6 @@ def test_what_is_refused_before_anything_is_asked(
     assert done.code == 2 and says in done.err and hub.asked == []
 
 
-@pytest.mark.parametrize(
-    ("wrong", "code", "says"),
-    [
-        ({"token": "hf_" + "Zz9" * 9}, 2, "does not accept the token (401)"),  # as the Hub says of what is not there, too
-        ({"read_only": True}, 2, "may not write to me/oasst2-adapter (403)"),
-        ({"fail": {"/commit/": 412}}, 75, "changed by somebody else"),  # the commit names what it was made on
-        ({"url": "http://127.0.0.1:1"}, 75, "no answer of http://127.0.0.1:1"),
-    ],
-)
-def test_what_the_hub_answers_is_reported(wrong: dict[str, Any], code: int, says: str, push: Push, hub: FakeHub) -> None:
-    token = wrong.pop("token", TOKEN)
-    vars(hub).update(wrong)
-    done = push("--publish", token=token)
-    assert (done.code, says in done.err) == (code, True), done.err
-
-
-def test_the_repository_may_stand_in_the_file(push: Push, hub: FakeHub) -> None:
-    assert push("--publish", "--public", repo=None, env="HF_REPO_ID=me/by-file").code == 0
-    assert set(hub.repos) == {"me/by-file"} and hub.repos["me/by-file"].private is False
-
-
-def test_a_public_repository_wants_the_word(push: Push, hub: FakeHub) -> None:
-    """And a private one is not opened by it."""
-    hub.repos[REPO] = Repo(private=False)
-    done = push("--publish")
-    assert done.code == 2 and "is public" in done.err and len(hub.repos[REPO].commits) == 1
-    assert push("--publish", "--public").code == 0
-    hub.repos[REPO] = Repo(private=True)
-    assert "is private, and --public was asked for" in push("--publish", "--public").err
-
-
-def test_files_of_the_same_names_are_replaced_and_others_stay(push: Push, hub: FakeHub) -> None:
-    hub.repos[REPO] = repo = Repo(private=True)
-    repo.files |= dict.fromkeys(["adapter_config.json", "notes.md"], b"{}")
-    assert push("--publish").code == 0 and len(repo.commits) == 2
-    assert b"LORA" in repo.files["adapter_config.json"] and repo.files["notes.md"] == b"{}"
-
-
 @pytest.mark.parametrize(("part", "status"), [("/commit/", 0), ("/commit/", 503), ("/info/lfs/", 0), ("/api/repos/create", 0)])
 def test_a_failure_midway_leaves_nothing_and_the_next_call_goes_on(
     push: Push, hub: FakeHub, part: str, status: int, monkeypatch: pytest.MonkeyPatch
@@ -146,12 +108,6 @@ def test_a_damaged_adapter_is_not_pushed(push: Push, hub: FakeHub, trained: RunD
     flip(trained.adapter / "adapter_model.safetensors", -1)
     done = push("--publish")
     assert done.code == 2 and "SHA-256" in done.err and "nothing is pushed" in done.err and hub.asked == []
-
-
-def test_other_files_of_the_folder_stay_here(push: Push, hub: FakeHub, trained: RunDir) -> None:
-    (trained.adapter / "notes.txt").write_text("mine")
-    done = push("--publish")
-    assert done.code == 0 and "notes.txt stays here" in done.err and "notes.txt" not in hub.repos[REPO].files
 
 
 @pytest.mark.parametrize(
@@ -180,21 +136,6 @@ def test_a_token_of_the_file_in_the_card_is_found(push: Push, hub: FakeHub, trai
     change(trained, lambda document: document["recipe"]["recipe"]["train"].update(run_name=key))
     done = push("--publish", env=f"WANDB_API_KEY={key}")
     assert done.code == 2 and "README.md: holds what looks like a token" in done.err and key not in done.err and not hub.repos
-
-
-def test_a_whole_model_is_refused(push: Push, tmp_path: Path, trained: RunDir) -> None:
-    """A merged folder, the adapter's own folder, and a run that has no adapter."""
-    merged = tmp_path / "merged"
-    merged.mkdir()
-    (merged / "model-00001-of-00002.safetensors").write_bytes(b"")
-    assert "is a whole model" in push("--publish", run=merged).err
-    assert "adapter's own folder" in push("--publish", run=trained.adapter).err
-    for path in trained.adapter.iterdir():
-        path.unlink()
-    trained.adapter.rmdir()
-    assert "has no adapter yet" in push("--publish").err
-    change(trained, lambda document: document["recipe"]["recipe"].update(lora=None))
-    assert "a whole model is never pushed" in push("--publish").err
 
 
 def test_the_card_says_what_the_run_was(push: Push, trained: RunDir) -> None:
@@ -227,14 +168,6 @@ def test_the_card_says_what_the_run_was(push: Push, trained: RunDir) -> None:
     for text in ("/srv", " /data", "/scratch", "node01"):
         assert text not in card
     assert "random weights" not in card
-
-
-def test_a_card_of_a_small_evaluation_is_no_result(push: Push) -> None:
-    """The project's own prompts are not a benchmark: the Hub's leaderboards must not take them for one."""
-    card = push("--dry-run", token=None).out
-    head = yaml.safe_load(card.split("---\n")[1])
-    assert "model-index" not in head and "base_model" not in head and "license" not in head
-    assert "nobody else can load this adapter" in card and "0.1667" in card
 
 
 def test_a_recipe_pushes_when_its_chain_has_ended(

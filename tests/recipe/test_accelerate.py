@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from clustertune.recipe.accelerate_file import find_problems
 
@@ -34,23 +33,6 @@ def test_what_is_right(tmp_path: Path) -> None:
     body = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json", "zero3_init_flag": True}}
     assert problems(fsdp(FSDP2)) == problems(body, folder=tmp_path) == {}
     assert problems(fsdp(fsdp_transformer_layer_cls_to_wrap="Nothing"), kind=None) == {}
-
-
-def test_accelerate_reads_the_shipped_file_as_the_source_says(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    path = repo / "recipes/llama405b-oasst2/accelerate.yaml"
-    config, loaded = yaml.safe_load(path.read_text())["fsdp_config"], load_config_from_file(str(path))
-    assert loaded.distributed_type.value == "FSDP" and loaded.fsdp_config == config
-    assert loaded.num_processes == -1  # left to the launcher
-    for key, value in config.items():
-        name = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}.get(key, key.upper())
-        monkeypatch.setenv(name, str(value).lower() if isinstance(value, bool) else str(value))
-    plugin = FullyShardedDataParallelPlugin()
-    assert not plugin.activation_checkpointing and plugin.transformer_cls_names_to_wrap == ["LlamaDecoderLayer"]
-    assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
-    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
 
 
 def test_fsdp1_is_refused_in_one_sentence() -> None:

@@ -45,22 +45,6 @@ def test_values_are_laid_over_the_file_and_remembered() -> None:
     assert Resolved.from_dict(json.loads(json.dumps(resolved.as_dict()))) == resolved
 
 
-def test_context_parallelism_alone_is_sharded_over() -> None:
-    """FSDP splits over dp_shard x cp; and one rank needs no mesh."""
-    resolved = resolve("llama8b-longcontext-32k", [f"{PARALLEL}_cp_size=8", f"{PARALLEL}_dp_shard_size=1"], ranks=8)
-    assert resolved.data_parallel_size == 1
-    assert resolve("tiny-oasst2", [f"{PARALLEL}_dp_shard_size=1"], ranks=1).world_size == 1
-    # Of sizes of 1 accelerate would make replicas, and FSDP2 would have no ranks (parallelism_config.py:358).
-    alone = resolve("llama405b-oasst2", [f"{PARALLEL}_tp_size=1"])
-    assert alone.accelerate["parallelism_config"]["parallelism_config_dp_shard_size"] == 16
-
-
-def test_what_stands_in_the_file_keeps_its_line(refused: Refuse) -> None:
-    """Another distribution leaves FSDP's section in the file without a reader."""
-    found = refused("llama405b-oasst2", ["accelerate.distributed_type=MULTI_GPU"])[0]
-    assert (found.file or "").endswith("accelerate.yaml:3") and "accelerate.fsdp_config=null" in str(found)
-
-
 def test_ranks_left_to_shard_over_are_derived() -> None:
     """A recipe contains no machine counts; accelerate wants their product to be the number of ranks."""
     resolved = resolve("llama405b-oasst2", [f"{PARALLEL}_dp_replicate_size=2"])
@@ -102,13 +86,3 @@ def test_a_run_writes_the_file_that_its_ranks_read(tmp_path: Path) -> None:
     before = (tmp_path / "accelerate.yaml").stat()
     run.write_own_files(resolved)  # ranks may be reading it
     assert (tmp_path / "accelerate.yaml").stat() == before
-
-
-def test_deepspeed_s_file_is_named_by_its_absolute_path(tmp_path: Path, deepspeed: Path) -> None:
-    """accelerate looks for it from the working folder of each rank."""
-    run = RunDir(tmp_path / "run")
-    run.path.mkdir()
-    changed = resolve(deepspeed, ["accelerate=ds.yaml", "deepspeed.zero_optimization.stage=3"])
-    run.write_own_files(changed)
-    named = Path(yaml.safe_load(run.accelerate_file.read_text())["deepspeed_config"]["deepspeed_config_file"])
-    assert named == run.path / "deepspeed.json" and json.loads(named.read_text())["zero_optimization"] == {"stage": 3}

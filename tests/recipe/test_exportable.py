@@ -26,7 +26,7 @@ REFUSED: dict[str, Any] = {"bias": "all", "task_type": "SEQ_CLS", "init_lora_wei
 
 
 def keys(lora: dict[str, Any], architecture: dict[str, Any] = LLAMA) -> set[str]:
-    return {str(found[0][1]) for found in check_lora(LORA | lora, architecture)}
+    return {str(found[0][1]) for found in check_lora(native_rules.lora_defaults() | LORA | lora, architecture)}
 
 
 def test_no_key_of_the_installed_peft_is_unknown_here() -> None:
@@ -46,15 +46,3 @@ def test_what_cannot_be_merged_is_refused(key: str) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_lora_on_the_input_embedding_is_refused(target: object, tied: bool) -> None:
     assert "target_modules" in keys({"target_modules": target}, LLAMA | {"tie_word_embeddings": tied})
-
-
-@pytest.mark.parametrize("saved", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
-def test_copies_of_tied_embeddings_are_refused(saved: list[str]) -> None:
-    assert "modules_to_save" in keys({"modules_to_save": saved}, LLAMA | {"tie_word_embeddings": True})
-    assert not keys({"modules_to_save": saved})
-
-
-def test_what_leaves_the_embedding_alone_is_taken() -> None:
-    tied = LLAMA | {"tie_word_embeddings": True}
-    assert not keys({"target_modules": "all-linear"}, tied)
-    assert not keys({"target_modules": r".*(q_proj|embed_tokens)", "exclude_modules": ["embed_tokens"]}, tied)

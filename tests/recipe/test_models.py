@@ -11,17 +11,16 @@ from typer.testing import CliRunner
 
 from clustertune import draft
 from clustertune.cli.app import app
-from clustertune.cli.plan import _plan
+from clustertune.cli.plan_command import _plan
 from clustertune.errors import UserError
 from clustertune.launch.serving import evaluation
 from clustertune.recipe.load import RECIPES
 from clustertune.recipe.parameters import adapter_modules, matches, parameter_count
 from clustertune.resolve import show
-from clustertune.resolve.models import find_model, find_obstacles, known_models, lift, read_models, shape_name
+from clustertune.resolve.models import find_model, find_obstacles, known_models, read_models
 from clustertune.resolve.resolve import resolve
 from tests.command import events, run
 from tests.recipe_runs import WORDS
-from tests.refusal import problems
 
 CONVERSATIONS = RECIPES / "tiny-oasst2" / "conversations.jsonl"
 LISTED = sorted(read_models())
@@ -62,23 +61,6 @@ def test_a_known_model_shows_and_plans(name: str, many: draft.PlanTarget, monkey
     assert not any(matches(chosen, module) for module in modules if module.startswith("lm_head") or ".gate." in module)
 
 
-@pytest.mark.parametrize("name", LISTED)
-def test_the_list_holds_what_was_published(name: str) -> None:
-    """The parameters that follow from the keys are those of the published weights; a recipe's model stands there alone."""
-    entry = read_models()[name]
-    assert parameter_count(entry.config) == entry.parameters
-    described = [file for file in RECIPES.glob("*/model.json") if name in (file.parent / "recipe.yaml").read_text()]
-    assert not described
-
-
-def test_a_wrong_list_is_refused_with_every_problem(tmp_path: Path) -> None:
-    entry = {"date": "2026-11-23", "parameters": 1, "config": {"model_type": "qwen3"}}
-    for revision, keys in (("main", ["revision"]), ("0" * 40, ["config.hidden_size", "config.vocab_size"])):
-        file = tmp_path / f"{revision}.yaml"
-        file.write_text(json.dumps({"models": {"a/b": entry | {"revision": revision}}}))
-        assert {f"models.a/b.{key}" for key in keys} <= {problem.key for problem in problems(read_models, file)}
-
-
 def written(name: str, parent: Path) -> Path:
     """The recipe that ``new`` writes for a model."""
     folder = parent / "some-recipe"
@@ -96,15 +78,6 @@ def test_weights_that_are_not_trained_as_published_are_refused_before_the_queue(
     assert "model.path" in told and find_model(name).section["name"] in told
     assert not find_obstacles(resolve(folder, [f"model.path={tmp_path}"]))
     assert not find_obstacles(resolve(folder, tiny=True))
-
-
-def test_a_model_with_pictures_is_lifted() -> None:
-    """text_config counts, with the class's defaults for what it leaves out and the outer tokens; what nobody reads is named."""
-    body, notes = lift(GEMMA)
-    assert body["architectures"] == ["Gemma3ForCausalLM"] and body["eos_token_id"] == [1, 106]
-    assert {"vision_config", "text_config", "dtype", "no_such_key"}.isdisjoint(body)
-    assert parameter_count(body) == read_models()["google/gemma-3-12b-it"].parameters
-    assert "no_such_key" in " ".join(notes)
 
 
 def test_a_config_of_its_own(tmp_path: Path) -> None:
@@ -164,24 +137,6 @@ def test_a_listed_model_runs_tiny(name: str, tmp_path: Path) -> None:
     done = run("run", folder, "--tiny", "--to", "export", "--run-dir", run_dir, *WORDS, network=False)
     assert done.code == 0, done.err
     assert len(events(run_dir, "step")) == 2 and (run_dir / "adapter" / "adapter_model.safetensors").is_file()
-
-
-SIBLINGS = [
-    "Qwen/Qwen2.5-72B", "Qwen/Qwen2.5-14B", "Qwen/Qwen3-8B-Base", "Qwen/Qwen3-30B-A3B-Base", "meta-llama/Llama-3.1-405B",
-    "meta-llama/Meta-Llama-3.1-8B", "meta-llama/Llama-3.2-1B", "mistralai/Mistral-7B-Instruct-v0.1",
-    "mistralai/Mixtral-8x7B-Instruct-v0.1", "mistralai/Mistral-Small-24B-Base-2501", "google/gemma-3-12b-pt",
-    "allenai/OLMo-2-1124-7B", "allenai/OLMo-2-1124-7B-SFT", "zai-org/GLM-4.5-Air-Base", "deepseek-ai/DeepSeek-V3-Base",
-]  # fmt: skip
-
-
-def test_base_and_instruct_names_share_a_row() -> None:
-    """Of every family; no two rows are of one shape's name, so that none is taken for another."""
-    listed = [name for name in known_models() if "/" in name]
-    assert len({shape_name(name) for name in listed}) == len(listed)
-    for name in SIBLINGS:
-        found = find_model(name)
-        [row] = [known for known in listed if shape_name(known) == shape_name(name)]
-        assert found.architecture == find_model(row).architecture and found.section == {"name": name}
 
 
 @pytest.mark.parametrize(

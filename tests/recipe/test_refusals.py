@@ -14,16 +14,15 @@ from typer.testing import CliRunner
 
 from clustertune.cli.app import app
 from clustertune.errors import UserError
+from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import checks
-from clustertune.recipe.library_facts import facts
 from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.values import model_facts
 from clustertune.resolve import kernels, show
-from clustertune.resolve.distribution import recomputed_layers
 from clustertune.resolve.megatron import NOT_STARTED
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
-from tests.command import REPO, run
+from tests.command import run
 from tests.conftest import TINY_LLAMA
 from tests.recipe.conftest import readable
 
@@ -42,7 +41,6 @@ ZERO = ("accelerate.distributed_type=DEEPSPEED", WITHOUT, "accelerate.deepspeed_
 QUANTIZED = "train.model_init_kwargs.quantization_config"
 BASE_4BIT = f"{QUANTIZED}.load_in_4bit=true"
 FOUR = f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_storage: %s}}"
-TARGETS = "lora.target_modules"
 PAIRS = ["trainer=dpo", "data.format=preference", "train.packing=null", "train.assistant_only_loss=null"]
 
 
@@ -57,13 +55,8 @@ def refused(*overrides: str, recipe: str = TINY, ranks: int | None = None) -> di
 CASES: dict[tuple[str, int | None], list[tuple[list[str], str, str]]] = {
     (TINY, None): [
         # --- which layers are recomputed, and kernels
-        ([f"{OWN}={{}}"], OWN, "neither ratio nor save"), ([f"{OWN}.save=[]"], f"{OWN}.save", ""),
-        ([f"{OWN}.save=[scores]"], f"{OWN}.save.0", "attention"),
-        ([f"{OWN}.save=[matmul,matmul]"], f"{OWN}.save", "twice"),
-        ([f"{OWN}.save=[matmul,every_second_matmul]"], f"{OWN}.save", "one of the two"),
-        ([SAVE, f"{OWN}.ratio=0"], f"{OWN}.save", "recomputes nothing"), ([SAVE, EAGER], f"{OWN}.save", "sdpa"),
+        ([f"{OWN}.save=[]"], f"{OWN}.save", ""), ([f"{OWN}.save=[scores]"], f"{OWN}.save.0", "attention"),
         (["train.liger_kernel_config={fused_linear_cross_entropy: true}"], "train.liger_kernel_config", "in tiles"),
-        ([f"{KERNEL}=flash_attention_2", "train.bf16=false"], KERNEL, "16 bits"),
         (["train.torch_compile_backend=eager", INDUCTOR], "train.torch_compile_backend", "is not read"),
     ],
     (TINY, 4): [
@@ -92,9 +85,7 @@ CASES: dict[tuple[str, int | None], list[tuple[list[str], str, str]]] = {
     ],
     (REFERENCE, None): [
         # --- Megatron and quantisation
-        (["megatron.virtual_pipeline_model_parallel_size=2"], "megatron", "there is no pipeline"),
-        (["megatron.sequence_parallel=true"], "megatron", "tensor_model_parallel_size is 1"),
-        (["megatron.context_parallel_size=2", "train.max_length=2046"], "megatron", "not a multiple of 4"),
+        (["megatron.tensor_model_parallel_size=3"], "megatron", "does not divide 16 ranks"),
         (["megatron.tensor_model_parallel_sise=2"], "megatron", "did you mean tensor_model_parallel_size?"),
         (["megatron.fp8=e5m2"], "megatron.fp8", "e4m3"),
         ([f"{QUANTIZED}=nf4"], QUANTIZED, "not a mapping"),
@@ -106,11 +97,11 @@ CASES: dict[tuple[str, int | None], list[tuple[list[str], str, str]]] = {
         ([BASE_4BIT, "lora=null"], QUANTIZED, "cannot be trained"),
         ([f"{OWN}.ratio=1.5"], f"{OWN}.ratio", "less than"),
         # --- files beside the recipe: the file has no such line
-        ([f"{MESH}_tp_size=3"], "accelerate.parallelism_config", "does not divide"),
-        ([f"{MESH}_dp_replicate_size=3"], "accelerate.parallelism_config", "does not divide"),
-        ([f"{MESH}_dp_replicate_size=16"], "accelerate.parallelism_config", "none left to shard over"),
+        ([f"{MESH}_tp_size=3"], "accelerate.parallelism_config", "make 3 ranks; there are 16"),
+        ([f"{MESH}_dp_replicate_size=3"], "accelerate.parallelism_config", "make 3 ranks; there are 16"),
+        ([f"{MESH}_dp_replicate_size=16"], "accelerate.parallelism_config", "no ranks to shard over"),
         ([f"{MESH}_dp_shard_size=1"], "accelerate.parallelism_config", "its sizes make 1 ranks; there are 16"),
-        ([f"{MESH}_dp_shard_size=1", f"{MESH}_tp_size=16"], "parallelism_config", "FSDP has no ranks to shard over"),
+        ([f"{MESH}_dp_shard_size=1", f"{MESH}_tp_size=16"], "parallelism_config", "no ranks to shard over"),
         (["deepspeed.zero_optimization.stage=3"], "deepspeed.zero_optimization.stage", "no DeepSpeed file"),
     ],
     # What accelerate says about a stated mesh it says on the nodes, once the base is loaded (parallelism_config.py:325 and on).
@@ -119,7 +110,7 @@ CASES: dict[tuple[str, int | None], list[tuple[list[str], str, str]]] = {
         (PAIRS, "parallelism_config_tp_size", "computed by one rank"),
     ],
     ("llama8b-longcontext-32k", None): [
-        ([f"{MESH}_dp_shard_size=1", f"{MESH}_dp_replicate_size=2"], "parallelism_config", "FSDP has no ranks to shard over"),
+        ([f"{MESH}_dp_shard_size=1", f"{MESH}_dp_replicate_size=2"], "parallelism_config", "no ranks to shard over"),
         (PAIRS, "parallelism_config_cp_size", "computed by one rank"),
     ],
     ("llama70b-zero3-offload", None): [(PAIRS, "distributed_type", "no reference model")],
@@ -134,12 +125,6 @@ def test_what_cannot_be_is_refused(recipe: str, ranks: int | None) -> None:
     for words, key, says in CASES[recipe, ranks]:
         found = refused(*words, recipe=recipe, ranks=ranks)
         assert any(key in name and says in text for name, text in found.items()), (words, found)
-
-
-@pytest.mark.parametrize("given", [[TP], [CP, NOT_PACKED], [TP, "lora=null"], []])
-def test_what_the_stack_carries_resolves(given: list[str]) -> None:
-    """The guards let through what trains."""
-    assert resolve(TINY, given, ranks=4).world_size == 4
 
 
 def test_fsdp_shards_no_quantisation_but_4_bits() -> None:
@@ -265,15 +250,6 @@ def test_what_is_taken() -> None:
     resolve(TINY, ["train.torch_compile=true", INDUCTOR])
 
 
-def test_a_model_that_liger_does_not_know_is_told(recipes: Path) -> None:
-    """transformers trains such a model without the kernels, and says so in the log only."""
-    given, model = "train.use_liger_kernel=true", recipes / TINY / "model.json"
-    resolve(recipes / TINY, [given])
-    body = json.loads(model.read_text()) | {"model_type": "ernie4_5", "architectures": ["Ernie4_5ForCausalLM"]}
-    model.write_text(json.dumps(body))
-    assert "Liger has no kernels for ernie4_5" in "".join(refused(given, recipe=str(recipes / TINY)).values())
-
-
 @pytest.mark.parametrize(
     ("train", "dynamo", "expected"),
     [
@@ -287,15 +263,15 @@ def test_a_model_that_liger_does_not_know_is_told(recipes: Path) -> None:
 )  # fmt: skip
 def test_whether_and_how_a_model_is_compiled(train: dict[str, Any], dynamo: dict[str, Any], expected: tuple[bool, ...]) -> None:
     """Both homes of the native key are read as the Trainer and accelerate read them."""
-    found = replace(resolve(TINY), train_args=train, accelerate={"dynamo_config": dynamo})
-    assert (found.distribution.compiled, found.distribution.compiled_by_layer) == expected
-    warnings = " ".join(kernels.warnings(found.distribution))
-    assert ("as a whole" in warnings) == (expected == (True, False)), "a start of minutes"
+    assert acc.compiled(train_defaults() | train, {"dynamo_config": dynamo}) == expected
+    found = replace(resolve(TINY).distribution, compiled=expected[0], compiled_by_layer=expected[1])
+    assert ("as a whole" in " ".join(kernels.warnings(found))) == (expected == (True, False)), "a start of minutes"
 
 
 def test_packages_are_asked_for_where_there_are_gpus_only() -> None:
     """A laptop trains with sdpa and without Liger, and needs neither package."""
-    train = {"use_liger_kernel": True, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
+    train = train_defaults()
+    train |= {"use_liger_kernel": True, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
     assert not list(kernels.needed(train, gpus=False))
     found = {key: packages for key, _, packages in kernels.needed(train, gpus=True)}
     assert found["train.use_liger_kernel"] == ("liger-kernel",)
@@ -307,38 +283,6 @@ def test_a_ratio_says_alone_which_layers_are_recomputed() -> None:
     assert values[f"{OWN}.ratio"] == {"value": 0.5, "origin": "override"}
     assert values[f"train.{OWN}"]["value"] is True and "63 of 126 layers" in values[f"train.{OWN}"]["origin"]
     assert resolve(REFERENCE, [f"{OWN}.ratio=0"]).train_args[OWN] is False
-
-
-def test_the_chosen_layers_are_spread_evenly() -> None:
-    """As transformers' every_n_layers chooses them where the ratio is 1 / n; gaps differ by one at most."""
-    known: dict[tuple[float, int], tuple[int, ...]] = {(0, 4): (), (1, 4): (0, 1, 2, 3), (0.5, 8): (0, 2, 4, 6)}
-    known |= {(0.25, 8): (0, 4), (0.5, 2): (0,), (0.1, 10): (0,)}
-    assert {given: recomputed_layers(*given) for given in known} == known
-    for layers, tenths in itertools.product((1, 2, 7, 32, 126), range(1, 10)):
-        gaps = [after - before for before, after in itertools.pairwise((*recomputed_layers(tenths / 10, layers), layers))]
-        assert not gaps or max(gaps) - min(gaps) <= 1
-
-
-def test_recipes_without_these_sections_keep_their_fingerprint() -> None:
-    """It names the run folder: a new release must find the runs of the last."""
-    plain = resolve(REFERENCE)
-    assert plain.fingerprint() == resolve(REFERENCE, ["activation_checkpointing=null", "megatron=null"]).fingerprint()
-    assert plain.fingerprint() != resolve(REFERENCE, ["megatron.tensor_model_parallel_size=8"]).fingerprint()
-
-
-def test_every_size_that_does_not_divide_is_told_at_once() -> None:
-    words = [
-        "megatron.tensor_model_parallel_size=3", "megatron.pipeline_model_parallel_size=4",
-        "megatron.virtual_pipeline_model_parallel_size=2", "megatron.expert_model_parallel_size=2",
-        "megatron.sequence_parallel=true", "activation_checkpointing.ratio=1",
-    ]  # fmt: skip
-    text = "".join(refused(*words, recipe=REFERENCE).values())
-    for says in (
-        "does not divide 16 ranks", "126 layers are not a multiple of 8 stages", "128 num_attention_heads",
-        "8 num_key_value_heads", "intermediate_size 53248", "the model has no experts", "not a multiple of 3",
-        "Megatron does not read it",
-    ):  # fmt: skip
-        assert says in text, text
 
 
 def test_a_megatron_recipe_needs_no_accelerate_file(recipes: Path) -> None:
@@ -360,17 +304,24 @@ def test_only_slurms_launcher_starts_it(command: list[str], tmp_path: Path) -> N
 # --- values that mean what they say --------------------------------------------------------------------------------------
 
 REFUSED = (
-    "lora.rank_pattern={zzz: 4}", "lora.rank_pattern={q_proj: 4.5}", "lora.rank_pattern={q_proj: 0}",
-    "lora.rank_pattern={'(': 4}", "lora.alpha_pattern={zzz: 4}", "lora.alpha_pattern={q_proj: -1}", "train.warmup_steps=20",
+    "lora.rank_pattern={zzz: 4}", "lora.rank_pattern={'(': 4}", "lora.alpha_pattern={zzz: 4}", "train.warmup_steps=20",
     "data.eval_fraction=0.999999", "train.adam_epsilon=10", "train.optim_args=foo=bar", "train.optim_args=foo",
-    "train.lr_scheduler_kwargs={foo: 1}", "train.log_level=zzz", "train.model_init_kwargs=sdpa",
+    "train.log_level=zzz", "train.model_init_kwargs=sdpa",
     "accelerate.dynamo_config.dynamo_backend=zzz", "accelerate.deepspeed_config.deepspeed_multinode_launcher=true",
     "slurm.time=00:00:00", "slurm.time='0'", "slurm.time=01:60:00", "slurm.time=1-24", "slurm.time=999-00:00:00",
     ("train.optim=sgd", "train.optim_args=betas=0.9"),
-    ("train.lr_scheduler_type=linear", "train.lr_scheduler_kwargs={num_cycles: 1}"), "train.num_train_epochs=1e9",
+    "train.num_train_epochs=1e9",
     "train.num_train_epochs=-1", "train.dataloader_num_workers=100000", "train.lr_scheduler_kwargs={num_cycles: -3}",
     "train.lr_scheduler_kwargs={num_cycles: 0}", "eval.max_gen_toks=1000000000", "slurm.stall_seconds=1",
     ("train.save_strategy=best", "train.metric_for_best_model=nope"),
+    ("train.lr_scheduler_type=cosine_with_min_lr", "train.lr_scheduler_kwargs=null"),
+    ("train.lr_scheduler_type=warmup_stable_decay", "train.lr_scheduler_kwargs={}"),
+    ("train.lr_scheduler_type=cosine_with_min_lr", "train.lr_scheduler_kwargs={min_lr: 1e-6, min_lr_rate: 0.1}"),
+    ("train.lr_scheduler_type=cosine_warmup_with_min_lr", "train.lr_scheduler_kwargs={min_lr_rate: 5}"),
+    ("train.lr_scheduler_type=polynomial", "train.lr_scheduler_kwargs={power: -1}"),
+    ("train.lr_scheduler_type=polynomial", "train.lr_scheduler_kwargs={lr_end: 1}"),
+    ("train.lr_scheduler_type=inverse_sqrt", "train.lr_scheduler_kwargs={timescale: 0}"),
+    ("train.lr_scheduler_type=warmup_stable_decay", "train.lr_scheduler_kwargs={num_decay_steps: -3}"),
 )  # fmt: skip
 TAKEN = (
     "lora.rank_pattern={q_proj: 4}", "lora.rank_pattern={'layers.[01].self_attn.q_proj': 4}",
@@ -381,6 +332,8 @@ TAKEN = (
     ("train.save_strategy=best", "train.metric_for_best_model=eval_loss"), "train.dataloader_num_workers=8",
     ("train.optim=rmsprop_bnb", "train.optim_args=anything=1"),
     ("train.lr_scheduler_type=cosine_with_min_lr", "train.lr_scheduler_kwargs={min_lr_rate: 0.1}"),
+    ("train.lr_scheduler_type=warmup_stable_decay", "train.lr_scheduler_kwargs={num_decay_steps: 3, decay_type: linear}"),
+    ("train.lr_scheduler_type=polynomial", "train.lr_scheduler_kwargs={lr_end: 0, power: 2}"),
 )  # fmt: skip
 
 
@@ -392,11 +345,6 @@ def test_refused_with_its_key_or_taken() -> None:
             resolve(TINY, words)
             continue
         assert set(refused(*words)) == {words[-1].split("=", 1)[0]}
-
-
-def test_a_dropout_that_hides_the_input_is_warned_of() -> None:
-    assert any("lora_dropout" in text for text in resolve("tiny-oasst2", ["lora.lora_dropout=0.999"]).warnings)
-    assert not any("lora_dropout" in text for text in resolve("tiny-oasst2", ["lora.lora_dropout=0.1"]).warnings)
 
 
 def test_a_base_that_lies_here_is_compared_before_the_queue(recipes: Path, tmp_path: Path) -> None:
@@ -422,12 +370,6 @@ def test_a_base_that_lies_here_is_compared_before_the_queue(recipes: Path, tmp_p
         assert refusal if key else done.exit_code == 0, (error, done.output)
 
 
-def test_a_warmup_that_outlasts_the_epochs_is_warned_of() -> None:
-    for steps, warned in ((100_000, True), (0.03, False), (10, False)):
-        words = ["submit", "llama8b-lima", "--cluster", "dgx-h100", "--dry-run", f"train.warmup_steps={steps}"]
-        assert ("train.warmup_steps" in CliRunner().invoke(app, words).stderr) is warned
-
-
 def test_scores_of_tasks_that_are_not_evaluated() -> None:
     """A mistyped task or metric; the parts of a group and tasks of other names are lm-eval's to know."""
     for override, message in (
@@ -444,31 +386,14 @@ def test_scores_of_tasks_that_are_not_evaluated() -> None:
 
 OF_DPO = {
     "packing": "true", "completion_only_loss": "true", "padding_free": "true", "precompute_ref_log_probs": "true",
-    "sync_ref_model": "true", "label_smoothing_factor": "0.1", "truncation_mode": "keep_end", "loss_type": "[sigmoids]",
-    "loss_weights": "[1.0, 0.5]", "f_divergence_type": "kl", "beta": "0", "ld_alpha": "1.5",
+    "sync_ref_model": "true", "label_smoothing_factor": "0.1", "truncation_mode": "keep_end", "beta": "0", "ld_alpha": "1.5",
 }  # fmt: skip
 """Key of ``train`` -> value."""
-TOGETHER = {"label_smoothing": ["loss_type=[exo_pair]"], "use_weighting": ["use_weighting=true", "loss_type=[aot]"]}
 
 
-def test_what_trl_refuses_in_a_rank_is_refused_before() -> None:
-    for key, words in {**{key: [f"{key}={value}"] for key, value in OF_DPO.items()}, **TOGETHER}.items():
-        assert list(refused(*(f"train.{word}" for word in words), recipe="tiny-dpo")) == [f"train.{key}"]
-
-
-def test_rows_and_trainer_fit_together() -> None:
-    for recipe, given in (
-        ("tiny-dpo", "trainer=sft"), ("tiny-dpo", "data.format=messages"), ("tiny-oasst2", "data.format=preference"),
-    ):  # fmt: skip
-        assert "data.format" in refused(given, recipe=recipe)
-
-
-def test_each_loss_of_trl_is_taken() -> None:
-    for loss in facts("trl")["dpo"]["loss_type"]:
-        smoothed = ["train.label_smoothing=0.01"] if loss == "exo_pair" else []
-        assert resolve("tiny-dpo", [f"train.loss_type=[{loss}]", *smoothed]).train_args["loss_type"] == [loss]
-    with pytest.raises(UserError, match="aot_unpaired"):
-        resolve("tiny-dpo", ["train.loss_type=[aot_unpaired]", "train.f_divergence_type=forward_kl"])
+def test_what_is_not_carried_of_preferences_is_refused() -> None:
+    for key, value in OF_DPO.items():
+        assert list(refused(f"train.{key}={value}", recipe="tiny-dpo")) == [f"train.{key}"]
 
 
 def test_it_is_recorded_and_another_run() -> None:
@@ -502,8 +427,3 @@ def test_the_plan_counts_both_answers_and_the_reference() -> None:
     lora = ["lora={target_modules: [q_proj]}", "train.model_init_kwargs.dtype=bfloat16"]
     adapter, alone = plan(*PAIRS, *lora), plan("train.packing=false", *lora)
     assert "reference" not in adapter and 2.2 < adapter["compute"] / alone["compute"] < 3.2
-
-
-def test_a_benchmark_is_refused(tmp_path: Path) -> None:
-    done = run("bench", str(REPO / "recipes" / "tiny-dpo"), "--steps", "2", "--run-dir", tmp_path / "run")
-    assert done.code == 2 and "trainer" in done.err

@@ -22,12 +22,6 @@ def test_a_misspelt_task_is_refused_with_the_nearest(words: tuple[str, ...]) -> 
     assert done.code == 2 and "eval.tasks" in done.err and "'mmluu'" in done.err and "mmlu" in done.err.replace("mmluu", "")
 
 
-def test_the_evaluation_of_a_model_refuses_it_too(tmp_path: Path) -> None:
-    """Before it looks at the weights."""
-    done = run("eval", tmp_path, "--tasks", "gsm8k,mmluu")
-    assert done.code == 2 and "--tasks" in done.err and "'mmluu'" in done.err
-
-
 def test_tasks_groups_and_tags_are_known() -> None:
     """A task, a group, a tag of tasks, one whose tag is in a template, and one of eval/."""
     names = ["arc_easy", "mmlu", "mmlu_international_law", "ai2_arc", "acp_bench_hard", "gsm8k", "ifeval"]
@@ -35,12 +29,6 @@ def test_tasks_groups_and_tags_are_known() -> None:
     for near in ("arc_eazy", "gsm_8k", "ai2arc"):
         (problem,) = problems(resolve, "tiny-oasst2", [f"eval.tasks=[{near}]"])
         assert problem.key == "eval.tasks" and problem.fix
-
-
-def test_without_lm_eval_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A login node may only submit."""
-    monkeypatch.setattr(tasks, "find_spec", lambda _: None)
-    assert tasks.unknown_tasks(["mmluu"]) == {}
 
 
 @pytest.mark.jobs

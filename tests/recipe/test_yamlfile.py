@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from clustertune.errors import UserError
-from clustertune.recipe.yamlfile import parse_value, parse_yaml, read_yaml
+from clustertune.recipe.yamlfile import parse_value, parse_yaml
 from tests.refusal import problems
 
 
@@ -25,19 +23,6 @@ from tests.refusal import problems
 def test_a_value_is_what_a_person_means(text: str, value: object) -> None:
     assert parse_value(text) == value
     assert type(parse_value(text)) is type(value)
-
-
-def test_an_accelerate_file_is_read_as_accelerate_reads_it() -> None:
-    assert parse_yaml("mixed_precision: no", "f", core=False).data == {"mixed_precision": False}
-    assert parse_yaml("a: 0x10\nb: 1_000\nc: 1.5", "f", core=False).data == {"a": 16, "b": 1000, "c": 1.5}
-
-
-def test_lines_are_known() -> None:
-    document = parse_yaml("a: 1\nb:\n  c: 2\n  d: {e: 3}\n", "f.yaml")
-    assert document.position(("b", "c")) == "f.yaml:3"
-    assert document.position(("b", "d", "e")) == "f.yaml:4"
-    assert document.position(("b", "missing")) == "f.yaml:2"
-    assert document.position(("nowhere",)) == "f.yaml"
 
 
 BOMB = "a: &a [x,x]\n" + "".join(f"{b}: &{b} [*{a},*{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
@@ -58,18 +43,6 @@ BOMB = "a: &a [x,x]\n" + "".join(f"{b}: &{b} [*{a},*{a}]\n" for a, b in zip("abc
 def test_bad_yaml_is_refused_in_words(text: str, says: str) -> None:
     problem = problems(parse_yaml, text, "f.yaml")[0]
     assert problem.file.startswith("f.yaml") and says in str(problem)
-
-
-def test_a_file_that_is_none(tmp_path: Path) -> None:
-    for content, says in ((b"\xff\xfe\x00", "not UTF-8"), (b"a: 1\n" * 200_000, "at most")):
-        path = tmp_path / "f.yaml"
-        path.write_bytes(content)
-        with pytest.raises(UserError, match=says):
-            read_yaml(path, "f.yaml")
-    with pytest.raises(UserError, match="does not exist"):
-        read_yaml(tmp_path / "none.yaml", "none.yaml")
-    with pytest.raises(UserError, match="not a file"):
-        read_yaml(tmp_path, "folder")
 
 
 @given(st.text(max_size=200))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from clustertune.report import content
 from clustertune.report.metrics import Metrics, StepRecord, Steps
 
@@ -27,9 +25,3 @@ def test_the_first_two_steps_do_not_count() -> None:
     assert rows["tokens per second"][2] == "+25%" and "hours of training" not in rows  # the plan did not know
     alone = content.forecast_rows(TOLD, Metrics(), {})
     assert [row[0] for row in alone] == list(rows) and {row[3] for row in alone} == {content.UNKNOWN}
-
-
-@pytest.mark.parametrize("told", [None, [], "x", {"step_s": "2"}, {"step_s": -1}, {"step_s": True}])
-def test_odd_forecasts_are_no_rows(told: object) -> None:
-    """run.json may hold anything."""
-    assert content.forecast_rows(told, steps(1.0, 1.0, 1.0), {}) == []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from clustertune.errors import UserError
-from clustertune.report import compare, forms
+from clustertune.report import comparison, forms
 from clustertune.report.metrics import read_metrics
 from tests.command import run
 from tests.report.test_compare import ONE, made_run, written
@@ -59,29 +59,12 @@ def test_a_document_with_wrong_values_is_named(name: str, at: int, tmp_path: Pat
             assert [found.key for found in forms.find_problems(put(body, key, WRONG[of][at]), form, "x", "y")] == [key]
         written(file, wrong)
         with pytest.raises(UserError) if keys else contextlib.nullcontext() as caught:
-            compare.read(path)
+            comparison.read(path)
         problems = {problem.key: problem for problem in caught.value.problems} if caught else {}
         assert problems.keys() == keys.keys()
         for key, of in keys.items():
             assert problems[key].file == str(file) and of in problems[key].message and problems[key].fix
     assert forms.find_problems(body, form, "x", "y") == []
-
-
-@pytest.mark.parametrize("body", [[], 5, None, "x"])
-def test_a_run_that_is_no_object_is_told(body: Any, tmp_path: Path) -> None:
-    """``{}`` was made of it before, and compared."""
-    made_run(tmp_path / "r", [1.0])
-    written(tmp_path / "r" / "run.json", json.dumps(body))
-    with pytest.raises(UserError, match="where an object belongs"):
-        compare.read(tmp_path / "r")
-
-
-def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
-    """The two of the review, and a third; a long value is cut."""
-    body = put(put(recorded_run(tmp_path), "allocation.nodes", 5), "recipe.world_size", "x" * 500)
-    told = [str(p) for p in forms.find_problems(body, forms.RUN, "run.json", "leave it out")]
-    assert told[0].startswith("run.json: recipe.world_size: is 'xxx") and len(told[0]) < 200
-    assert told[1] == "run.json: allocation.nodes: is 5, where a list belongs -> leave it out"
 
 
 def test_metrics_that_cannot_be_read_are_told(tmp_path: Path) -> None:

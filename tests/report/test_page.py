@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
-from xml.etree import ElementTree
 
 import pytest
 
-from clustertune.errors import ExitCode, UserError
+from clustertune.errors import UserError
 from clustertune.monitor.sampler import TelemetryWriter
-from clustertune.report import page as module
 from clustertune.report import plots, telemetry
 from clustertune.report.page import build
 from tests.monitor import simulated
 
 RECORDED = Path(__file__).parent / "recorded"
-FAILED = {"stage": "train", "status": "failed"}
 HOSTILE = "<script>alert('x')</script>"
 
 
@@ -112,45 +107,6 @@ def test_nothing_is_fetched_and_nothing_runs(whole: str) -> None:
     assert "@font-face" not in whole
 
 
-def test_light_and_dark_share_the_drawings(whole: str) -> None:
-    assert "prefers-color-scheme: dark" in whole
-    drawings = re.findall(r"<svg.*?</svg>", whole, flags=re.DOTALL)
-    assert len(drawings) == 8
-    for drawing in drawings:
-        assert "var(--first)" in drawing
-        assert not re.findall(r"#[0-9a-f]{6}", re.sub(r'href="#[^"]*"|url\(#[^)]*\)', "", drawing)), "a fixed colour"
-    for variable in set(re.findall(r"var\((--\w+)\)", whole)):
-        assert whole.count(f"{variable}:") >= 2, f"{variable} needs a value in both schemes"
-
-
-def test_drawings_are_xml_with_ids_of_their_own(whole: str) -> None:
-    seen: set[str] = set()
-    for drawing in re.findall(r"<svg.*?</svg>", whole, flags=re.DOTALL):
-        root = ElementTree.fromstring(drawing)  # noqa: S314  (our own output)
-        ids = {element.attrib["id"] for element in root.iter() if "id" in element.attrib}
-        assert root.attrib["aria-label"] and not ids & seen
-        seen |= ids
-        references = set(re.findall(r'(?:href="|url\()#([^")]+)', drawing))
-        assert references <= ids
-
-
-def test_same_run_same_bytes(whole: str, run_dir: Path, tmp_path: Path) -> None:
-    assert build(run_dir, tmp_path / "elsewhere" / "page.html").read_text(encoding="utf-8") == whole
-    assert not list(run_dir.glob(".*tmp"))
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_the_plan_and_what_it_rests_on(run_dir: Path) -> None:
-    """Planned and actual, with where the bandwidth was from; without a forecast nothing of it."""
-    assert "Planned and actual" not in read(run_dir)[0]
-    told = {"step_s": 2.0, "tokens_per_s": 500.0, "bandwidth_source": "nominal", "calibrated": []}
-    edit(run_dir / "run.json", lambda run: run.update(forecast=told))
-    html, _ = read(run_dir)
-    assert "Planned and actual" in html and "Bandwidth nominal; not calibrated" in html
-    edit(run_dir / "run.json", lambda run: run.update(forecast={"unknown": "gpus: 0"}))
-    assert "No plan could be made: gpus: 0" in read(run_dir)[0]
-
-
 def edit(path: Path, change: Any) -> None:
     document = json.loads(path.read_text())
     change(document)
@@ -174,81 +130,6 @@ def test_text_never_becomes_markup(run_dir: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("gone", ["metrics.jsonl", "eval", "stages", "adapter", "checkpoints"])
-def test_a_page_comes_without_any_one_part(gone: str, run_dir: Path) -> None:
-    path = run_dir / gone
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-    headings = read(run_dir)[1].headings
-    assert "Recipe" in headings and ("Evaluation" in headings) == (gone != "eval")
-
-
-def test_a_run_that_has_only_begun(run_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "new").mkdir()
-    shutil.copy(run_dir / "run.json", tmp_path / "new")
-    words = read(tmp_path / "new")[1].words
-    assert "No step has been logged yet." in words and "unfinished" in words
-    (tmp_path / "new" / "run.json").write_text("{}")
-    words = read(tmp_path / "new")[1].words
-    assert "new" in words and "run.json contains no recipe." in words
-
-
-@pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize(
-    ("events", "badge"),
-    [
-        ([("stop", {"exit_code": 93})], "stopped: not finite"),
-        ([("stop", {"exit_code": 75}), ("stage", FAILED)], "interrupted"), ([("stop", {"exit_code": 0})], "trained"),
-        ([("stop", {"exit_code": 1})], "training failed, exit 1"),
-        ([("stage", {"stage": "merge", "status": "failed", "seconds": 2})], "merge failed"),
-        ([("stage", FAILED)], "train failed"), ([("stage", {"stage": "eval", "status": "done"})], "finished"),
-        ([("stage", {"stage": "eval", "status": "started"})], "unfinished"),
-    ],
-)  # fmt: skip
-def test_the_badge_says_how_it_ended(events: list[tuple[str, dict[str, Any]]], badge: str, run_dir: Path) -> None:
-    shutil.rmtree(run_dir / "stages")
-    lines = [json.dumps({"event": name, "step": 3, "attempt": 1, **values}) for name, values in events]
-    (run_dir / "metrics.jsonl").write_text("\n".join(lines))
-    assert badge in read(run_dir)[1].words
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_expected_and_reached_stand_side_by_side(run_dir: Path) -> None:
-    expected = {"eval_loss": 8.0, "steps": 8, "trainable_parameters": 217088}
-    expected |= {"tasks": {"ifeval": {"prompt_level_strict_acc": 0.7}}}
-    edit(run_dir / "run.json", lambda run: run["recipe"]["recipe"].update(expect=expected))
-    _, page = read(run_dir)
-    words = page.words[page.words.index("Expected and reached") :]
-    for name, cells in (
-        ("eval_loss", ["8", "8.1092", "+0.1092"]), ("trainable_parameters", ["217,088", "217,088", "+0"]),
-        # Scores on other prompts are never put beside the benchmark's.
-        ("ifeval.prompt_level_strict_acc", ["0.7000", "-", "-"]),
-    ):  # fmt: skip
-        assert words[words.index(name) + 1 :][:3] == cells
-
-
-def test_a_loss_that_is_not_finite_is_a_gap_and_a_warning(run_dir: Path) -> None:
-    lines = [{"event": "step", "attempt": 1, "step": n, "loss": math.nan if n == 3 else 1.0 / n} for n in range(1, 6)]
-    (run_dir / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-    html, page = read(run_dir)
-    assert "The loss is not finite at step 3." in page.words
-    assert "nan" not in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)[0].lower()
-    assert plots.lines("x", [plots.Line("x", [1, 2], [math.nan, None])]) is None
-
-
-@pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("text", [b"{", b"\xff", b"[" * 200_000])
-def test_unreadable_documents_are_left_out_and_said(text: bytes, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("stages/train.json", "eval/results.json", "adapter/MANIFEST.json", "nccl-check/1/result.json"):
-        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
-        (run_dir / name).write_bytes(text)
-    with (run_dir / "metrics.jsonl").open("a") as out:
-        out.write('{"event":"st')
-    _, page = read(run_dir)
-    assert "Evaluation" not in page.headings and any("1 lines of metrics.jsonl" in words for words in page.words)
-    assert capsys.readouterr().err.count("left out of the report") == 3
-
-
-@pytest.mark.usefixtures("undrawn")
 def test_a_pipe_among_a_runs_files_is_named(run_dir: Path) -> None:
     for name in ("stages/train.json", "metrics.jsonl"):
         assert read(run_dir)[1].headings
@@ -256,33 +137,6 @@ def test_a_pipe_among_a_runs_files_is_named(run_dir: Path) -> None:
         os.mkfifo(run_dir / name)
     with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read: is not a plain file"):
         build(run_dir)
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_odd_documents_do_not_stop_the_page(run_dir: Path) -> None:
-    edit(run_dir / "run.json", lambda d: d.update(host=[1], git="x", versions=None, distributed=3, command="x", created="y"))
-    edit(run_dir / "run.json", lambda d: d["recipe"].update(derived={"a": 1}, origins=[], architecture="x", warnings="w"))
-    (run_dir / "eval" / "results.json").write_text(json.dumps({"tasks": {"ifeval": {"prompt_level_strict_acc,none": 0.5}}}))
-    (run_dir / "stages" / "train.json").write_text("[]")
-    _, page = read(run_dir)
-    assert "50.00 %" in page.words
-
-
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not a run"):
-        build(tmp_path)
-    (tmp_path / "run.json").write_text("[]")
-    with pytest.raises(UserError, match="contains no run"):
-        build(tmp_path)
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_full_disk_is_said_and_leaves_the_old_page(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = build(run_dir).read_bytes()
-    monkeypatch.setattr(module, "write_durably", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(UserError, match="No space left") as error:
-        build(run_dir)
-    assert error.value.code == ExitCode.STORAGE and (run_dir / "report.html").read_bytes() == before
 
 
 @pytest.mark.usefixtures("undrawn")

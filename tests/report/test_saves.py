@@ -12,7 +12,7 @@ import pytest
 
 from clustertune import rank
 from clustertune.errors import ExitCode
-from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.plan.schedule import NODE_MTBF_HOURS, best_seconds, seconds_between_ends
 from clustertune.report import cost
 from clustertune.report.metrics import Metrics, read_metrics
@@ -30,7 +30,6 @@ ENDS: dict[str, dict[str, Any] | None] = {
     "the node went": None,
 }
 ENDS["a port was taken"] = {**ENDS["a rank was killed"], "port_taken": True}  # type: ignore[dict-item]
-FAULTS = ["a rank was killed", "failed", "a full disk", "the node went"]
 
 
 def run_of(folder: Path, ends: list[str], nodes: int = 2, hours: float = 3.0) -> RunDir:
@@ -46,24 +45,6 @@ def run_of(folder: Path, ends: list[str], nodes: int = 2, hours: float = 3.0) ->
             (attempt / "outcome.json").write_text(json.dumps({**body, "time": 1e6 + hours * 3600}))
     (folder / "run.json").write_text(json.dumps({"cluster": {"compute": {}}}))
     return RunDir(folder)
-
-
-@pytest.mark.parametrize("end", sorted(ENDS))
-def test_an_end_without_a_warning_is_a_failure(end: str, tmp_path: Path) -> None:
-    """What still runs has not failed."""
-    run = run_of(tmp_path / "r", [end, "finished"])
-    assert cost.failures(cost.of_attempts(run.path)).count == (end in FAULTS)
-    if ENDS[end] is None:
-        assert cost.failures(cost.of_attempts(run_of(tmp_path / "running", [end]).path)).count == 0
-
-
-def test_the_rate_counts_the_hours_of_all_nodes(tmp_path: Path) -> None:
-    met = cost.failures(cost.of_attempts(run_of(tmp_path, ["failed", "a full disk", "finished"]).path))
-    assert met.node_hours == pytest.approx(3 * 3 * 2) and met.mtbf_hours == pytest.approx((18 + 24) / 3)
-    assert cost.Failures(1, 18.0).mtbf_hours is None, "one failure says little"
-    early = cost.Failures(2, 0.1).mtbf_hours
-    assert early is not None and early > 5, "two within minutes are not a rate"
-    assert cost.Failures(100, 24_000).mtbf_hours == pytest.approx(240, rel=0.02)
 
 
 def test_auto_takes_the_rate_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

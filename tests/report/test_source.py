@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.bench.preparation import BenchRequest, make
-from clustertune.report import compare, source
+from clustertune.launch.attempt import AttemptPlan, Node
+from clustertune.report import comparison, source
 from clustertune.report.metrics import Metrics, StepRecord, Steps
 from clustertune.resolve.resolve import resolve
-from clustertune.training.bench_schedule import BenchSchedule
 
 
 @pytest.mark.parametrize(
@@ -36,29 +35,16 @@ def test_a_groups_sequences_count_once(recipe: str, ranks: int, groups: int, tok
     (tmp_path / "run.json").write_text(json.dumps(run))
     events = [{"event": "step", "attempt": 1, "step": s.step, "seconds": s.seconds} for s in steps]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert compare.read(tmp_path).values["steady_tokens_per_s"] == pytest.approx(tokens / 2.0)
-
-
-def test_a_benchmark_counts_as_a_run_does() -> None:
-    """Two columns of one recipe must not disagree."""
-    asked = BenchRequest("llama70b-tp-fsdp2", Path("x"), BenchSchedule(1, 2), ranks=64)
-    made = make(asked)
-    assert made.share == 1 / 8 == source.counted_share(8, 64)
-    assert source.tokens_per_step(made.measured.as_dict()) == made.share * 4 * 4096
-
-
-def test_who_does_not_say_shares_nothing() -> None:
-    """A run of a time when run.json had no data_parallel_size."""
-    args = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_length": 512}
-    assert source.tokens_per_step({"train_args": args, "world_size": 4}) == 2 * 3 * 512
+    assert comparison.read(tmp_path).values["steady_tokens_per_s"] == pytest.approx(tokens / 2.0)
 
 
 def test_nodes_are_those_that_trained(tmp_path: Path) -> None:
     """Of a submitted chain the report's job comes last, on one node, and leaves its allocation in run.json."""
     run = {"allocation": {"nodes": ["n1"]}}
     assert source.nodes_of(tmp_path, run) == 1 and source.nodes_of(tmp_path, {}) is None
-    for number, body in ((2, '{"nodes": [{"name": "a"}]}'), (10, '{"nodes": [{"name": "a"}, {"name": "b"}]}'), (11, "{")):
+    for number, names in ((2, "a"), (10, "ab"), (11, "")):
         folder = tmp_path / "attempts" / f"{number:04d}"
         folder.mkdir(parents=True)
-        (folder / "plan.json").write_text(body)
+        AttemptPlan(number, tuple(Node(name, name) for name in names), 1).write(folder) if names else None
+    (folder / "plan.json").write_text("{")
     assert source.nodes_of(tmp_path, run) == 2

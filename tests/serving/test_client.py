@@ -74,20 +74,6 @@ def test_what_is_no_answer_is_never_scored(start: Start, tiny_model: Path, mode:
     assert "Prompt" in text or "no server" in text
 
 
-@pytest.mark.parametrize("mode", ["ok", "null"])
-def test_log_likelihoods_are_whole(start: Start, tiny_model: Path, mode: str) -> None:
-    lm = client(start([mode, 3]), tiny_model)
-    requests = [Instance("loglikelihood", {}, (f"Question {i}", f" answer {i}"), i) for i in range(8)]
-    if mode != "ok":
-        with pytest.raises(UserError, match="log-probabilities"):
-            lm.loglikelihood(requests, disable_tqdm=True)
-        return
-    found = lm.loglikelihood(requests, disable_tqdm=True)
-    for (value, _), request in zip(found, requests, strict=True):
-        whole, context = lm.tok_encode("".join(request.args)), lm.tok_encode(request.args[0])
-        assert value == pytest.approx(-sum((1 + token % 7) ** 0.5 for token in whole[len(context) - 1 : -1]))
-
-
 def test_the_tokens_are_those_of_the_hf_backend(start: Start, tiny_model: Path) -> None:
     from lm_eval.models.huggingface import HFLM
 

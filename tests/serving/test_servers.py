@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from lm_eval.api.instance import Instance
 
 from clustertune.errors import UserError
-from clustertune.evaluate import run as evaluating
-from clustertune.evaluate import servers
-from clustertune.evaluate.model import check_model
 from clustertune.evaluate.run import evaluate
-from clustertune.evaluate.servers import READY, Servers, ServingJob, ask, commands, find_program, lora_rank
+from clustertune.evaluate.servers import READY, Servers, ServingJob, ask, commands, find_program
 from clustertune.launch.serving import Serving
-from clustertune.merge.base import check_tensors
 from clustertune.recipe.schema import Eval
 from tests.command import run
 from tests.serving.conftest import FAKE, Start, alive, gone, job, processes, program, step, without
@@ -61,13 +55,6 @@ def test_a_server_that_does_not_start_is_named(start: Start, mode: str, message:
         servers.wait()
 
 
-def test_the_deadline_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    described = replace(job(tmp_path), start_seconds=1.0)
-    monkeypatch.setenv("FAKE_MODES", f'{{"{described.port}": "late"}}')
-    with Servers(described, program=FAKE) as servers, pytest.raises(UserError, match="no answer after 1 s from server 0"):
-        servers.wait()
-
-
 def test_a_follower_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes whose servers run and do not meet: the first one's deadline passes, and nothing of either is left."""
     monkeypatch.setenv("FAKE_MEET", "alone")
@@ -84,36 +71,11 @@ def test_a_follower_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytes
     assert gone(pids)
 
 
-def test_a_vllm_that_does_not_say_its_version_or_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CLUSTERTUNE_VLLM", str(tmp_path / "vllm"))
-    job(tmp_path).write(tmp_path / "job.json")
-    with pytest.raises(UserError, match="vLLM is not installed"):
-        Servers(job(tmp_path)).__enter__()
-    (tmp_path / "vllm").write_text("#!/bin/sh\nsleep 60\n")
-    (tmp_path / "vllm").chmod(0o700)
-    monkeypatch.setattr(servers, "VERSION_SECONDS", 0.5)
-    assert servers.main([str(tmp_path), "0"]) == 1
-    assert "does not say its version" in (tmp_path / "failed-0.json").read_text()
-
-
 NODES = ("n1", "n2")
 
 
 def over_two(folder: Path, **more: object) -> ServingJob:
     return replace(job(folder, **more), shape=Serving(1, 8, 2, 4096, 256), nodes=NODES, interface="ib0", gpus=tuple("01234567"))
-
-
-def test_the_arguments_of_one_server_each_gpu() -> None:
-    described = ServingJob("/m", Serving(4, 2, 1, 4096, 64), "bfloat16", "/logs", 20000, "/tmp/c", gpus=tuple("01234567"))
-    found = commands(described, 0)
-    assert [c.environment["CUDA_VISIBLE_DEVICES"] for c in found] == ["0,1", "2,3", "4,5", "6,7"]
-    assert len({c.environment["VLLM_CACHE_ROOT"] for c in found}) == 4
-    assert [c.url for c in found] == [f"http://127.0.0.1:{20000 + i}" for i in range(4)]
-    text = " ".join(found[3].arguments)
-    for words in ("serve /m", "--dtype bfloat16", "--tensor-parallel-size 2", "--max-model-len 4096", "--max-num-seqs 64",
-                  "--host 127.0.0.1 --port 20003"):  # fmt: skip
-        assert words in text
-    assert "--nnodes" not in text
 
 
 def test_the_arguments_of_a_server_over_two_nodes(tmp_path: Path) -> None:
@@ -129,12 +91,6 @@ def test_the_arguments_of_a_server_over_two_nodes(tmp_path: Path) -> None:
     assert follower.environment["VLLM_HOST_IP"] == "10.0.0.2"
     assert follower.environment["NCCL_SOCKET_IFNAME"] == "=ib0"
     assert follower.environment["GLOO_SOCKET_IFNAME"] == "ib0"
-
-
-def test_an_adapter_is_served_by_its_name(tmp_path: Path) -> None:
-    [command] = commands(replace(job(tmp_path), adapter="/a", rank=24), 0)
-    assert "--enable-lora --lora-modules adapter=/a --max-lora-rank 32" in " ".join(command.arguments)
-    assert [lora_rank(n) for n in (1, 8, 9, 256, 1000)] == [1, 8, 16, 256, 1000]
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -171,50 +127,6 @@ def test_a_step_that_is_ended_leaves_nothing(tmp_path: Path, tiny_model: Path) -
     assert gone(pids) and not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("where", ["here", "in a job"])
-def test_the_backend_s_model(where: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers of its own, or of a Slurm job, one model after the other; each says what it is."""
-    other = shutil.copytree(tiny_model, tmp_path / "base")
-    monkeypatch.setenv("CLUSTERTUNE_VLLM", str(program(tmp_path)))
-    process = None
-    if where != "here":
-        job(tmp_path, "", servers=2).write(tmp_path / "job.json")
-        process = step(tmp_path, 0)
-        monkeypatch.setenv("CLUSTERTUNE_SERVERS", str(tmp_path))
-    for model in (tiny_model, other):
-        facts = check_model(model, 16)[0]
-        assert facts is not None
-        found = evaluating.describe("vllm", facts)
-        assert (found.name, found.version, found.dtype) == ("vllm", "0.0", "bfloat16")
-        assert found.servers == (1 if process is None else 2)
-        with evaluating.model_for(found, facts, Eval(), device="cpu") as lm:
-            root = ask(f"{lm.base_url}/v1/models")
-            answers = lm.generate_until([Instance("generate_until", {}, ("Hello", {"until": [], "max_gen_toks": 4}), 0)])
-        assert root is not None
-        assert root["data"][0]["root"] == str(model)
-        assert answers[0].startswith("answer")
-    if process is not None:
-        pids = processes(tmp_path)
-        process.terminate()
-        process.communicate()
-        assert gone(pids)
-
-
-def test_servers_of_a_job_that_give_up(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    described = job(tmp_path, "")
-    monkeypatch.setenv("FAKE_MODES", f'{{"{described.port + 16}": "exit"}}')
-    described.write(tmp_path / "job.json")
-    monkeypatch.setenv("CLUSTERTUNE_SERVERS", str(tmp_path))
-    facts = check_model(tiny_model, 16)[0]
-    assert facts is not None
-    process = step(tmp_path, 0)
-    found = evaluating.describe("vllm", facts)
-    with pytest.raises(UserError, match="no GPU here"), evaluating.model_for(found, facts, Eval(), device="cpu"):
-        pass
-    process.communicate()
-    assert process.returncode == 1
-
-
 def test_a_damaged_model_starts_no_server(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = without(tiny_model, tmp_path / "model", "lm_head.weight")
     (tmp_path / "pids").mkdir()
@@ -224,13 +136,6 @@ def test_a_damaged_model_starts_no_server(tmp_path: Path, tiny_model: Path, monk
     with pytest.raises(UserError, match=r"lm_head\.weight"):
         evaluate(folder, tmp_path / "out", settings=settings, benchmark=False, device="cpu")
     assert not list((tmp_path / "pids").glob("[1-9]*"))
-
-
-@pytest.mark.parametrize("part", ["", "[1:]", None])
-def test_what_a_model_lacks_is_named(tmp_path: Path, tiny_model: Path, part: str | None) -> None:
-    name = "model.layers.1.self_attn.q_proj.weight"
-    folder = without(tiny_model, tmp_path / "model", "nothing" if part is None else name + part)
-    assert [problem.key for problem in check_tensors(folder)] == ([] if part is None else [name])
 
 
 @pytest.mark.skipif(find_program() is None, reason="vLLM is not installed here (CLUSTERTUNE_VLLM names its program)")

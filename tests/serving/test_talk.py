@@ -33,13 +33,6 @@ def test_chat_answers_in_the_model_s_template(tiny_model: Path) -> None:
     assert done.out.split() == expected.split()  # a pipe that is read as text may give other line ends
 
 
-def test_a_run_without_a_model_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{}")
-    done = run("chat", tmp_path, "--prompt", "Hello")
-    assert done.code == 2
-    assert "--to merge" in done.err
-
-
 def test_serve_listens_on_loopback_with_the_model_s_type(tiny_model: Path, tmp_path: Path, vllm: Path) -> None:
     """And refuses a model that lacks weights."""
     done = run("serve", tiny_model, "--port", "8123", "--dry-run", stack=True)
@@ -48,10 +41,3 @@ def test_serve_listens_on_loopback_with_the_model_s_type(tiny_model: Path, tmp_p
     assert "--host 127.0.0.1" in done.out and "--dtype bfloat16" in done.out
     done = run("serve", without(tiny_model, tmp_path / "model", "lm_head.weight"), "--dry-run", stack=True)
     assert done.code == 2 and "lm_head.weight" in done.err
-
-
-def test_serve_as_a_job(tiny_model: Path) -> None:
-    done = run("serve", tiny_model, "--submit", "--dry-run", "--cluster", "ops/clusters/dgx-h100.yaml")
-    assert done.code == 0, done.err
-    assert "#SBATCH --gpus-per-node=h100:1" in done.out
-    assert "/lustre/images/vllm.sif python3 -m clustertune serve" in done.out

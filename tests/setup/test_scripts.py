@@ -87,12 +87,6 @@ def test_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:
     assert run("setup", "slurm", *NODE, "--out", tmp_path / "own").code == 0
 
 
-@pytest.mark.parametrize("words", [("storage", "plan"), ("slurm", "apply", "--cluster", "x", "--adopt")], ids=" ".join)
-def test_the_former_command_says_what_replaces_it(words: tuple[str, ...]) -> None:
-    done = run("ops", *words)
-    assert done.code == 2 and "clustertune setup" in done.err
-
-
 def test_the_storage_script_on_a_machine(tmp_path: Path) -> None:
     """Other lines of fstab stay, a second run changes nothing, and the brick is mounted with its folders."""
     made = run("setup", "storage", "--cluster", storage_cluster(tmp_path), "--out", tmp_path / "out")

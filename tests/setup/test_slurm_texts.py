@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,37 +15,7 @@ from clustertune.setup.rendered import all_texts
 from clustertune.setup.rendered import slurm as render_slurm
 from clustertune.setup.setup_machine import tool
 from clustertune.setup.verify import parsed
-from tests.refusal import problems
 from tests.setup.slurm_clusters import ODD, load
-from tests.tree import REPO
-
-NAMES = [
-    (["n1"], "n1"), (["n1", "n2", "n3", "x"], "n[1-3],x"), (["n08", "n09", "n10", "n11", "n12"], "n[08-12]"),
-    (["n8", "n9", "n10"], "n[8-10]"), (["n9", "n010"], "n[9,010]"), (["n1", "n3", "n5", "n6"], "n[1,3,5-6]"),
-    (["n2", "n1"], "n[2,1]"), (["rno-it-gpu0007-1", "rno-it-gpu0008-1"], "rno-it-gpu0007-1,rno-it-gpu0008-1"),
-    (["a-1", "a-2", "b-1"], "a-[1-2],b-1"), (["a1", "a2", "login", "a3"], "a[1-2],login,a3"),
-    (["10.0.0.35", "10.0.0.39"], "10.0.0.[35,39]"), (["fd00::11", "fd00::12"], "fd00::11,fd00::12"),
-    (["x0000000001", "x0000000002"], "x0000000001,x0000000002"), ([f"gpu{i:04d}" for i in range(1, 1001)], "gpu[0001-1000]"),
-]  # fmt: skip
-
-
-def test_lists_of_nodes(tmp_path: Path) -> None:
-    """A wrong bracket is another machine's name, and Slurm takes brackets at the end of a name only.
-
-    Our rules for widths and zeros are scontrol's, each way.
-    """
-    scontrol, conf = tool("scontrol"), tmp_path / "slurm.conf"
-    conf.write_text("ClusterName=x\nSlurmctldHost=x\n")
-    for names, expression in NAMES:
-        assert slurm.fold(names) == expression
-        if ":" in expression:
-            continue
-        assert expand_hosts(expression) == names
-        if scontrol:
-            command, env = [scontrol, "show", "hostnames", expression], {"SLURM_CONF": str(conf)}
-            assert (
-                subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=True).stdout.split() == names
-            )
 
 
 @pytest.mark.parametrize("name", [*known_clusters(), *ODD])
@@ -126,69 +95,6 @@ def test_cores_next_to_gpus(compute: dict[str, object], cores: list[str], expect
     assert expected in note
 
 
-def test_one_line_for_gpus_of_one_place(tmp_path: Path) -> None:
-    """In the order of the devices: Slurm counts GPUs line by line."""
-    lines = [line for line in slurm.gres_lines(load(tmp_path, {"compute": {"numa_gpus": [[0, 2], [1, 3]]}})) if line[0] != "#"]
-    assert [re.sub(r".*File=/dev/nvidia", "", line) for line in lines] == [
-        "0 Cores=0-15", "1 Cores=16-31", "2 Cores=0-15", "3 Cores=16-31",
-    ]  # fmt: skip
-    lines = [line for line in slurm.gres_lines(load(tmp_path)) if line[0] != "#"]
-    assert lines == [
-        "Name=gpu Type=h100 File=/dev/nvidia[0-1] Cores=0-15",
-        "Name=gpu Type=h100 File=/dev/nvidia[2-3] Cores=16-31",
-    ]
-
-
-def test_what_is_in_no_file(tmp_path: Path) -> None:
-    """GresTypes without a device makes slurmd end; the database knows its user by the socket: no password can leak."""
-    cluster = load(tmp_path, ODD["CPU only"])
-    texts = all_texts(cluster, accounting=True)
-    code = "\n".join(line for text in texts.values() for line in text.splitlines() if not line.startswith("#")).lower()
-    assert "slurmdbd" in code and not [word for word in ("gpu:", "gres", "pass") if word in code]
-
-
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        ("slurm-wlm 22.05.8", (22, 5)), ("slurm 24.11.5-1", (24, 11)), ("23.11", (23, 11)), ("25.05.0-0rc1", (25, 5)),
-        ("2.6.5", None), ("slurm-wlm", None), ("122.05", None), ("22.13", None),
-    ],
-)  # fmt: skip
-def test_versions(text: str, version: tuple[int, int] | None) -> None:
-    """An answer that is not a release must not choose the words of one."""
-    found = slurm.parse_version(text)
-    assert (None if found is None else (found.year, found.month)) == version
-
-
-def test_the_word_for_the_warning_of_a_preempted_job() -> None:
-    """22.05 does not know PreemptParameters, and 24.11 takes the old word: one file for both, and where nobody knows."""
-    old = ("SlurmctldParameters", "preempt_send_user_signal")
-    assert [
-        slurm.preempt_signal(version) for version in (None, slurm.Version(22, 5), slurm.Version(23, 11), slurm.Version(24, 11))
-    ] == [old] * 4
-    assert slurm.preempt_signal(slurm.Version(25, 5)) == ("PreemptParameters", "send_user_signal")
-
-
-WRONG = {
-    "name": "x" * 41,
-    "nodes": [
-        {"name": "head", "address": "10.99.1.1", "roles": ["login", "slurmctld"]},
-        {"name": "DEFAULT", "address": "10.99.1.11", "roles": ["compute"]},
-        {"name": "n1234567890", "address": "10.99.1.12", "roles": ["compute"]},
-    ],
-    "compute": {"memory_gb": 0.01},
-    "slurm": {"partition": "all", "gres": "h100", "version": "new", "max_time": "0-00:00:00"},
-}
-
-
-def test_everything_that_slurm_cannot_take_is_told_at_once(tmp_path: Path) -> None:
-    """Each with its key and what to write: not one a day."""
-    found = problems(render_slurm, cluster := load(tmp_path, WRONG), cluster.nodes[0])
-    keys = {f"slurm.{key}" for key in ("partition", "version", "max_time")} | {"nodes[DEFAULT].name", "nodes[n1234567890].name"}
-    assert {problem.key for problem in found} == {"name", "compute.memory_gb", *keys}
-    assert all(problem.fix and problem.file for problem in found)
-
-
 def test_a_cluster_without_slurm_or_found_by_looking(tmp_path: Path) -> None:
     """There is nothing to make files from."""
     with pytest.raises(UserError, match="slurm"):
@@ -197,12 +103,3 @@ def test_a_cluster_without_slurm_or_found_by_looking(tmp_path: Path) -> None:
     local = load(tmp_path).model_copy(update={"name": "local"})
     with pytest.raises(UserError, match="not a plan for it"):
         render_slurm(local, local.nodes[0])
-
-
-@pytest.mark.parametrize(
-    "word", ["ReturnToService=2", "MinJobAge=86400", "SlurmdTimeout=120", "UnkillableStepTimeout=180", "GraceTime=1800"]
-)
-def test_the_page_tells_the_figures_that_are_written(word: str) -> None:
-    """A table of choices that says other figures than the file is worse than none."""
-    assert word in (REPO / "docs/slurm-setup.md").read_text()
-    assert word in (REPO / "tests/golden/slurm-rno-rtxpro6000.txt").read_text()

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from clustertune.cluster.load import load_cluster
-from clustertune.errors import UserError
 from clustertune.host.system import GIB
 from clustertune.setup import verify as plan
 from clustertune.setup.storage_layout import StorageLayout, layout
@@ -78,16 +77,6 @@ def test_the_reference_cluster() -> None:
     ]  # fmt: skip
 
 
-def test_a_brick_that_is_seen_where_it_is_exported(tmp_path: Path) -> None:
-    """No bind over itself; and where nothing names its device, no unit that does not exist is required."""
-    brick = {"node": "two", "path": "/b", "mount": "/b", "filesystem": "xfs", "tb": 1}
-    (pool,) = made(tmp_path, bricks=[brick]).mounts
-    assert "x-systemd.requires-mounts-for=/b" in pool.options
-    device, pool = made(tmp_path, bricks=[{**brick, "device": "/dev/sdc"}]).mounts
-    assert (device.kind, device.target) == ("device", "/b")
-    assert "x-systemd.requires=/b" in pool.options
-
-
 @pytest.mark.parametrize(
     ("filesystem", "fstype", "extra", "export"),
     [
@@ -131,58 +120,6 @@ def test_a_brick_keeps_free_more_than_the_largest_file(
     if found.pool:
         size = next(o for o in found.pool.options if o.startswith("minfreespace=")).partition("=")[2]
         assert int(size[:-1]) * {"G": GIB, "M": 1 << 20}[size[-1]] == free
-
-
-def test_addresses_versions_and_clients(tmp_path: Path) -> None:
-    """IPv6 needs brackets and its own transport; without a subnet each other machine is named."""
-    found = made(tmp_path, addresses={"one": "fd00::2", "two": "fd00::3"}, network=NETWORK, nfs_version="3")
-    remote = found.at("/a")
-    assert remote is not None and remote.source == "[fd00::2]:/data/x"
-    assert {"proto=tcp6", "nfsvers=3"} <= set(remote.options)
-    assert found.exports == ("/data/y fd00::2(rw,sync,root_squash,no_subtree_check,sec=sys,mountpoint)",)
-    alone = made(tmp_path, addresses={"two": "10.9.0.3"}, bricks=[TWO[1]], network={"kind": "none"})
-    assert alone.exports == ()  # a line without a client would be for everybody
-
-
-@pytest.mark.parametrize(
-    ("changes", "folders"),
-    [
-        ({"shared": "/pool/team"}, {"/data/y/data": 0o755, "/data/y/data/team": 0o1777, "/data/y/data/team/models": 0o1777}),
-        ({"group": "train"}, {"/data/y/data": 0o2775, "/data/y/data/logs": 0o2775}),
-        ({"shared": "/b/c", "pool": None}, {"/data/y/c": 0o1777, "/data/y/c/hf_cache": 0o1777}),
-        ({"shared": "/a", "pool": None}, {}),
-        ({"shared": None}, {"/data/y/data": 0o755}),
-    ],
-)
-def test_the_folders_that_users_share(tmp_path: Path, changes: dict[str, Any], folders: dict[str, int]) -> None:
-    """On every brick alike, so that the pool finds each where it wants to write; with a group, what is made inside is its."""
-    found = made(tmp_path, **changes)
-    modes = {folder.path: folder.mode for folder in found.folders}
-    assert folders.items() <= modes.items()
-    assert bool(folders) == bool(modes)
-
-
-def test_staging_is_a_folder_and_the_policy_that_root_squash_breaks_is_named(tmp_path: Path) -> None:
-    """``clustertune stage`` copies there as an ordinary user; mergerfs makes a folder as root, whom servers map to nobody."""
-    found = made(tmp_path, staging={"path": "/scratch/stage", "gb": 500}, group="train")
-    assert [(folder.path, folder.mode, folder.group) for folder in found.local] == [("/scratch/stage", 0o2775, "train")]
-    assert any("epmfs" in note for note in found.notes)
-    assert not any("epmfs" in note for note in made(tmp_path, pool={"mount": "/pool", "create": "epmfs"}).notes)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"), [("rno-it-gpu0009-1", "rno-it-gpu000"), ("", "no machine"), ("x; rm", "no machine")]
-)
-def test_a_machine_that_is_not_there(name: str, words: str) -> None:
-    """A misspelt name gets the nearest one."""
-    with pytest.raises(UserError, match=words):
-        layout(load_cluster("rno-rtxpro6000"), name)
-
-
-def test_a_cluster_without_bricks() -> None:
-    """There is nothing to set up, which is said with the key."""
-    with pytest.raises(UserError, match=r"storage\.bricks"):
-        layout(load_cluster("dgx-h100"), "dgx-h100-01")
 
 
 # --- what systemd says -------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from clustertune.cli.app import app
 from clustertune.cluster.load import load_cluster
 from clustertune.cluster.schema import Container
 from clustertune.errors import UserError
-from clustertune.recipe.load import find_elsewhere
 from clustertune.resolve.resolve import resolve
 from clustertune.staging import bundle, bundle_check, needs
 from clustertune.staging.bundle_fill import BundlePart, Collector
@@ -45,20 +44,6 @@ def test_a_parcel_is_a_cache_of_the_hub_with_sums(parcel_of_all: Path) -> None:
     there = {path.relative_to(recipes).as_posix() for path in recipes.rglob("*") if path.is_file()}
     assert {"_base/sft-lora.yaml", "_base/calm.yaml", "described/model.json", "described/recipe.yaml"} <= there
     assert "_base/tulu3.yaml" not in there
-
-
-def test_all_that_a_recipe_is_made_of_is_found(tmp_path: Path) -> None:
-    """Its bases, a shared chat template and the description of its model lie outside its folder."""
-    shutil.copytree(REPO / "recipes", tmp_path / "recipes")
-    mine = tmp_path / "recipes/mine"
-    shutil.copytree(REPO / "recipes/mixtral8x7b-tulu3", mine)
-    (mine / "model.json").unlink()
-    model = resolve(mine).recipe.model.model_dump()
-    found = {path.relative_to(tmp_path / "recipes").as_posix() for path in find_elsewhere(mine, ["tulu3"], model)}
-    other = "mixtral8x7b-tulu3"
-    assert found == {"_base/tulu3.yaml", "_base/mistral.jinja", f"{other}/recipe.yaml", f"{other}/model.json"}
-    (mine / "mistral.jinja").write_text("own")
-    assert len(find_elsewhere(mine, [], model)) == 2
 
 
 def test_a_parcel_is_rehearsed_without_a_network(parcel_of_all: Path, tmp_path: Path) -> None:
@@ -128,17 +113,6 @@ def test_collected_again_what_is_whole_is_kept(staged: Path, hub_recipe: tuple[P
     assert (model / "config.json").stat().st_ino == before
 
 
-def test_a_parcel_of_another_model_is_refused(parcel_of_all: Path, hub_recipe: tuple[Path, Path], tmp_path: Path) -> None:
-    """Before anything is made: what is wrong, and what the recipe asks for."""
-    other = "f" * 40
-    words = [f"model.revision={other}", f"staged={parcel_of_all}"]
-    resolved = resolve(str(hub_recipe[0]), words)
-    problem = bundle.find_problems(resolved)[0]
-    assert f"holds {MODEL}@0123456789ab, the recipe asks for {MODEL}@ffffffffffff" in problem.message
-    done = run("run", hub_recipe[0], *words, "--ranks", "2", "--run-dir", tmp_path / "r")
-    assert done.code == 2 and "the recipe asks for" in done.err and not (tmp_path / "r").exists()
-
-
 def test_a_folder_that_is_not_ours_is_not_written_to(tmp_path: Path) -> None:
     """--to with the wrong folder must not mix with what lies there; a dry run writes nothing at all."""
     file, mine, other = (tmp_path / name for name in ("a file", "mine", "of another recipe"))
@@ -154,14 +128,6 @@ def test_a_folder_that_is_not_ours_is_not_written_to(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_what_cannot_be_had_is_told_at_once(tmp_path: Path, hub_recipe: tuple[Path, Path]) -> None:
-    """Model and data in one go, without a network: nobody wants to come back twice."""
-    done = run("stage", hub_recipe[0], "--to", tmp_path / "out", network=False, HF_HOME=str(tmp_path / "empty"))
-    assert done.code == 2 and not (tmp_path / "out").exists()
-    for word in (MODEL, DATASET, "model.path=DIR", "data.input=PATH"):
-        assert word in done.err
-
-
 def test_entered_every_library_reads_the_parcel(parcel_of_all: Path, hub_recipe: tuple[Path, Path]) -> None:
     """And a data folder of NLTK that the site names stays behind it."""
     staged = parcel_of_all
@@ -172,18 +138,6 @@ def test_entered_every_library_reads_the_parcel(parcel_of_all: Path, hub_recipe:
     bundle.enter(resolved, environ)
     assert environ["HF_HUB_OFFLINE"] == "1" and environ["HF_HUB_CACHE"] == str(staged / "hub")
     assert environ["NLTK_DATA"] == f"{staged / 'nltk_data'}{os.pathsep}/site/nltk" and environ["WANDB_MODE"] == "disabled"
-
-
-def test_a_job_is_told_where_the_parcel_is(parcel_of_all: Path, hub_recipe: tuple[Path, Path], tmp_path: Path) -> None:
-    """A job has nothing of the environment that it was submitted in: the recipe's key reaches it as a word."""
-    words = ["submit", hub_recipe[0], "--tiny", "--cluster", "local", "--dry-run", "--json", "--run-dir", tmp_path / "r"]
-    done = run(*words, f"staged={parcel_of_all}")
-    assert done.code == 0, done.err
-    assert all(f"staged={parcel_of_all}" in job["command"] for job in done.json["jobs"])
-    warned = run(*words, "slurm.staging=true")
-    assert warned.code == 0 and "slurm.staging: true copies nothing" in warned.err
-    wrong = run(*words, "staged=out")
-    assert wrong.code == 2 and "is relative" in wrong.err
 
 
 @pytest.mark.jobs
@@ -275,14 +229,3 @@ def test_an_image_goes_with_its_sum(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such image"):
         plan(tmp_path, runtime="apptainer", image=str(tmp_path / "none.sif"))
     assert plan(tmp_path)[0] == [], "a laptop's"
-
-
-@pytest.mark.usefixtures("cache")
-def test_an_image_in_a_registry_is_told_with_the_way_to_a_file(tmp_path: Path) -> None:
-    """Pyxis would pull it on the nodes, which reach no registry; `no such file` would be said about its address."""
-    digest = "sha256:" + "a" * 64
-    with pytest.raises(UserError) as caught:
-        plan(tmp_path, runtime="pyxis", image=f"docker://registry.example/me/train@{digest}")
-    (problem,) = caught.value.problems
-    assert problem.key == "container.image" and "registry" in problem.message
-    assert problem.fix and f"enroot import --output train.sqsh 'docker://registry.example#me/train:{digest}'" in problem.fix

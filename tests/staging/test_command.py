@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,12 +97,3 @@ def test_downloaded_and_compared_with_the_hubs_own_digests(tmp_path: Path, hub_r
     assert manifest.find_problems(tmp_path / "out") == []
     found = {part["what"]: part["from"] for part in done.json["parts"]}
     assert found["model"] == found["data"] == "the network"
-
-
-def test_the_bench_measures_all_three_ways(tmp_path: Path) -> None:
-    """The page's figures come from it: small here, the same code."""
-    words = [sys.executable, "-m", "tools.staging_bench", "--gb", "0.02", "--rounds", "1", "--place", str(tmp_path), "--json"]
-    done = subprocess.run([*words, "--digests"], capture_output=True, text=True, check=True, timeout=300)
-    body = json.loads(done.stdout)
-    assert set(body["median"]) == {"cp", "stage", "verify"} and body["bytes"] > 10_000_000
-    assert list(tmp_path.iterdir()) == []

@@ -11,11 +11,10 @@ import pytest
 
 from clustertune import manifest
 from clustertune.cluster.load import load_cluster
-from clustertune.launch import cluster_paths
-from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
-from clustertune.staging import needs, staging_step
+from clustertune.staging import staging_step
 from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO, events
 from tests.slurm_job import Job
@@ -86,14 +85,6 @@ def test_what_lies_on_a_local_disk_is_not_copied(begin: Begin, words: list[str],
         assert bool(staging_step.local_folders(run.attempt(1), 0)) is copied
 
 
-def test_by_the_kind_of_file_system() -> None:
-    """A cluster file need not say what is shared: NFS is."""
-    mounts = "1 0 0:1 / / rw - ext4 /dev/vda rw\n2 1 0:2 / /storage rw - nfs4 server:/storage rw\n"
-    cluster = load_cluster("rno-rtxpro6000")
-    assert cluster_paths.is_shared(Path("/storage/x"), cluster, mounts)
-    assert not cluster_paths.is_shared(Path("/var/x"), cluster, mounts)
-
-
 FAULTS = {"no room": "do not fit into", "wrong digest": "its content differs", "no folder": "nothing is staged"}
 
 
@@ -124,24 +115,6 @@ def test_a_copy_that_was_removed_before_the_ranks_start_is_not_read(begin: Begin
         assert set(staging_step.local_folders(run.attempt(1), 0)) == {"data"}
         assert not any(bench.cache.remove(tree, print, "") for tree in bench.cache.trees())
     assert [tree["what"] for tree in record(run)["trees"]] == ["data"]
-
-
-def test_a_cluster_without_staging_changes_nothing(begin: Begin) -> None:
-    """Most clusters, and every other launcher."""
-    run = begin()
-    run.run_json.write_text(json.dumps({key: value for key, value in run.read().items() if key != "cluster"}))
-    staging_step.stage(run.path, 1, 0)
-    with staging_step.leased(run.path, plan(), 0):
-        assert not staging_step.record_file(run.attempt(1), 0).exists()
-
-
-def test_the_hubs_cache_is_found_as_the_hub_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its variables in their order; the library itself takes half a second to import."""
-    for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    assert needs.hub_cache({}) == Path("~/.cache/huggingface/hub").expanduser()
-    assert needs.hub_cache({"HF_HOME": "/h"}) == Path("/h/hub")
-    assert needs.hub_cache({"HF_HOME": "/h", "HF_HUB_CACHE": "/c"}) == Path("/c")
 
 
 NODES = """\

@@ -10,7 +10,7 @@ import pytest
 from clustertune.errors import UserError
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
-from clustertune.sweep.points import SWEEP, Sweep, make_sweep, missing_inputs, point, read_sweep, same_weights
+from clustertune.sweep.points import SWEEP, Sweep, make_sweep, point, read_sweep
 
 WORDS = ["train.learning_rate=1e-3,5e-3", "lora.target_modules=[q_proj,k_proj],all-linear", "train.max_steps=8"]
 
@@ -40,20 +40,11 @@ def test_a_task_of_the_array_finds_its_point(tmp_path: Path) -> None:
     assert last.run_dir == tmp_path / "s" / "points" / "0003" and Path(last.recipe).is_absolute()
     assert last.values == {"train.learning_rate": "5e-3", "lora.target_modules": "all-linear"}
     resolved = resolve(last.recipe, last.overrides, tiny=last.tiny)
-    assert resolved.recipe.lora is not None and resolved.recipe.lora["target_modules"] == "all-linear"
+    assert resolved.lora is not None and resolved.lora["target_modules"] == "all-linear"
     assert resolved.train_args["learning_rate"] == 5e-3 and resolved.train_args["max_steps"] == 8
     for wrong in (-1, 4):
         with pytest.raises(UserError, match="has no point"):
             point(tmp_path / "s", wrong)
-
-
-def test_all_points_are_checked_before_anything_is_made(tmp_path: Path) -> None:
-    """Every problem of every point, each once, and no folder."""
-    with pytest.raises(UserError) as caught:
-        make(tmp_path / "s", ["train.learning_rate=1e-3,7", "lora.r=8,0", "train.bogus=1"])
-    keys = [problem.key for problem in caught.value.problems]
-    assert sorted(filter(None, keys)) == ["lora.r", "train.bogus", "train.learning_rate"]
-    assert not (tmp_path / "s").exists()
 
 
 def test_a_folder_holds_one_sweep(tmp_path: Path) -> None:
@@ -92,21 +83,3 @@ def test_a_damaged_folder_is_refused_in_words(text: str, tmp_path: Path) -> None
     (tmp_path / SWEEP).write_text(text)
     with pytest.raises(UserError, match="unreadable"):
         read_sweep(tmp_path)
-
-
-def test_points_that_train_the_same_are_told(tmp_path: Path) -> None:
-    """Varying how a model is scored trains it again for nothing."""
-    options = {"tiny": False, "last": "eval", "path": tmp_path / "s"}
-    assert len(same_weights(*make_sweep("tiny-oasst2", ["eval.max_gen_toks=8,16"], **options))) == 1  # type: ignore[arg-type]
-    assert same_weights(*make_sweep("tiny-oasst2", WORDS, **options)) == []  # type: ignore[arg-type]
-
-
-def test_a_missing_input_is_told_before_anything_is_submitted(tmp_path: Path) -> None:
-    """Unless the point has read it already: its conversations are in its run folder."""
-    absent = [f"data.input={tmp_path}/a.jsonl,{tmp_path}/b.jsonl"]
-    sweep, resolved = make_sweep("tiny-oasst2", absent, tiny=False, last="train", path=tmp_path / "s")
-    assert [problem.file for problem in missing_inputs(sweep, resolved)] == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]
-    run = RunDir(sweep.points[0].run_dir)
-    run.path.mkdir(parents=True)
-    run.finish_stage("prepare", 1.0)
-    assert [problem.file for problem in missing_inputs(sweep, resolved)] == [f"{tmp_path}/b.jsonl"]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from clustertune.errors import UserError
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.rundir import RunDir
-from clustertune.sweep import results
 from clustertune.sweep.points import Sweep, make_sweep
 from clustertune.sweep.results import as_json, check_metric, collect
 
@@ -57,6 +57,7 @@ def schedule(
 def outcome(made: Sweep, index: int, attempt: int, code: int, message: str) -> None:
     folder = RunDir(made.points[index].run_dir).attempt(attempt)
     folder.mkdir(parents=True)
+    AttemptPlan(attempt, (Node("here", "127.0.0.1"),), 2).write(folder)
     (folder / "outcome.json").write_text(json.dumps({"code": code, "problems": [{"message": message}]}))
 
 
@@ -96,12 +97,3 @@ def test_damaged_files_are_said_not_raised(sweep: Sweep) -> None:
     # Preempted or stopped: the same command continues.
     outcome(sweep, 2, 4, 75, "stopped as asked")
     assert {r.index: r.status for r in collect(sweep, "eval_loss")}[2] == "unfinished"
-
-
-def test_the_table_shows_every_point(sweep: Sweep) -> None:
-    """One line each, the best first, with the reason of what failed."""
-    found = collect(sweep, "eval_loss")
-    table = results.lines(sweep, "eval_loss", found)
-    assert len(table) == 7 and table[0].split() == ["point", "learning_rate", "r", "eval_loss", "step", "time", "state"]
-    assert table[1].split()[:5] == ["1", "1", "1e-3", "16", "1.2500"] and table[2].split()[:2] == ["2", "0"]
-    assert table[-2].endswith("failed: the loss is not finite at step 2") and table[-1].endswith("not JSON: <b>")

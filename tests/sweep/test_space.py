@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from clustertune.errors import UserError
 from clustertune.sweep.points import combinations, parse_axes, split_values
@@ -22,17 +20,6 @@ from clustertune.sweep.points import combinations, parse_axes, split_values
 def test_commas_inside_of_a_value_do_not_split(text: str, values: list[str]) -> None:
     """A list of target modules is one value of LoRA's."""
     assert split_values(text) == values
-
-
-@given(st.text(alphabet="ab,[]{}()'\" ", max_size=30))
-def test_any_text_is_cut_or_refused(text: str) -> None:
-    """Nothing is lost on the way but blanks at the ends."""
-    try:
-        parts = split_values(text)
-    except ValueError as error:
-        assert "is not closed" in str(error)
-    else:
-        assert ",".join(parts).replace(" ", "") == text.replace(" ", "")
 
 
 def test_the_grid_is_every_combination_once_in_order() -> None:
@@ -68,14 +55,3 @@ def refused(words: list[str]) -> str:
 def test_what_is_refused(words: list[str], message: str) -> None:
     """In words, before anything is made."""
     assert message in refused(words)
-
-
-def test_every_wrong_argument_is_named_at_once() -> None:
-    """Not the first alone."""
-    text = refused(["a", "b.c=1,,2", "slurm.nodes=1,2"])
-    assert all(word in text for word in ("'a' is not a setting", "b.c: an empty value", "slurm.nodes: cannot be varied"))
-
-
-def test_an_axis_that_is_written_differently_is_one_value() -> None:
-    """True and 1 are equal in Python and different settings."""
-    assert parse_axes(["a.b=true,1,'1'"])[0].values == ("true", "1", "'1'")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 from collections.abc import Iterator
@@ -58,12 +57,6 @@ def test_ctrl_c_ends_a_rehearsal(tmp_path: Path, restored_sigint: None) -> None:
         rehearse(ClusterSpec(nodes=1), script, [], tmp_path / "run")
     thread.join()
     wait_for(lambda: {child.pid for child in psutil.Process().children(recursive=True)} <= before, "all of it ends")
-
-
-def test_the_demo_needs_the_checkout(tmp_path: Path) -> None:
-    """The job script lies there."""
-    done = run("demo-slurm", "--json", cwd=tmp_path)
-    assert done.code == 2 and "in the checkout" in done.err and json.loads(done.out)["exit_code"] == 2
 
 
 @pytest.mark.jobs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pwd
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 
 from clustertune.errors import UserError
 from clustertune.testbed import spec
-from clustertune.testbed.cluster import TemporaryCluster
 from clustertune.testbed.files import ClusterFolder
 from clustertune.testbed.spec import ClusterSpec
 
@@ -33,15 +31,6 @@ def test_a_shape_that_cannot_be(shape: dict[str, Any], words: str) -> None:
         assert limit.problems() == []
 
 
-def test_all_that_is_wrong_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the line that installs what is missing."""
-    monkeypatch.setattr(spec.shutil, "which", lambda program, path: None if program in ("slurmd", "munged") else program)
-    with pytest.raises(UserError) as error:
-        TemporaryCluster(ClusterSpec(nodes=99))
-    assert len(error.value.problems) == 2
-    assert "apt-get install --no-install-recommends munge slurmd" in str(error.value)
-
-
 def test_where_namespaces_are_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for, they are an error with the ways out; else the nodes stand side by side, if there is a network."""
     monkeypatch.setattr(spec, "missing", lambda *, isolated=False: {})
@@ -54,18 +43,6 @@ def test_where_namespaces_are_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> 
     for isolation in ("auto", "none"):
         with pytest.raises(UserError, match="no network address but loopback"):
             spec.choose(ClusterSpec(isolation=isolation))
-
-
-def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in containers that run with a bare number: slurmctld would say "Invalid user for SlurmUser"."""
-
-    def unknown(number: int) -> None:
-        raise KeyError(number)
-
-    monkeypatch.setattr(spec, "missing", lambda *, isolated=False: {})
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
-    with pytest.raises(UserError, match="/etc/passwd"):
-        spec.choose(ClusterSpec())
 
 
 def test_the_files_of_a_cluster(tmp_path: Path) -> None:
@@ -81,11 +58,3 @@ def test_the_files_of_a_cluster(tmp_path: Path) -> None:
     hosts = [line for line in (root / "nsswitch.conf").read_text().splitlines() if line.strip().startswith("hosts:")]
     assert hosts == ["hosts: files"]
     assert "Gres" not in ClusterFolder(root, ClusterSpec(gpus=0), True).slurm_conf()
-
-
-def test_without_namespaces_names_resolve_and_ports_differ(tmp_path: Path) -> None:
-    """Loopback addresses are the only names that every machine knows without a line in /etc/hosts."""
-    conf = ClusterFolder(tmp_path, ClusterSpec(nodes=3), False).slurm_conf()
-    ports = {word for line in conf.splitlines() for word in line.split() if word.startswith(("Port=", "SlurmctldPort="))}
-    assert len({port.partition("=")[2] for port in ports}) == 4
-    assert all(f"NodeName=127.0.0.{i} NodeAddr=127.0.0.1 NodeHostname=localhost" in conf for i in (1, 2, 3))

@@ -6,14 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clustertune.testbed.inside import state
 from tests.command import REPO
 from tools import gpu_check, gpu_parts
 from tools.gpu_check import Failed, GpuCheck, NotHere
@@ -126,50 +124,6 @@ def test_a_second_call_goes_on(called: list[str], tmp_path: Path, capsys: pytest
     assert gpu_check.main([*words, "--parts", "nothing"]) == 2 and "no such part: nothing" in capsys.readouterr().err
 
 
-def test_without_git_and_nvidia_smi_it_goes_on(called: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container; what is to be carried away is one file."""
-    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert gpu_check.commit() == "unknown" and gpu_parts.gpu_name() == "gpu"
-    assert gpu_check.main([*LOCAL, "--state", str(tmp_path / "s"), "--out", str(tmp_path)]) == 1 and called == ["a", "b", "c"]
-    with tarfile.open(tmp_path / "s" / "gpu-check.tar.gz") as archive:
-        assert {"state.json", "gpu-try.md"} <= set(archive.getnames())
-
-
-def test_a_budget_begins_no_part_that_may_outlast_it(called: list[str], tmp_path: Path) -> None:
-    """A machine that ends each command after ten minutes would kill a part in its middle."""
-    words = [*LOCAL, "--state", str(tmp_path / "s"), "--out", str(tmp_path)]
-    assert gpu_check.main([*words, "--budget", "100"]) == 0 and called == []
-    assert gpu_check.main([*words, "--budget", "481", "--parts", "a"]) == 0 and called == ["a"]
-
-
-def test_a_call_that_is_ended_ends_its_command(tmp_path: Path) -> None:
-    """SIGTERM, as a scheduler sends it: the ranks below are not left behind."""
-    child = subprocess.Popen([sys.executable, "-c", MAIN, str(tmp_path), RANKS, "600", "480"], cwd=REPO)
-    while not (tmp_path / "pid").exists():
-        assert child.poll() is None
-        time.sleep(0.1)
-    below = gpu_check.descendants(child.pid)
-    child.terminate()
-    assert child.wait(200) == 143 and len(below) == 2 and not {"R", "S", "D"} & {*map(state, below)}
-
-
-def test_parts_are_named_one_by_one_or_by_their_beginning() -> None:
-    """And a word that names none is refused, not left out."""
-    known = gpu_parts.parts()
-    assert {path.parent.name for path in (REPO / "recipes").glob("*/recipe.yaml")} == {
-        name.removeprefix("tiny-") for name in known if name.startswith("tiny-")
-    }
-    chosen, unknown = gpu_parts.choose("bench-8b,eval,nothing", known)
-    assert unknown == ["nothing"] and "eval" in chosen
-    assert all(name.startswith("bench-8b-") for name in chosen if name != "eval")
-    assert gpu_parts.choose("bench-8b-full", known) == (["bench-8b-full"], [])
-    assert len(chosen) == 4 and gpu_parts.choose("", known)[1] == []
-    default = gpu_parts.choose("", known)[0]
-    assert default[: len(gpu_parts.FIRST)] == list(gpu_parts.FIRST) and "bench-8b-full" in default
-    assert set(known) - set(default) == {"doctor"}
-    assert all(part.__doc__ for part in known.values()) and all(gpu_parts.seconds(name) <= 480 for name in known)
-
-
 def test_on_cpus_it_runs_and_says_what_needs_a_gpu(tmp_path: Path) -> None:
     """In parts that cost little; no path of this machine on the page."""
     names = "versions,gpu-tests,bench-8b-full,tiny-llama70b-megatron"
@@ -180,61 +134,3 @@ def test_on_cpus_it_runs_and_says_what_needs_a_gpu(tmp_path: Path) -> None:
     for name, word in (("gpu-tests", "need CUDA"), ("bench-8b-full", "CPUs"), ("tiny-llama70b-megatron", "megatron")):
         assert parts[name]["verdict"] == "not possible here" and word in parts[name]["why"]
     assert str(REPO) not in (tmp_path / "gpu-try.md").read_text()
-
-
-def test_losses_are_compared_step_by_step() -> None:
-    """The first is held closer than the others; a missing step, a NaN and one that is too far off are faults."""
-    cpu = {1: 8.0, 2: 7.0}
-    assert gpu_parts.furthest({1: 8.01, 2: 7.1}, cpu, 0.005, 0.03) == pytest.approx(0.1 / 7)
-    for wrong in ({1: 8.1, 2: 7.0}, {1: 8.0, 2: 7.5}, {1: 8.0}, {1: 8.0, 2: float("nan")}, {}):
-        with pytest.raises(Failed):
-            gpu_parts.furthest(wrong, cpu, 0.005, 0.03)
-
-
-def test_several_gpus_are_asked_for_where_they_are_needed(tmp_path: Path) -> None:
-    """NCCL refuses two ranks on one GPU: what needs more says so before anything is started."""
-    one = check(tmp_path, backend="nccl", gpus=1)
-    for recipe, word in (
-        ("llama70b-tp-fsdp2", "tp"),
-        ("llama8b-longcontext-32k", "cp"),
-        ("llama405b-oasst2-hsdp-qlora", "dp_rep"),
-    ):
-        with pytest.raises(NotHere, match=word):
-            gpu_parts.parts()[f"tiny-{recipe}"](one)
-    assert gpu_parts.mesh("tiny-oasst2") == []
-
-
-def test_the_next_bottleneck_is_the_largest_part_that_is_no_matrix_product() -> None:
-    """Of a profile that can be added up by hand; the page shows it with speed and losses."""
-    figures = {"cutlass::gemm_bf16|x": 0.5, "ncclAllGather": 0.1, "flash_bwd": 0.2, "elementwise": 0.05}
-    top = [{"name": name, "seconds": share, "calls": 1} for name, share in figures.items()]
-    profile = {"seconds": 1.0, "busy_share": 0.7, "exposed_share": 0.05, "top": top}
-    found = gpu_parts.shares(profile)
-    assert next(iter(found)) == "matrix products" and found["nothing: the device waits"] == pytest.approx(0.25)
-    assert gpu_parts.bottleneck(profile) == "nothing: the device waits: 25% of a step; matrix products take 50%"
-    assert gpu_parts.bottleneck({**profile, "busy_share": 0.95}).startswith("attention: 20%")
-    assert gpu_parts.bottleneck(None).startswith("unknown")
-    speed = {"step_s": 1.5, "tokens_per_s_per_gpu": 12345.6, "mfu": 0.41, "peak_gib": 33.0, "planned": {"ratio": 1.1}}
-    facts = {
-        "bench-8b-lora": {**speed, "profile": profile, "bottleneck": gpu_parts.bottleneck(profile)},
-        "tiny-x": {"here": {"1": 8.0, "10": 6.0, "2": 7.0}, "cpu": {"1": 8.0}, "ranks": 1},
-    }
-    base = {"verdict": "pass", "seconds": 1.0, "date": "d", "commit": "c", "why": "w"}
-    state = {"name": "x", "command": "make gpu-check", "parts": {name: {**base, "facts": one} for name, one in facts.items()}}
-    text = "\n".join(gpu_parts.page(state, [*facts, "other"]))
-    for part in (
-        "12,346", "41.0%", "1.10", "`cutlass::gemm_bf16/x`", "Next bottleneck: no", "8.0000 7.0000 6.0000", "1 not run",
-    ):  # fmt: skip
-        assert part in text, part
-
-
-@pytest.mark.jobs
-@pytest.mark.timeout(2400)
-def test_the_longer_parts_on_cpus(tmp_path: Path) -> None:
-    """The chain with its kill and resume, the evaluation, a strategy, attention, and the benchmark against TRL."""
-    names = "doctor,nccl,chain,telemetry,eval,attention,tiny-tiny-oasst2,bench-1b-full"
-    done = run(*LOCAL, "--short", "--state", tmp_path / "s", "--out", tmp_path, "--parts", names, OMP_NUM_THREADS="1")
-    parts = parts_of(tmp_path)
-    assert {name: (one["verdict"], one["why"]) for name, one in parts.items() if one["verdict"] != "pass"} == {}, done.stderr
-    assert "resumed from step" in parts["chain"]["why"] and parts["bench-1b-full"]["facts"]["profile"]["top"]
-    assert "Next bottleneck" in (tmp_path / "gpu-try.md").read_text()

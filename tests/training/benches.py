@@ -159,7 +159,7 @@ def make_bench(
 
     ``changes``: of its architecture, or another one; ``layer``: the layers of that one.
     """
-    for name in ("_base", "tiny-oasst2", "tiny-dpo"):
+    for name in ("_base", "tiny-oasst2", "tiny-dpo", "tiny-grpo"):
         shutil.copytree(REPO / "recipes" / name, folder / name)
     copy = folder / recipe
     if changes:

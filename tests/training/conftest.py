@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,11 +28,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
-    """The process that forks ranks. It imports the stack once, in about 10 s."""
-    found = Forge(tmp_path_factory.mktemp("forge") / "log")
-    yield found
-    found.end()
+def forge(tmp_path_factory: pytest.TempPathFactory) -> Forge:
+    """What runs ranks."""
+    return Forge(tmp_path_factory.mktemp("forge") / "log")
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """Ranks of real runs by fork: the stack is imported once (about 10 s), each training then takes seconds.
 
-As a program (``python -m tests.training.forked``) it reads one request a line from stdin, ``{"folder", "attempt", "ranks"}``,
-forks that many ranks of ``clustertune.rank`` over loopback, and answers with their exit codes. ``breaks`` names a function of
-:data:`BREAKS` that is called in each rank first: a guard is proved by taking away what it guards.
+As a program (``python -m tests.training.forked REQUEST``, forked of :mod:`tests.warm`) it reads its request,
+``{"folder", "attempt", "ranks"}``, forks that many ranks of ``clustertune.rank`` over loopback, and prints their exit codes.
+``breaks`` names one of :data:`BREAKS`, which each rank calls first: a guard is proved by taking away what it guards.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import json
 import os
 import pkgutil
 import signal
-import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,43 +21,29 @@ from typing import Any
 
 import yaml
 
-from tests.command import REPO
+from tests.command import REPO, warm
 from tests.damage import fork, free_port, wait
+from tests.warm import Warm
 
 
 class Forge:
-    """The process that forks ranks, for as many runs as wanted."""
+    """Runs ranks, each a fork of the process that has the stack (:mod:`tests.warm`)."""
 
-    def __init__(self, log: Path) -> None:
-        self._log = log.open("ab")
-        # A folder of its own for what torch compiles and Hugging Face keeps is not wanted: the environment is the caller's.
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "tests.training.forked"],
-            cwd=REPO,
-            env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
+    def __init__(self, log: Path, server: Warm | None = None) -> None:
+        self._log, self._server = log, server or warm(stack=True)
+        self._environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
     def run(self, folder: Path, ranks: int, *, attempt: int = 1, seconds: float = 300, **more: Any) -> list[int]:
         """One attempt at a prepared run; the ranks' exit codes. ``seconds``: a hang ends with SIGALRM (code -14)."""
-        assert self._child.stdin is not None and self._child.stdout is not None
         request = {"folder": str(folder), "attempt": attempt, "ranks": ranks, "seconds": seconds, **more}
-        self._child.stdin.write(json.dumps(request) + "\n")
-        self._child.stdin.flush()
-        answer = self._child.stdout.readline()
-        assert answer, f"the forking process ended: {Path(self._log.name).read_text()[-2000:]}"
-        found: list[int] = json.loads(answer)
+        words = ["tests.training.forked", json.dumps(request)]
+        with self._log.open("a+b") as log, tempfile.TemporaryFile() as codes:
+            with self._server.start(words, REPO, codes.fileno(), log.fileno(), self._environment) as answer:
+                status = answer.recv(64)
+            assert status == b"0", f"the forking process ended: {self._log.read_text()[-2000:]}"
+            codes.seek(0)
+            found: list[int] = json.loads(codes.read())
         return found
-
-    def end(self) -> None:
-        """No more runs."""
-        assert self._child.stdin is not None
-        self._child.stdin.close()
-        self._child.wait(timeout=60)
-        self._log.close()
 
 
 def around(owner: Any, name: str, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None) -> None:
@@ -163,27 +149,16 @@ def _rank(request: dict[str, Any], rank: int, port: int) -> int:
     return program.main(Path(request["folder"]), request["attempt"], quiet=True)
 
 
-def _fork(request: dict[str, Any]) -> list[int]:
-    port = free_port()
+def main() -> None:
+    """Fork the ranks of the request, and print their exit codes."""
+    request, port = json.loads(sys.argv[1]), free_port()
 
     def act(rank: int) -> int:
-        os.dup2(2, 1)  # stdout is for answers
+        os.dup2(2, 1)  # stdout is for the codes
         return _rank(request, rank, port)
 
-    return wait([fork(partial(act, rank)) for rank in range(request["ranks"])])
-
-
-def main() -> None:
-    """Import what ranks import, then answer requests until stdin ends."""
-    import torch.distributed.checkpoint
-    import torch.distributed.fsdp  # noqa: F401
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-    import clustertune.training.session  # noqa: F401
-
-    for line in sys.stdin:
-        sys.stdout.write(json.dumps(_fork(json.loads(line))) + "\n")
-        sys.stdout.flush()
+    codes = wait([fork(partial(act, rank)) for rank in range(request["ranks"])])
+    sys.stdout.write(json.dumps(codes))
 
 
 if __name__ == "__main__":

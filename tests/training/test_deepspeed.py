@@ -18,8 +18,8 @@ from clustertune.checkpoint.store import verify
 from clustertune.errors import UserError
 from clustertune.export.export import export
 from clustertune.export.whole import export_model
-from clustertune.training.deepspeed import load_file as load_verified
-from clustertune.training.deepspeed import swapped_masters
+from clustertune.training.deepspeed_engine import load_file as load_verified
+from clustertune.training.deepspeed_engine import swapped_masters
 from tests.command import events
 from tests.damage import flip
 from tests.training.benches import (
@@ -96,6 +96,7 @@ def test_every_stage_trains_as_one_process(bench: Bench, name: str) -> None:
     assert found["offload_param"] == found["offload_optimizer"] == ("cpu" if name == "zero3-offload" else "none")
 
 
+@pytest.mark.jobs
 def test_a_damaged_part_is_passed_over_and_the_rest_goes_on_the_same(bench: Bench, trained: Path, copy: Path) -> None:
     """A byte of rank 1's part of the last checkpoint; the one before it leads to the same bytes."""
     [part] = newest(copy).glob("global_step3/*zero_pp_rank_1_mp_rank_00_optim_states.pt")

@@ -12,16 +12,13 @@ from typing import Any
 import pytest
 
 from clustertune.errors import ExitCode, UserError
-from clustertune.launch.node import accelerate_command
-from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
-from clustertune.rundir import RunDir
-from clustertune.training import deepspeed
+from clustertune.training import deepspeed_engine
 from tests.command import REPO
 from tests.damage import refused
 
-PARAM = deepspeed.NVME_VARIABLES["offload_param"]
+PARAM = deepspeed_engine.NVME_VARIABLES["offload_param"]
 
 
 @pytest.fixture
@@ -47,19 +44,9 @@ def test_a_job_s_own_folder_holds_it(resolved: Resolved, tmp_path: Path, monkeyp
     """storage.scratch of the cluster file reaches a rank as the folder of its compilers' caches."""
     job = tmp_path / "clustertune-17"
     monkeypatch.setenv("TRITON_CACHE_DIR", str(job / "triton"))
-    assert deepspeed.set_environment(resolved, "run", cuda=True) == []
+    assert deepspeed_engine.set_environment(resolved, "run", cuda=True) == []
     assert os.environ[PARAM] == str(job / "swap") and (job / "swap").stat().st_mode & 0o777 == 0o700
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(job / "extensions") and "DS_ACCELERATOR" not in os.environ
-
-
-def test_without_a_cluster_file_it_says_where(resolved: Resolved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another program's cache folder is not the job's."""
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr("atexit.register", lambda *_, **__: None)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    [note] = deepspeed.set_environment(resolved, "run", cuda=False)
-    assert "storage.scratch" in note and os.environ[PARAM] == str(tmp_path / "clustertune-run" / "swap")
-    assert os.environ["DS_ACCELERATOR"] == "cpu" and "TORCH_EXTENSIONS_DIR" not in os.environ
 
 
 def test_a_disk_that_is_too_small_or_no_folder_is_told_before_the_model_is_loaded(
@@ -67,17 +54,17 @@ def test_a_disk_that_is_too_small_or_no_folder_is_told_before_the_model_is_loade
 ) -> None:
     """With what it needs; swap files of an earlier attempt are written over and count as room."""
     monkeypatch.setenv(PARAM, str(tmp_path / "swap"))
-    need = deepspeed.swap_bytes(resolved, "offload_param")
+    need = deepspeed_engine.swap_bytes(resolved, "offload_param")
     assert need == 2 * 3_147_456
-    monkeypatch.setattr(deepspeed, "free_bytes", lambda _: need - 1)
+    monkeypatch.setattr(deepspeed_engine, "free_bytes", lambda _: need - 1)
     with refused("takes about", ExitCode.STORAGE):
-        deepspeed.set_environment(resolved, "run", cuda=True)
+        deepspeed_engine.set_environment(resolved, "run", cuda=True)
     (tmp_path / "swap" / "1_param.tensor.swp").write_bytes(b"x")
-    deepspeed.set_environment(resolved, "run", cuda=True)
+    deepspeed_engine.set_environment(resolved, "run", cuda=True)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(PARAM, str(tmp_path / "file"))
     with pytest.raises(UserError, match="offload_param cannot lie there"):
-        deepspeed.set_environment(resolved, "run", cuda=True)
+        deepspeed_engine.set_environment(resolved, "run", cuda=True)
 
 
 @pytest.mark.parametrize(
@@ -95,24 +82,7 @@ def test_without_a_gpu_nothing_is_compiled(
     zero: dict[str, Any] = {"offload_param": {"device": "nvme", "nvme_path": "/x"}, "offload_optimizer": {"device": "cpu"}}
     config = {"zero_optimization": {"stage": 3, **zero}}
     plugin = SimpleNamespace(hf_ds_config=SimpleNamespace(config=config))
-    assert len(deepspeed.fit_to_cpu(SimpleNamespace(deepspeed_plugin=plugin))) == notes
+    assert len(deepspeed_engine.fit_to_cpu(SimpleNamespace(deepspeed_plugin=plugin))) == notes
     assert config["zero_optimization"]["offload_param"]["device"] == device
     assert config.get("zero_force_ds_cpu_optimizer") is (False if notes else None)
-    assert deepspeed.fit_to_cpu(SimpleNamespace(deepspeed_plugin=None)) == []
-
-
-def test_ranks_of_several_nodes_are_started_by_us(resolved: Resolved, tmp_path: Path) -> None:
-    """accelerate's default for DeepSpeed is pdsh with a hostfile, from one node to all others."""
-    nodes, key = (Node("a", "10.0.0.1"), Node("b", "10.0.0.2")), "--deepspeed_multinode_launcher"
-    for recipe, count, ours in ((resolved, 2, True), (resolved, 1, False), (resolve("tiny-oasst2"), 2, False)):
-        place = (1, "10.0.0.1", 29500) if count == 2 else ()
-        words = accelerate_command(RunDir(tmp_path), recipe, [], AttemptPlan(1, nodes[:count], 2 // count), *place)
-        assert words[words.index(key) + 1] == "standard" if ours else key not in words
-
-
-def test_accelerate_fills_the_place_from_these_variables() -> None:
-    """With another name there, "auto" would become a folder called none in each rank's working folder."""
-    import accelerate.utils.dataclasses as module
-
-    text = Path(module.__file__).read_text()
-    assert all(f'"{name}"' in text for name in deepspeed.NVME_VARIABLES.values())
+    assert deepspeed_engine.fit_to_cpu(SimpleNamespace(deepspeed_plugin=None)) == []

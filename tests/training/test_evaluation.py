@@ -15,7 +15,6 @@ from trl import SFTTrainer
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
 
-from clustertune.plan import memory
 from clustertune.training.evaluation import IGNORED_LABEL, PairMeans, TokenMeans, filled
 from clustertune.training.trainer import Trainer
 from tests.plan.tracked import make_rows, make_tokenizer
@@ -73,13 +72,6 @@ def test_a_row_without_labels_costs_nothing(tmp_path: Path) -> None:
     assert found["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-6)
 
 
-def test_a_split_without_any_label_has_no_loss(tmp_path: Path) -> None:
-    """No number, which the run refuses, and not 0."""
-    trainer = evaluating(tmp_path)
-    trainer.eval_dataset = labelled_rows().select([2])
-    assert trainer.evaluate()["eval_loss"] != trainer.evaluate()["eval_loss"]
-
-
 @pytest.mark.parametrize(("multiple", "more"), [(1, 0), (2, 1), (4, 3), (5, 0), (8, 3)])
 def test_rows_are_filled_until_they_divide_without_a_label(multiple: int, more: int) -> None:
     """accelerate repeats rows with their labels: what it repeats would count twice."""
@@ -107,11 +99,6 @@ def test_the_split_is_filled_for_the_ranks_that_share_it_out(
     assert len(trainer.get_eval_dataloader()) == len(trainer.get_eval_dataloader(labelled_rows())) == rows
 
 
-def test_what_has_no_labels_is_left_as_it_is() -> None:
-    rows = labelled_rows().remove_columns("labels")
-    assert filled(rows, 4) is rows and filled("eval", 4) == "eval"
-
-
 @pytest.mark.parametrize(
     ("real", "kept"), [([True, False], [0, 2]), ([False, False], [0, 1, 2, 3]), ([True, True], [0, 1, 2, 3])]
 )
@@ -126,12 +113,6 @@ def test_pairs_that_only_fill_a_batch_cost_nothing(real: list[bool], kept: list[
 TOKENS, VOCABULARY = 64, 1000
 TILE = (16, 100)
 """Tokens and vocabulary entries of a tile, for this test."""
-
-
-def test_the_tile_is_the_one_that_the_plan_counts() -> None:
-    """A release of TRL with another tile would make every plan of a large vocabulary wrong."""
-    assert chunked_logprob.TOKEN_CHUNK_SIZE == memory.TILE_TOKENS
-    assert utils._CHUNKED_LOGPROB_CHUNK_SIZE == memory.TILE_ENTRIES
 
 
 @pytest.fixture
@@ -170,9 +151,3 @@ def test_logits_are_tiles_in_training_and_in_evaluation(tmp_path: Path) -> None:
     """Whole, they would set the peak of a model with a large vocabulary."""
     trainer = make_trainer(tmp_path)
     assert take_step(trainer) == watched(trainer, trainer.evaluate) == (TILE[0] * TILE[1], 1)
-
-
-@pytest.mark.usefixtures("small_tiles")
-def test_label_smoothing_holds_them_whole_and_computes_twice(tmp_path: Path) -> None:
-    """What the plan says about it, seen: all logits of the batch, and a second forward pass for the metrics."""
-    assert take_step(make_trainer(tmp_path, label_smoothing_factor=0.1)) == (TOKENS * VOCABULARY, 2)

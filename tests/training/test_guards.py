@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trl import SFTConfig
 
 from clustertune.data import tokenizer as tokens
 from clustertune.errors import ExitCode, UserError
-from clustertune.resolve.distribution import mixed_precision
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.resolve.resolve import resolve
-from clustertune.training import base_model, build, sharding
-from tests.command import REPO
+from clustertune.training import base_model, sharding
 from tests.damage import refused
 from tests.training.benches import STRATEGIES, fsdp
 
@@ -51,13 +48,6 @@ def test_padding_is_eos_where_there_is_no_other_token(tokenizer: FakeTokenizer, 
         return
     with pytest.raises(UserError, match=chosen[1:]):
         tokens.choose_pad_token(tokenizer, wanted)
-
-
-def test_labels_without_eos_are_refused() -> None:
-    tokens.check_labels([{"input_ids": [1, 2, 9], "labels": [-100, 2, 9]}], {9})
-    for labels, message in (([1, 2, -100], "never learn to stop"), ([-100, -100, -100], "nothing to learn")):
-        with pytest.raises(UserError, match=message):
-            tokens.check_labels([{"input_ids": [1, 2, 9], "labels": labels}], {9})
 
 
 FSDP2, OFFLOADED = fsdp(), fsdp({"fsdp_offload_params": True})
@@ -95,33 +85,6 @@ def test_parameters_lie_where_the_recipe_says(
         sharding.check(sharding.FoundSharding(**{**base, **wrong}), wanted)
 
 
-@pytest.mark.parametrize("fp16", [None, False, True])
-@pytest.mark.parametrize("bf16", [None, False, True])
-def test_one_reader_of_the_precision_says_what_trl_trains_in(bf16: bool | None, fp16: bool | None) -> None:
-    """Exports, plans and policies take it from there: absent is not false. transformers refuses both."""
-    if bf16 and fp16:
-        return
-    given = {key: value for key, value in (("bf16", bf16), ("fp16", fp16)) if value is not None}
-    made = SFTConfig(output_dir="none", use_cpu=True, report_to="none", **given)
-    assert mixed_precision(given) == ("bf16" if made.bf16 else "fp16" if made.fp16 else "no")
-
-
-def test_recipes_train_in_bfloat16() -> None:
-    """What plans, policies and exports count with. Those of a laptop are bit for bit over any ranks."""
-    for folder in sorted((REPO / "recipes").glob("*/recipe.yaml")):
-        wanted = "no" if folder.parent.name in ("tiny-oasst2", "tiny-dpo", "smollm2-135m-oasst2") else "bf16"
-        assert mixed_precision(resolve(folder.parent).train_args) == wanted, folder
-
-
-@pytest.mark.parametrize("key", [None, "x"])
-def test_wandb_is_offline_unless_logged_in(key: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    left |= {"NETRC": str(tmp_path / "none"), "HOME": str(tmp_path), **({"WANDB_API_KEY": key} if key else {})}
-    monkeypatch.setattr(os, "environ", left)
-    build.set_tracker_environment(tmp_path, "run", "project")
-    assert left.get("WANDB_MODE") == (None if key else "offline") and left["WANDB_RESUME"] == "allow"
-
-
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
 FOUR = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 FLOATING = {**FOUR, "bnb_4bit_quant_storage": "bfloat16"}
@@ -146,8 +109,8 @@ def check(
 
 def resolved(accelerate: dict[str, Any], *, lora: bool = True, train_args: Any = None) -> Any:
     plain = resolve("tiny-oasst2")
-    recipe = plain.recipe.model_copy(update={"lora": {"r": 4} if lora else None})
-    return replace(plain, accelerate=accelerate, deepspeed=None, train_args=train_args or {}, recipe=recipe)
+    train = train_defaults() | (train_args or {})
+    return replace(plain, accelerate=accelerate, deepspeed=None, train_args=train, lora=plain.lora if lora else None)
 
 
 @pytest.mark.parametrize(
@@ -190,26 +153,6 @@ def test_a_base_is_taken_or_refused_by_the_file_that_says_so(
     by_file = (str(tmp_path / "config.json"), "quantization_config")
     assert (problem.file, problem.key) == (by_file if stored else (None, base_model.RECIPE_KEY))
     assert caught.value.code is ExitCode.CONFIG and "not quantised" in (problem.fix or "")
-
-
-def test_a_base_of_the_hub_is_asked_for_its_config_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By revision; one that is not available is left to transformers, which says why."""
-    from transformers import utils
-
-    file, calls = tmp_path / "config.json", []
-    file.write_text(json.dumps({"quantization_config": FP8}))
-
-    def cached(source: str, name: str, revision: str | None) -> str:
-        calls.append((source, name, revision))
-        if source == "org/gone":
-            raise OSError("no such model")
-        return str(file)
-
-    monkeypatch.setattr(utils, "cached_file", cached)
-    base_model.check("org/gone", "abc", resolved(FSDP2))
-    with pytest.raises(UserError, match="fp8 weights: FSDP"):
-        base_model.check("org/there", "abc", resolved(FSDP2))
-    assert calls == [("org/gone", "config.json", "abc"), ("org/there", "config.json", "abc")]
 
 
 @pytest.mark.parametrize("storage", ["bfloat16", "float16", "float32"])

@@ -81,24 +81,6 @@ def test_every_row_of_every_parameter_is_the_model_s(tmp_path: Path, config: dic
     reader.close()
 
 
-def test_only_the_rows_asked_for_are_read(tmp_path: Path) -> None:
-    """Of three experts one; of a matrix its part. A reader that reads all and cuts would pass every other test."""
-    save(tmp_path, MIXTRAL)
-    model, sources = look(tmp_path, MIXTRAL)
-    reader = RowReader()
-    experts, head = "model.layers.0.mlp.experts.gate_up_proj", "lm_head.weight"
-    for name, way, begin, end, count in [
-        (experts, "read", 1, 2, 2 * 12 * 8),
-        (head, "read", 4, 7, 3 * 8),
-        (experts, "elements", 100, 300, 200),  # w3 of the first, w1 of the second
-        (head, "elements", 30, 37, 7),
-    ]:
-        reader.bytes = 0
-        getattr(sources.by_name[name], way)(name, reader, model, begin, end)
-        assert reader.bytes == 2 * count, name
-    reader.close()
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2])
 
@@ -137,39 +119,6 @@ def test_damage_is_told_with_file_and_tensor(
     damage(folder / SECOND)
     found = problems(folder, LLAMA)
     assert len(found) == 1 and found[0][:2] == (file, key) and message in found[0][2]
-
-
-def test_all_damage_is_told_at_once(tmp_path: Path) -> None:
-    """A file of another version under the same name: the index is what says which tensor should be where."""
-    save(tmp_path, LLAMA)
-    drop(tmp_path / SECOND)
-    found = problems(tmp_path, LLAMA, {NORM: SECOND})
-    assert found[0] == (SECOND, NORM, "is in the index, but not in the file it names")
-    cut(tmp_path / FIRST)
-    cut(tmp_path / SECOND)
-    assert [file for file, _, _ in problems(tmp_path, LLAMA)] == [FIRST, SECOND]
-
-
-def test_a_model_of_another_size_is_told_with_every_tensor(tmp_path: Path) -> None:
-    """config.json of one model beside the weights of another, experts included, before anything is read."""
-    save(tmp_path, MIXTRAL)
-    found = problems(tmp_path, {**MIXTRAL, "intermediate_size": 10})
-    assert len(found) == 4 and all("the model's config asks for" in message for _, _, message in found)
-
-
-def test_what_the_model_has_no_place_for_is_not_read(tmp_path: Path) -> None:
-    save(tmp_path, {**LLAMA, "num_hidden_layers": 3})
-    _, sources = look(tmp_path, LLAMA)
-    assert len(sources.extra) == 9 and {t.name.split(".")[2] for t in sources.extra} == {"2"}
-
-
-def test_a_file_cut_after_its_header_was_read_is_told(tmp_path: Path) -> None:
-    """Someone else's download into the same folder: not a rank that reads zeros."""
-    save(tmp_path, LLAMA)
-    tensor = survey([tmp_path / SECOND])["model.norm.weight"]
-    cut(tmp_path / SECOND)
-    with pytest.raises(UserError, match="cut since its header was read"):
-        RowReader().rows(tensor)
 
 
 @pytest.mark.parametrize("double", [False, True])

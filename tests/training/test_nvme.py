@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tests.training.deepspeed_breaks import BREAKS
 from tests.training.forked import Forge
 from tests.training.test_loading import BF16, zero
 from tests.training.test_strategies import exported
+from tests.warm import Warm
 
 pytestmark = [
     pytest.mark.timeout(1800),
@@ -44,14 +44,13 @@ def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bench(extensions: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(extensions: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder = tmp_path_factory.mktemp("nvme")
     with pytest.MonkeyPatch.context() as patch:
         for key, value in {"DS_BUILD_AIO": "1", "TORCH_EXTENSIONS_DIR": extensions, "TMPDIR": folder}.items():
             patch.setenv(key, str(value))
-        forge = Forge(folder / "log")
-    yield make_bench(forge, folder, SAME, changes=SIZES)
-    forge.end()
+        forge = Forge(folder / "log", Warm(stack=True))  # DeepSpeed reads them when it is imported
+    return make_bench(forge, folder, SAME, changes=SIZES)
 
 
 def train(bench: Bench, settings: dict[str, Any], more: list[str], *, stop: bool = False, breaks: str = "") -> Path:

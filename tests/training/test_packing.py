@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from clustertune.resolve.kernels import PACKED
@@ -32,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
 LENGTHS = ((1, 30, 51), (73, 2, 7))
 """Tokens of the conversations in the two packed rows of a micro batch."""
 ROUNDING = {
-    "cpu": {torch.float64: 1e-6, torch.float32: 2e-6, torch.bfloat16: 2e-2},
+    "cpu": {torch.float32: 2e-6, torch.bfloat16: 2e-2},
     "cuda": {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-4},
 }
 """Of logits and gradients, as a share of the largest. (The windowed layers of Gemma compute their scale in float32.)"""
@@ -85,7 +83,7 @@ def compare(packed: PreTrainedModel, single: PreTrainedModel, given: dict[str, A
 
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-ON_CPU = [*((kind, torch.float32) for kind in KINDS), ("gemma3_text", torch.bfloat16), ("mistral", torch.float64)]
+ON_CPU = [*((kind, torch.float32) for kind in KINDS), ("gemma3_text", torch.bfloat16)]
 ON_GPU = [pytest.param(kind, dtype, "cuda", marks=gpu) for kind in KINDS for dtype in ROUNDING["cuda"]]
 
 
@@ -94,21 +92,6 @@ def test_packed_is_one_conversation_at_a_time(kind: str, dtype: torch.dtype, dev
     """Heads of 16, grouped, with windows; float32 has no kernel on a GPU and goes conversation by conversation."""
     packed, single = (model(kind, attention, dtype, device) for attention in (PACKED, "sdpa"))
     compare(packed, single, batch(device), ROUNDING[device][dtype])
-
-
-def test_positions_that_begin_anew_are_enough() -> None:
-    """Nobody counted the conversations; and two rows of a batch, not laid end to end."""
-    flat = {key: value for key, value in batch().items() if key in ("input_ids", "position_ids")}
-    for tensors in (flat, {key: torch.cat([value[:, :82], value[:, 82:]]) for key, value in flat.items()}):
-        compare(model("mistral", PACKED), model("mistral", "sdpa"), tensors, 2e-6)
-
-
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_without_a_kernel_conversations_are_taken_one_by_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in float32 on a GPU."""
-    monkeypatch.setattr(packing.varlen, "varlen_attn", None)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, PACKED, partial(packing.attend, types=()))
-    compare(model(kind, PACKED), model(kind, "sdpa"), batch(), 2e-6)
 
 
 def test_no_mask_is_made() -> None:
@@ -143,23 +126,15 @@ def test_padded_rows_and_generation_are_sdpa() -> None:
     tokens = torch.randint(10, 96, (2, 30))
     left = torch.ones_like(tokens)
     left[0, :9] = 0
-    for kind in ("llama", "mistral"):
-        ours, theirs = (model(kind, attention).eval() for attention in (PACKED, "sdpa"))
-        for mask in (left, left.flip(1), torch.ones_like(tokens), None):
-            one, other = (m(input_ids=tokens, attention_mask=mask).logits for m in (ours, theirs))
-            torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
-        words = {"attention_mask": left, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
-        assert torch.equal(*(m.generate(input_ids=tokens, **words) for m in (ours, theirs)))
+    ours, theirs = (model("mistral", attention).eval() for attention in (PACKED, "sdpa"))
+    for mask in (left, left.flip(1), torch.ones_like(tokens), None):
+        one, other = (m(input_ids=tokens, attention_mask=mask).logits for m in (ours, theirs))
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+    words = {"attention_mask": left, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(*(m.generate(input_ids=tokens, **words) for m in (ours, theirs)))
 
 
-def test_autocast_computes_in_its_type() -> None:
-    """Weights in float32 make float32 queries beside bfloat16 values; the kernel takes one type of 16 bits."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = model("llama", PACKED)(**batch(), use_cache=False).logits.flatten(0, 1)
-        wanted = alone(model("llama", "sdpa"))
-    assert (found - wanted).abs().max() <= 2e-2 * wanted.abs().max()
-
-
+@pytest.mark.jobs
 def test_the_operation_is_one_for_the_compiler() -> None:
     """What torch asks of an operation with a kernel for CPUs; and a compiled layer has no break and the same numbers."""
     begins = torch.tensor([0, 3, 20, 21, 40], dtype=torch.int32)
@@ -174,16 +149,9 @@ def test_the_operation_is_one_for_the_compiler() -> None:
     assert torch.equal(*(one(**batch(), use_cache=False).logits for one in (plain, made)))
 
 
-def test_a_saved_model_does_not_name_it(tmp_path: Path) -> None:
-    """Who loads the export has no such attention."""
-    model("llama", PACKED).save_pretrained(tmp_path)
-    assert PACKED not in "".join(path.read_text() for path in tmp_path.glob("*.json"))
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
-
-
 @pytest.mark.parametrize(
     ("kind", "attention"),
-    [("llama", "sdpa"), ("llama", "eager"), ("llama", PACKED), ("mixtral", PACKED), ("gemma3_text", PACKED)],
+    [("llama", "sdpa"), ("llama", PACKED), ("mixtral", PACKED), ("gemma3_text", PACKED)],
 )
 def test_conversations_do_not_see_each_other(kind: str, attention: str) -> None:
     """Mixtures too: torch's grouped product of experts takes no float64. The check leaves the random state as it was."""

@@ -14,13 +14,11 @@ from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
 from clustertune.export.whole import export_either
-from clustertune.training import recompute
 from clustertune.training.build import fit_to_device
-from clustertune.training.trainer import RankTrainer
 from tests.command import events, run
 from tests.conftest import once
 from tests.training.benches import Bench, digests, make_bench, output_of
-from tests.training.forked import Forge, around
+from tests.training.forked import Forge
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -114,7 +112,7 @@ def test_two_ranks_compute_what_one_does(strategy: str, more: list[str], bench: 
     ("strategy", "more"),
     [
         job(SLICED, [*HALF, "lora.lora_dropout=0.1", "activation_checkpointing.ratio=0.5"], id="fsdp2-lora-dropout"),
-        pytest.param(SLICED, [*FULL, *HALF], id="fsdp2-full"),
+        job(SLICED, [*FULL, *HALF], id="fsdp2-full"),
         job("ddp", [], id="ddp-lora"),
     ],
 )
@@ -131,19 +129,3 @@ def test_a_killed_run_goes_on_to_the_same_bytes(strategy: str, more: list[str], 
     assert [events(killed, "eval")[-1][n] for n in names] == [events(whole, "eval")[-1][n] for n in names]
     assert curve(whole)[0][0] == pytest.approx(0.693147, abs=1e-5) and curve(whole)[-1][0] != curve(whole)[0][0]
     assert Path(export_either(killed)["out"]).is_dir()
-
-
-def count_layers() -> None:
-    """Have the first step write how many layers are recomputed behind it."""
-
-    def tell(self: Any, *_: Any) -> None:
-        Path(self.args.output_dir, "layers").write_text(str(recompute.inspect(self.model)))
-
-    around(RankTrainer, "training_step", after=tell)
-
-
-def test_the_reference_leaves_recomputation_as_it_is(bench: Bench) -> None:
-    """TRL switches it off for the reference, and then on for all layers: the plan's half would be more work."""
-    path = bench.make("alone", "activation_checkpointing.ratio=0.5", "train.max_steps=1")
-    assert bench.go(path, 1, breaks=f"{__name__}:count_layers") == [0], output_of(path)
-    assert (path / "layers").read_text() == "2 of 4"

@@ -72,27 +72,6 @@ def test_random_numbers_that_would_not_come_again_are_refused(tiny_model: Path) 
         recompute.apply(model, resolve(RECIPE, ["activation_checkpointing.save=[attention]"]))
 
 
-@pytest.mark.parametrize(
-    ("words", "on", "found"),
-    [
-        (OWN, True, "1 of 2"),
-        (["activation_checkpointing.ratio=1"], True, "2 of 2"),
-        ([], True, "2 of 2"),
-        (["activation_checkpointing.ratio=0"], False, "0 of 2"),
-        (["activation_checkpointing.ratio=0"], True, "recipe asks for 0"),
-        (OWN, None, "no decoder layer"),
-    ],
-)
-def test_what_the_section_says_is_at_work(words: list[str], on: bool | None, found: str, tiny_model: Path) -> None:
-    """None where one is asked for ends in a lack of memory."""
-    model = load(tiny_model, on=on) if on is not None else torch.nn.Linear(2, 2)
-    if found.endswith("of 2"):
-        assert str(recompute.apply(model, resolve(RECIPE, words))) == found
-        return
-    with pytest.raises(UserError, match=found):
-        recompute.apply(model, resolve(RECIPE, words))
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.jobs  # 34 s; tests/launch/test_recipes_slurm.py has recipes that do
 def test_ranks_read_what_the_command_line_says(tmp_path: Path) -> None:

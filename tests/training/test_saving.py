@@ -144,9 +144,6 @@ def ready(bench: Bench) -> Path:
     return bench.make("fsdp2", *more, "train.max_steps=4", "train.save_steps=1", "train.eval_steps=2")
 
 
-FAST = {("training_step", "epoch")}
-
-
 @pytest.fixture(scope="module")
 def last(bench: Bench) -> dict[str, Path]:
     """Run folders in which three steps are next, whose last one alone is evaluated and saved; by what evaluates it."""
@@ -171,6 +168,7 @@ def whole(folder: Path) -> list[int]:
     return sorted(c.step for c in found if (c.path / manifest.MANIFEST).exists())
 
 
+@pytest.mark.jobs
 def test_what_is_saved_behind_training_is_what_was_trained_then(forge: Forge, ready: Path, waited: Path) -> None:
     """Byte for byte a save that training waits for, though a step is taken while it is written."""
     folder = shutil.copytree(ready, ready.parent / "behind")
@@ -193,12 +191,14 @@ def test_a_rank_killed_during_a_save_costs_that_save_alone(forge: Forge, ready: 
     assert shards(folder)["4"] == shards(waited)["4"]
 
 
+@pytest.mark.jobs
 def test_an_optimizer_that_changes_weights_between_steps_waits_for_the_copy(forge: Forge, ready: Path) -> None:
     folder = shutil.copytree(ready, ready.parent / "between")
     assert run(forge, folder, "between") == [0, 0]
     assert saved(folder)[0]["save_stall_s"] >= 0.5
 
 
+@pytest.mark.jobs
 def test_where_a_copy_cannot_be_made_training_waits_for_that_save(forge: Forge, ready: Path, waited: Path) -> None:
     """On one rank it cannot be pinned: all write the state itself, the same bytes, ahead of the next optimizer step."""
     folder = shutil.copytree(ready, ready.parent / "unpinned")
@@ -207,18 +207,14 @@ def test_where_a_copy_cannot_be_made_training_waits_for_that_save(forge: Forge, 
     assert shards(folder) == shards(waited)
 
 
-@pytest.mark.parametrize(
-    ("what", "code", "message"), [pytest.param("full", ExitCode.STORAGE, "No space left", marks=pytest.mark.jobs)]
-)
-def test_what_fails_on_one_rank_ends_all_and_leaves_no_checkpoint(
-    what: str, code: ExitCode, message: str, forge: Forge, ready: Path, tmp_path: Path
-) -> None:
+@pytest.mark.jobs
+def test_what_fails_on_one_rank_ends_all_and_leaves_no_checkpoint(forge: Forge, ready: Path, tmp_path: Path) -> None:
     """Behind training; no rank waits for it in the collectives of a save."""
     folder = shutil.copytree(ready, tmp_path / "run")
-    assert run(forge, folder, what) == [code] * 2
+    assert run(forge, folder, "full") == [ExitCode.STORAGE] * 2
     assert whole(folder) == []
     for rank in (0, 1):
-        assert "step 1 was not saved" in problems(folder, rank)[0]["message"] and message in str(problems(folder, rank))
+        assert "step 1 was not saved" in problems(folder, rank)[0]["message"] and "No space left" in str(problems(folder, rank))
 
 
 @pytest.mark.jobs
@@ -247,14 +243,9 @@ MOMENTS = {
 """When the signal comes, and whether the evaluation, of several batches, is then left to the next attempt."""
 
 
-@pytest.mark.parametrize(
-    ("moment", "strategy"),
-    [
-        pytest.param(moment, strategy, marks=[] if (moment, strategy) in FAST else [pytest.mark.jobs])
-        for moment in MOMENTS
-        for strategy in ("steps", "epoch")
-    ],
-)
+@pytest.mark.jobs
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_the_last_step_is_saved_and_evaluated_whatever_signal_falls_there(
     moment: str, strategy: str, forge: Forge, last: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +52,6 @@ PLACEMENTS = {
 TRAINED: dict[str, list[str]] = {"lora": [], "full": FULL}
 
 
-def fast(cases: Iterable[tuple[Any, ...]], *chosen: tuple[Any, ...]) -> list[Any]:
-    """Cases of which ``make test`` has the chosen ones; the others are whole jobs."""
-    return [pytest.param(*one, marks=[] if one in chosen else [pytest.mark.jobs], id="-".join(one)) for one in cases]
-
-
 def each(*names: str) -> list[tuple[str, str]]:
     """Strategies with LoRA and with all parameters trained."""
     return [(name, trained) for name in names for trained in TRAINED]
@@ -96,7 +90,12 @@ def same_weights(path: Path, other: Path) -> None:
     assert math.sqrt(difference / sum(float(other.double().square().sum()) for other in others.values())) < WEIGHTS
 
 
-@pytest.mark.parametrize(("name", "trained"), fast(each(*PLACEMENTS), ("cp", "lora")))
+IN_MAKE_TEST = ("cp", "lora")
+"""The one that is no whole job of CI's."""
+ONES = [pytest.param(*one, marks=[] if one == IN_MAKE_TEST else pytest.mark.jobs) for one in each(*PLACEMENTS)]
+
+
+@pytest.mark.parametrize(("name", "trained"), ONES)
 def test_a_strategy_learns_what_one_process_learns(bench: Bench, name: str, trained: str) -> None:
     """A wrong divisor, a batch seen twice, a lost gradient or a lost state shows within three steps.
 
@@ -146,9 +145,9 @@ def reshaped(bench: Bench, before: str, after: str, *more: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "trained"), fast([(*way, trained) for way in WAYS for trained in TRAINED], ("fsdp2-4", "fsdp2", "lora"))
-)
+@pytest.mark.jobs
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize(("before", "after"), WAYS)
 def test_a_run_goes_on_on_another_shape(bench: Bench, before: str, after: str, trained: str) -> None:
     """Stopped after two steps and continued by other ranks or on another mesh: losses and weights of one process."""
     path, alone = reshaped(bench, before, after, *TRAINED[trained]), bench.alone(*TRAINED[trained])
@@ -192,7 +191,8 @@ def unrecomputed() -> dict[str, Path]:
     return {}
 
 
-@pytest.mark.parametrize(("name", "how"), fast(DROPPING, ("fsdp2", "wrapper")))
+@pytest.mark.jobs
+@pytest.mark.parametrize(("name", "how"), DROPPING)
 def test_dropout_and_recomputation_give_the_same_bits(bench: Bench, unrecomputed: dict[str, Path], name: str, how: str) -> None:
     """A layer that is computed again must drop what it dropped: else its gradients are those of another loss."""
     need(name)
@@ -219,7 +219,7 @@ def test_embeddings_that_are_dropped_are_dropped_alike(benches: Benches, trained
     for name in ("fsdp2", "tp"):
         strategy = wrapping(name, "PhiDecoderLayer")
         plain = runs[name] = phi.train(strategy, *more)
-        for how in ("wrapper", "model", "wrapper-offload"):
+        for how in ("model", "model-offload"):
             path = phi.train(strategy, *more, *RECOMPUTE[how])
             assert (curve(path), digests(path)) == (curve(plain), digests(plain)), (name, how)
     compare(runs["tp"], runs["fsdp2"])
@@ -229,7 +229,8 @@ def test_embeddings_that_are_dropped_are_dropped_alike(benches: Benches, trained
 IN_BF16 = [*each("fsdp2", "hsdp", "tp", "cp", "ddp", "zero3"), ("fsdp2", "full in float32")]
 
 
-@pytest.mark.parametrize(("name", "trained"), fast(IN_BF16, ("fsdp2", "lora")))
+@pytest.mark.jobs
+@pytest.mark.parametrize(("name", "trained"), IN_BF16)
 def test_a_loss_in_bf16_is_that_of_float32_arithmetic(bench: Bench, name: str, trained: str) -> None:
     """On the same bf16 weights, before the first update and after; cast to bfloat16 a loss of 8 has steps of 0.06.
 

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from clustertune.errors import UserError
-from clustertune.training import context, tensor
+from clustertune.training import tensor
 from tests.conftest import TINY_LLAMA
 from tests.damage import fork, wait
 
@@ -90,25 +89,3 @@ def test_a_split_model_computes_the_same(tmp_path: Path, name: str, adapter: boo
                 )
 
     in_a_group(tmp_path, work)
-
-
-def test_a_model_without_a_plan_is_refused(tmp_path: Path) -> None:
-    """It would be a copy on every rank."""
-    gpt2 = AutoConfig.for_model("gpt2", n_layer=1, n_head=2, n_embd=16, vocab_size=64, n_positions=32)
-    made = AutoModelForCausalLM.from_config(gpt2)
-
-    def work(mesh: Any) -> None:
-        with pytest.raises(UserError, match="no plan"):
-            tensor.split(made, mesh)
-
-    in_a_group(tmp_path, work, ranks=1)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_every_piece_lies_on_one_rank_and_the_work_is_the_same_on_all(size: int) -> None:
-    """With pieces one after another the last rank would have almost twice the mean of the query-key pairs."""
-    held = [context.pieces_of(rank, size) for rank in range(size)]
-    assert sorted(piece for pair in held for piece in pair) == list(range(2 * size))
-    assert len({sum(piece + 1 for piece in pair) for pair in held}) == 1
-    gathered = [piece for pair in held for piece in pair]
-    assert [gathered[at] for at in context.in_order(size)] == list(range(2 * size))

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import http.server
 import os
-import socket
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +17,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from clustertune.training import build, tracker
-from clustertune.training.session import Session
 
 
 class WandbCallback(TrainerCallback):  # type: ignore[misc]
@@ -68,26 +64,6 @@ def server() -> Iterator[str]:
         found.shutdown()
 
 
-@pytest.fixture
-def deaf() -> Iterator[str]:
-    """A server that takes a connection and then says nothing, as behind a firewall that drops."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        found.listen()
-        yield f"http://127.0.0.1:{found.getsockname()[1]}"
-
-
-def test_a_server_is_asked_once_and_briefly(server: str, deaf: str) -> None:
-    """wandb itself waits 90 s for a server that does not answer, and all ranks with it."""
-    assert tracker.unreachable(server) is None
-    began = time.monotonic()
-    found = tracker.unreachable(deaf, 0.3) or ""
-    assert "no answer" in found or "timed out" in found  # which of the two depends on where the time runs out
-    assert time.monotonic() - began < 30
-    for wrong in ("http://127.0.0.1:1", "http://no-such-host.invalid", "nonsense"):
-        assert "cannot be reached" in (tracker.unreachable(wrong, 20) or "no answer: cannot be reached")
-
-
 @pytest.mark.parametrize("kind", ["refused", "unreachable"])
 def test_a_key_that_is_not_taken_means_offline_and_nothing_is_lost(
     kind: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -115,24 +91,3 @@ def test_a_key_that_is_not_taken_means_offline_and_nothing_is_lost(
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert not (tmp_path / ".netrc").exists()
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
-
-
-def test_the_end_does_not_wait_for_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cut link: wandb.finish() continues trying, and the rank would hold its GPUs."""
-    waiting = threading.Event()
-    fake = SimpleNamespace(run=object(), finish=lambda exit_code: waiting.wait(60))
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    assert not tracker.finish_wandb(0, seconds=0.1)
-    waiting.set()
-    fake.run = None
-    assert tracker.finish_wandb(0)
-
-
-@pytest.mark.parametrize(("rank", "on", "left"), [(0, True, ["wandb"]), (0, False, []), (1, True, [])])
-def test_rank_0_alone_reports(rank: int, on: bool, left: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where W&B is not installed the Trainer of every other rank would refuse to start: its callback wants the package."""
-    session: Any = object.__new__(Session)
-    session.args, session.group, session.notes = SimpleNamespace(report_to=["wandb"]), SimpleNamespace(rank=rank), []
-    monkeypatch.setattr(tracker, "start_wandb", lambda _key: (on, ["note"]))
-    session._init_tracker(None)
-    assert session.args.report_to == left and session.notes == (["note"] if rank == 0 else [])

@@ -1,0 +1,344 @@
+"""Rewards of a model's answers: ours, from 0 to 1, and those that a recipe brings as Python functions.
+
+Ours run what others wrote (patterns and schemas of a data set, lm-eval's checkers with a row's keywords) on what a model wrote.
+They do so in a child with a limit of time for each answer: a pattern that goes back again and again would hold up all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.util
+import json
+import math
+import re
+import tempfile
+import traceback
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from clustertune.bounded import StandingChild, allow
+from clustertune.console import say
+from clustertune.data import punkt
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.recipe import tasks
+from clustertune.recipe.load import did_you_mean
+from clustertune.recipe.schema import Reward
+
+SECONDS = 5.0
+"""Of CPU for one answer. It is then worth 0."""
+RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+"""What TRL gives a reward function beside the columns of the data."""
+PACKAGES = {"ifeval": "lm_eval", "json_schema": "jsonschema"}
+"""What some of ours need that not every training has."""
+
+Judge = Callable[..., list[float | None]]
+"""A reward function of TRL's form: ``prompts``, ``completions`` and columns as keyword arguments, a reward for each answer."""
+
+
+# --- ours: of one answer --------------------------------------------------------------------------------------------------
+
+
+def _ifeval(text: str, row: Mapping[str, Any], prompt: str, _told: Mapping[str, Any]) -> float:
+    """Share of the prompt's instructions that the answer follows, by lm-eval's strict checkers."""
+    from lm_eval.tasks.ifeval.utils import InputExample, test_instruction_following_strict
+
+    names, arguments = _as_value(row["instruction_id_list"]), _as_value(row["kwargs"])
+    found = test_instruction_following_strict(InputExample(0, names, prompt, arguments), text).follow_instruction_list
+    return float(sum(found) / len(found))
+
+
+def _exact_match(text: str, row: Mapping[str, Any], _prompt: str, told: Mapping[str, Any]) -> float:
+    """Whether the answer is the row's, white space aside; with ``extract``, the last thing in it that the pattern finds."""
+    if (pattern := told.get("extract")) is not None:
+        places = list(re.finditer(pattern, text))
+        if not places:
+            return 0.0
+        text = places[-1][places[-1].re.groups and 1] or ""
+    return float(text.split() == str(row[told.get("column", "answer")]).split())
+
+
+def _regex(text: str, row: Mapping[str, Any], _prompt: str, told: Mapping[str, Any]) -> float:
+    """Whether the pattern is found in the answer (``re.search``)."""
+    pattern = told["pattern"] if "pattern" in told else row[told.get("column", "pattern")]
+    return float(re.search(pattern, text) is not None)
+
+
+def _json_schema(text: str, row: Mapping[str, Any], _prompt: str, told: Mapping[str, Any]) -> float:
+    """Whether the answer is JSON, but for a Markdown fence, and valid by the schema. Nothing is fetched for a ``$ref``."""
+    import jsonschema
+    import referencing
+
+    schema = _as_value(told["schema"] if "schema" in told else row[told.get("column", "schema")])
+    fenced = re.fullmatch(r"\s*```(?:json)?\n(.*)\n```\s*", text, re.DOTALL)
+    try:
+        value = json.loads(fenced[1] if fenced else text)
+    except (ValueError, RecursionError):
+        return 0.0
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    return float(kind(schema, registry=referencing.Registry()).is_valid(value))
+
+
+def _length(text: str, _row: Mapping[str, Any], _prompt: str, told: Mapping[str, Any]) -> float:
+    """1 between ``min`` and ``max`` words (``unit: characters``); outside, the quotient of length and limit."""
+    size = len(text) if told.get("unit") == "characters" else len(text.split())
+    least, most = told.get("min", 0), told.get("max", math.inf)
+    return size / least if size < least else most / size if size > most else 1.0
+
+
+_OURS: dict[str, Callable[[str, Mapping[str, Any], str, Mapping[str, Any]], float]] = {
+    "ifeval": _ifeval,
+    "exact_match": _exact_match,
+    "regex": _regex,
+    "json_schema": _json_schema,
+    "length": _length,
+}
+
+
+def _as_value(value: Any) -> Any:
+    """A value of JSON, or a text that holds one, as tables have it."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+# --- what a row must have -------------------------------------------------------------------------------------------------
+
+
+@cache
+def _instructions() -> Mapping[str, Any]:
+    """lm-eval's checkers by the names of their instructions."""
+    from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
+
+    found: Mapping[str, Any] = INSTRUCTION_DICT
+    return found
+
+
+def lacking(reward: Reward, row: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None]]:
+    """What a row's columns lack for a reward: the column, what is wrong with it, and what to do."""
+    told = reward.options
+    if reward.module is not None:
+        for name in sorted(set(RESERVED) & row.keys()):
+            yield name, f"TRL gives {reward.name} something else by this name", "data.columns gives the column another name"
+    elif reward.function == "ifeval":
+        yield from _lacking_instructions(row)
+    elif reward.function in ("exact_match", "regex", "json_schema"):
+        own = {"exact_match": "answer", "regex": "pattern", "json_schema": "schema"}[reward.function]
+        if reward.function != "exact_match" and own in told:
+            return
+        column = str(told.get("column", own))
+        if row.get(column) in (None, ""):
+            fix = f"write it in the row, or name another column: {{function: {reward.function}, column: NAME}}"
+            yield column, f"missing, and {reward.function} reads it", fix
+        elif reward.function == "regex":
+            try:
+                re.compile(str(row[column]))
+            except re.error as error:
+                yield column, f"is not a regular expression: {error}", None
+        elif reward.function == "json_schema":
+            yield from _lacking_schema(column, row[column])
+
+
+def _lacking_schema(column: str, value: Any) -> Iterator[tuple[str, str, str | None]]:
+    import jsonschema
+
+    try:
+        schema = _as_value(value)
+        jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator).check_schema(schema)
+    except (ValueError, RecursionError, AttributeError, TypeError, jsonschema.SchemaError) as error:
+        yield column, f"is not a JSON schema: {str(error).splitlines()[0]}", "json-schema.org says what one is"
+
+
+def _lacking_instructions(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None]]:
+    """What lm-eval's checkers would make up themselves, at random, where a row does not say it."""
+    found = {}
+    for column in ("instruction_id_list", "kwargs"):
+        try:
+            found[column] = _as_value(row.get(column))
+        except ValueError:
+            found[column] = None
+        if not isinstance(found[column], list) or not found[column]:
+            fix = 'write "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}], as the data set google/IFEval has it'
+            yield column, "is no list, and ifeval reads it" if row.get(column) else "missing, and ifeval reads it", fix
+            return
+    names, arguments = found["instruction_id_list"], found["kwargs"]
+    if len(names) != len(arguments) or not all(isinstance(one, dict) for one in arguments):
+        text = f"{len(arguments)} entries for {len(names)} instructions"
+        yield "kwargs", text, "one mapping for each instruction, {} where it needs nothing"
+        return
+    for name, given in zip(names, arguments, strict=True):
+        if (checker := _instructions().get(str(name))) is None:
+            yield "instruction_id_list", f"{name!r} is no instruction of lm-eval's", did_you_mean(str(name), _instructions())
+            continue
+        told = {key: value for key, value in given.items() if value}  # lm-eval takes what is 0 or empty for not given
+        needed = checker(name).get_instruction_args_keys()
+        if missing := [key for key in needed if key not in told]:
+            text = f"{name} needs {', '.join(missing)}: a checker that is not told draws one at random"
+            yield "kwargs", text, f'write {{"{missing[0]}": ...}} in its entry'
+        if other := sorted(told.keys() - set(needed)):
+            yield "kwargs", f"{name} takes no {', '.join(other)}", f"it takes {', '.join(needed) or 'nothing'}"
+
+
+# --- all of a recipe ------------------------------------------------------------------------------------------------------
+
+
+class Rewards:
+    """The rewards of a recipe, ready to judge. A context: inside, NLTK cannot download, and ours run in one child.
+
+    ``code``: the texts of the recipe's own files, by name without ``.py``; they are run here. Raises UserError where one fails.
+    """
+
+    def __init__(self, rewards: Sequence[Reward], code: Mapping[str, str]) -> None:
+        self.rewards = list(rewards)
+        self._stack = contextlib.ExitStack()
+        self._child: StandingChild | None = None
+        self._late = 0
+        self.beat: Callable[[], None] = lambda: None
+        """Called before each answer that ours judge: a sign of life."""
+        for reward in rewards:
+            if (package := PACKAGES.get(reward.function)) and importlib.util.find_spec(package) is None:
+                text = f"needs the Python package {package}, which is not installed"
+                fix = f"install {package} in the image, or leave the reward out"
+                raise UserError(Problem(text, key=f"reward.{reward.name}", fix=fix))
+        modules = {name: _run(name, text) for name, text in code.items()}
+        self.judges: list[Judge] = []
+        """In TRL's form, each called by the reward's name."""
+        for reward in self.rewards:
+            judge = self._own(reward) if reward.module is None else _theirs(reward, vars(modules[reward.module])[reward.name])
+            judge.__name__ = reward.name
+            self.judges.append(judge)
+
+    def __enter__(self) -> Rewards:
+        if any(reward.function == "ifeval" for reward in self.rewards):
+            import langdetect
+
+            langdetect.DetectorFactory.seed = 0  # else the language of one answer is another every time
+            corpora = [task.folder / tasks.TEXT for task in tasks.needed(["ifeval"], tasks.PUNKT).values()]
+            scratch = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+            found = punkt.prepare([path.read_text(encoding="utf-8") for path in corpora], scratch)
+            self._stack.enter_context(punkt.installed(found.path))
+            _instructions()  # the import looks for the splitter
+        if any(reward.module is None for reward in self.rewards):
+            self._child = StandingChild(_judge_one)
+        self._stack.callback(self._end)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.close()
+
+    def _own(self, reward: Reward) -> Judge:
+        def judge(
+            prompts: Sequence[Any], completions: Sequence[Any], columns: Sequence[Mapping[str, Any]], **_: Any
+        ) -> list[float | None]:
+            triples = zip(prompts, completions, columns, strict=True)
+            return [self._ask(reward, text_of(prompt), text_of(answer), row) for prompt, answer, row in triples]
+
+        return judge
+
+    def _ask(self, reward: Reward, prompt: str, answer: str, row: Mapping[str, Any]) -> float:
+        """What one answer is worth. Raises UserError where a row that ``prepare`` let through cannot be judged."""
+        assert self._child is not None
+        self.beat()
+        if self._child.ended:
+            self._child = StandingChild(_judge_one)
+        found = self._child.ask([reward.function, reward.options, prompt, answer, dict(row)]).found
+        if found is None:  # the kernel ended the child
+            self._late += 1
+            if self._late == 1:
+                say(f"warning: {reward.name} took more than {SECONDS:g} s of one answer, which is then worth 0; said once")
+            return 0.0
+        if "raised" in found:
+            text = f"the reward {reward.name} cannot judge an answer: {found['raised']}"
+            raise UserError(Problem(text, key="reward", fix="run prepare again: it looks at every row"), ExitCode.STOP)
+        return float(found["reward"])
+
+    def judge(
+        self, prompts: Sequence[Any], answers: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> list[list[float | None]]:
+        """What each reward says of answers that no model gave, as TRL would ask it: by reward, then by answer."""
+        completions = [[{"role": "assistant", "content": answer}] for answer in answers]
+        given: dict[str, Any] = {"prompts": prompts, "completions": completions, "columns": rows}
+        return [judge(**given, completion_ids=[[] for _ in answers]) for judge in self.judges]
+
+
+def _judge_one(request: Sequence[Any]) -> Mapping[str, Any]:
+    """In the child: one answer, with the time that it may take."""
+    function, told, prompt, answer, row = request
+    allow(SECONDS)
+    try:
+        return {"reward": _OURS[function](answer, row, prompt, told)}
+    except Exception as error:  # whatever a checker raises of a row: the rank says so
+        return {"raised": f"{type(error).__name__}: {error}"}
+    finally:
+        allow(0)
+
+
+def text_of(messages: Any) -> str:
+    """The text of a completion, or the last message of a prompt."""
+    return str(messages[-1]["content"]) if isinstance(messages, list) else str(messages)
+
+
+class _Kept(importlib.abc.ExecutionLoader):
+    """Imports a module from the text that a run keeps of it: the recipe folder may have another one by now, or be elsewhere."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name, self._text = name, text
+
+    def get_filename(self, fullname: str) -> str:  # noqa: ARG002
+        return f"{self._name}.py"
+
+    def get_source(self, fullname: str) -> str:  # noqa: ARG002
+        return self._text
+
+
+def _run(name: str, text: str) -> types.ModuleType:
+    """A module of the recipe's own file, as it was when the run was made."""
+    loader = _Kept(name, text)
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        loader.exec_module(module)
+    except Exception as error:
+        raise UserError(Problem(f"fails: {_describe(error, name)}", file=f"{name}.py", key="reward"), ExitCode.STOP) from None
+    return module
+
+
+def _describe(error: Exception, module: str) -> str:
+    """The error, and the line of the recipe's file that raised it."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == f"{module}.py"]
+    return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
+
+
+def _theirs(reward: Reward, function: Callable[..., Any]) -> Judge:
+    """A function of the recipe, whose columns are given as TRL gives them, and whose answer is looked at."""
+
+    def judge(columns: Sequence[Mapping[str, Any]], **given: Any) -> list[float | None]:
+        names = dict.fromkeys(name for row in columns for name in row if name not in RESERVED)
+        of_rows = {name: [row.get(name) for row in columns] for name in names}
+        try:
+            found = function(**{**of_rows, **{key: given[key] for key in given if key in RESERVED}, **reward.options})
+        except Exception as error:
+            raise _refused(reward, f"fails: {_describe(error, str(reward.module))}") from error
+        count = len(given["completions"])
+        if not isinstance(found, Iterable) or len(found := list(found)) != count:
+            raise _refused(reward, f"returned {type(found).__name__} of another length than the {count} answers it was given")
+        try:
+            values = [None if value is None else float(value) for value in found]
+        except (TypeError, ValueError) as error:
+            raise _refused(reward, f"returned what is no number: {error}") from None
+        if bad := [value for value in values if value is not None and not math.isfinite(value)]:
+            raise _refused(reward, f"returned {bad[0]}")
+        return values
+
+    return judge
+
+
+def _refused(reward: Reward, what: str) -> UserError:
+    fix = "it returns a list with a number, or None, for each of completions"
+    return UserError(Problem(f"the reward {reward.name} {what}", file=f"{reward.module}.py", fix=fix), ExitCode.STOP)

@@ -1,0 +1,299 @@
+"""TRL's GRPO trainer on a rank: the model answers prompts itself, and learns by the answers' rewards.
+
+What TRL 1.16 lacks, and is here: weights that generation can use under FSDP2, a resumed run that goes on within a generation
+and with the prompts of its epoch, and an evaluation whose answers are drawn with the same random numbers every time, so that
+two of them can be compared prompt by prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object, set_seed
+from torch.distributed.fsdp import FSDPModule
+from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
+from trl.trainer.utils import RepeatSampler
+
+from clustertune.data.rewards import text_of
+from clustertune.replaced import replaced
+from clustertune.training.recompute import layers_of
+from clustertune.training.trainer import ReferenceTrainer
+
+SAMPLES = 3
+"""Answers of an evaluation that are kept, those of its first prompts."""
+SHOWN_CHARACTERS = 2000
+"""Of a prompt and of an answer that is kept."""
+CONTROL = ("entropy_coef", "_last_world_entropy")
+"""What TRL's control of the entropy goes on with."""
+
+
+class EpochSampler(RepeatSampler):  # type: ignore[misc]
+    """TRL's sampler, whose order of prompts goes by the epoch: TRL's goes by how often this process has drawn one."""
+
+    def __init__(self, *args: Any, trainer: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._trainer = trainer
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle and self.seed is not None:
+            self.generator.manual_seed(self.seed)
+            for _ in range(int(self._trainer.state.epoch or 0)):
+                torch.randperm(self.num_samples, generator=self.generator)
+        return iter(super().__iter__())
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer of an evaluation."""
+
+    prompt: str
+    answer: str
+    rewards: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """An evaluation: the model's answers to the held-out prompts."""
+
+    reward: float
+    """Mean over the prompts, each reward times its weight."""
+    by_name: dict[str, float]
+    by_kind: dict[str, float]
+    """By the kind of the prompts' first instruction, where they have one."""
+    difference: float | None
+    """Mean over the prompts of the reward less that of the first evaluation; None at the first."""
+    error: float | None
+    """Standard error of the difference."""
+    samples: tuple[Sample, ...]
+    alarm: str | None
+    """The reward of training has risen, and this has not."""
+
+
+class RolloutTrainer(ReferenceTrainer, GRPOTrainer):  # type: ignore[misc]
+    """One rank's trainer of the model's own answers to prompts."""
+
+    held_out: HeldOut | None = None
+    """The newest evaluation."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._answers: dict[int, list[tuple[str, list[float], Sample]]] = defaultdict(list)
+        """Of the evaluation that runs, by the number of the prompt."""
+        self._first: dict[int, float] = {}
+        """Rewards of the first evaluation, by the number of the prompt."""
+        self._rewards: list[float] = []
+        """Mean reward of each generation of training so far."""
+        with replaced(grpo_trainer, prepare_fsdp=lambda model, _: model):  # as in PreferenceTrainer
+            super().__init__(*args, **kwargs)
+
+    # -- the order of prompts --------------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        made = super()._get_train_sampler(dataset)
+        return EpochSampler(
+            made.data_source,
+            mini_repeat_count=made.mini_repeat_count,
+            batch_size=made.batch_size,
+            repeat_count=made.repeat_count,
+            shuffle=made.shuffle,
+            seed=made.seed,
+            trainer=self,
+        )
+
+    # -- generation and rewards -------------------------------------------------------------------------------------
+
+    @property
+    def _phase(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    def beat(self) -> None:
+        """A sign of life while answers are made and judged."""
+        self.heartbeat(self._phase, self.state.global_step)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        self.beat()
+        parted = self.clock.part("generation") if self.model.training else contextlib.nullcontext()
+        with parted, replaced(grpo_trainer, unwrap_model_for_generation=self._for_generation):
+            made = super()._generate(*args, **kwargs)
+        self._total_train_tokens = int(self.state.num_input_tokens_seen)
+        return made
+
+    @contextmanager
+    def _for_generation(self, model: Any, accelerator: Any, **_: Any) -> Iterator[Any]:
+        """The model as ``generate`` can use it; replaces TRL's, which switches recomputation of all layers on behind it.
+
+        Without dropout: answers are the policy's own. Under FSDP2 all weights are gathered first, and given back behind it: the
+        ranks' answers have different lengths, and a rank that is done would leave the others waiting in the gather of a layer.
+        """
+        inner, phase = accelerator.unwrap_model(model), self._phase
+        sharded = [module for module in inner.modules() if isinstance(module, FSDPModule)]
+        training = inner.training
+        # Each token of an answer is a sign of life.
+        beat = layers_of(inner)[0].register_forward_pre_hook(lambda *_: self.heartbeat(phase, self.state.global_step))
+        try:
+            inner.eval()
+            if sharded:
+                sharded[0]._get_fsdp_state()._lazy_init()  # generate calls a module below the root, which would become one
+                for module in sharded:
+                    module.set_reshard_after_forward(False, recurse=False)
+                    module.unshard()
+            yield inner
+        finally:
+            beat.remove()
+            for module in sharded:
+                module.reshard()
+                module.set_reshard_after_forward(self.accelerator.state.fsdp_plugin.reshard_after_forward, recurse=False)
+            inner.train(training)
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        """As TRL's, which switches recomputation off and on again around the forward passes without gradients."""
+        with replaced(grpo_trainer, disable_gradient_checkpointing=lambda *_: contextlib.nullcontext()):
+            return super()._generate_and_score_completions(inputs)
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any) -> Any:
+        self.beat()
+        training = self.model.training
+        with self.clock.part("reward") if training else contextlib.nullcontext():
+            rewards = super()._calculate_rewards(inputs, prompts, completions, *args)
+        values = [self._weighted(row) for row in rewards.tolist()]
+        if training:
+            known = [value for value in values if value is not None]
+            self._rewards += [statistics.fmean(known)] if known else []
+            return rewards
+        pairs = zip(inputs, completions, strict=True)
+        mine = [(one["row"], one["kind"], text_of(one["prompt"]), text_of(answer)) for one, answer in pairs]
+        for (number, kind, prompt, answer), row in zip(gather_object(mine), rewards.tolist(), strict=True):
+            named = {name: None if math.isnan(v) else v for name, v in zip(self.reward_func_names, row, strict=True)}
+            sample = Sample(prompt[:SHOWN_CHARACTERS], answer[:SHOWN_CHARACTERS], named)
+            if len(self._answers[number]) < self.num_generations_eval:  # the last batch is filled with prompts that were there
+                self._answers[number].append((kind, row, sample))
+        return rewards
+
+    def _weighted(self, rewards: Sequence[float]) -> float | None:
+        """The sum that TRL takes; None where no reward has judged the answer."""
+        pairs = zip(rewards, self.reward_weights.tolist(), strict=True)
+        known = [reward * weight for reward, weight in pairs if not math.isnan(reward)]
+        return math.fsum(known) if known else None
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.model.training:
+            ids, mask = (torch.cat([inputs[f"prompt_{part}"], inputs[f"completion_{part}"]], dim=1) for part in ("ids", "mask"))
+            self.clock.count({"input_ids": ids, "attention_mask": mask})
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    # -- the held-out prompts ----------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, with the same random numbers every time, each prompt counted once, and the comparison."""
+        self._answers.clear()
+        set_seed(self.args.seed, device_specific=True)
+        output = super().evaluation_loop(*args, **kwargs)
+        if self._answers:
+            self.held_out = found = self._compared()
+            kept = self._metrics["eval"]  # TRL's log puts these behind eval_
+            kept["reward"] = [found.reward]
+            for name, value in found.by_name.items():
+                kept[f"rewards/{name}/mean"] = [value]
+            if found.difference is not None and found.error is not None:
+                kept["reward_difference"], kept["reward_difference_error"] = [found.difference], [found.error]
+        return output
+
+    def _compared(self) -> HeldOut:
+        scores: dict[int, float] = {}
+        kinds: dict[str, list[float]] = defaultdict(list)
+        columns: dict[str, list[float]] = defaultdict(list)
+        for number, answers in sorted(self._answers.items()):
+            known = [value for _, row, _ in answers if (value := self._weighted(row)) is not None]
+            if not known:
+                continue
+            scores[number] = statistics.fmean(known)
+            if answers[0][0]:
+                kinds[answers[0][0]].append(scores[number])
+            for _, row, _ in answers:
+                for name, value in zip(self.reward_func_names, row, strict=True):
+                    columns[name] += [] if math.isnan(value) else [value]
+        difference, error = paired(self._first, scores) if self._first else (None, None)
+        self._first = self._first or scores
+        return HeldOut(
+            statistics.fmean(scores.values()) if scores else 0.0,
+            {name: statistics.fmean(values) for name, values in columns.items() if values},
+            {kind: statistics.fmean(values) for kind, values in sorted(kinds.items())},
+            difference,
+            error,
+            tuple(answers[0][2] for _, answers in sorted(self._answers.items())[:SAMPLES]),
+            find_alarm(self._rewards, difference, error),
+        )
+
+    # -- resume --------------------------------------------------------------------------------------------------------
+
+    def own_state(self) -> dict[str, Any]:
+        """Where in a generation the run is, with what is left of it, and what the evaluations are compared with."""
+        whole = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+        left = [{key: _on_host(value) for key, value in part.items()} for part in self._buffered_inputs or ()]
+        return {
+            "rollouts": {
+                "step": self._step,
+                "left": [] if whole else left,
+                "first": list(self._first.items()),
+                "rewards": self._rewards,
+                "control": {name: getattr(self, name) for name in CONTROL},
+            }
+        }
+
+    def take_own_state(self, states: Mapping[str, Any]) -> None:
+        found = states.get("rollouts")
+        if found is None:  # of an export
+            return
+        device = self.accelerator.device
+        left = [
+            {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in part.items()}
+            for part in found["left"]
+        ]
+        self._step, self._buffered_inputs = found["step"], left or None
+        self._first, self._rewards = dict(found["first"]), list(found["rewards"])
+        for name, value in found["control"].items():
+            setattr(self, name, value)
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def paired(first: Mapping[int, float], now: Mapping[int, float]) -> tuple[float, float]:
+    """Mean of the differences of the prompts that both have, and its standard error (0 for a single one)."""
+    found = [now[number] - first[number] for number in first.keys() & now.keys()]
+    if not found:
+        return 0.0, 0.0
+    return statistics.fmean(found), statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else 0.0
+
+
+FEW = 8
+"""Generations of training below which nothing is said of a rise."""
+
+
+def find_alarm(rewards: Sequence[float], difference: float | None, error: float | None) -> str | None:
+    """What to say where the reward of training rose and that of the held-out prompts did not; None otherwise.
+
+    Rose: the last quarter of the generations so far is above the first quarter by more than two standard errors of the
+    difference of their means. Did not: the paired difference is not above its own standard error.
+    """
+    quarter = len(rewards) // 4
+    if difference is None or error is None or len(rewards) < FEW:
+        return None
+    before, after = rewards[:quarter], rewards[-quarter:]
+    rise = statistics.fmean(after) - statistics.fmean(before)
+    doubt = math.sqrt(statistics.variance(before) / quarter + statistics.variance(after) / quarter)
+    if rise <= 2 * doubt or difference > error:
+        return None
+    return (
+        f"the reward of training rose by {rise:.3f} +- {doubt:.3f}, and that of the held-out prompts by {difference:+.3f} +- "
+        f"{error:.3f}: the model may have found what the reward overlooks; read the sample answers"
+    )

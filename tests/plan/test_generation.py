@@ -1,0 +1,70 @@
+"""Answers that are generated on the GPUs that train: their seconds and their memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clustertune.cluster.load import load_cluster
+from clustertune.plan.generation import BANDWIDTH_SHARE, cache_bytes
+from clustertune.plan.machine import machine
+from clustertune.plan.predict import Plan, make_plan
+from clustertune.resolve.resolve import resolve
+
+RECIPE = "qwen3-8b-ifeval-grpo"
+
+
+def planned(*overrides: str) -> Plan:
+    return make_plan(resolve(RECIPE, list(overrides)), machine(load_cluster("dgx-h100")))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Plan:
+    return planned("train.use_vllm=false")
+
+
+def test_the_cache_of_a_token_is_its_keys_and_values() -> None:
+    """Qwen3 8B: 36 layers, 8 heads of 128, two of them, 16 bits (its config.json)."""
+    assert cache_bytes(planned().shape) == 36 * 8 * 128 * 2 * 2
+
+
+def test_a_token_reads_the_weights_and_half_of_the_cache() -> None:
+    found = planned()
+    read = 2 * found.shape.parameters + 16 * cache_bytes(found.shape) * (512 + 256)
+    assert found.step.generation is not None
+    assert found.step.generation.value == pytest.approx(512 * read / (found.machine.hbm_bytes_per_s * BANDWIDTH_SHARE))
+    assert found.parts()["generation"] == found.step.generation.value < found.step.seconds
+
+
+def seconds(found: Any) -> float:
+    return float(found.step.generation.value)
+
+
+def test_transformers_is_bound_by_its_layers(plain: Plan) -> None:
+    assert seconds(plain) == pytest.approx(512 * 36 * 1e-3) and seconds(plain) > seconds(planned())
+
+
+def test_steps_that_share_a_generation_share_its_seconds(plain: Plan) -> None:
+    shared = planned("train.use_vllm=false", "train.num_iterations=2")
+    assert seconds(shared) == pytest.approx(seconds(plain) / 2)
+    assert shared.schedule.steps == 2 * (plain.schedule.steps or 0) == 2 * 10 * (96 // 16)
+
+
+def test_memory_while_answers_are_generated(plain: Plan) -> None:
+    """The weights of all ranks, and the cache of 16 answers at their longest; vLLM has its own."""
+    (moment,) = (moment for moment in plain.moments if moment.name.startswith("generation"))
+    parts = {term.name: term.value for term in moment.parts}
+    assert parts["cache of the answers"] == 16 * 1024 * cache_bytes(plain.shape)
+    assert parts["gathered layers"] == pytest.approx(2 * plain.shape.parameters, rel=0.01)
+    assert not any(moment.name.startswith("generation") for moment in planned().moments)
+
+
+def test_vllm_takes_its_share_of_the_gpu() -> None:
+    assert planned().fits and not planned("train.vllm_gpu_memory_utilization=0.9").fits
+
+
+def test_the_reference_costs_a_forward_pass_where_beta_is_above_0(plain: Plan) -> None:
+    alone = planned("train.use_vllm=false", "train.beta=0")
+    assert alone.step.seconds < plain.step.seconds
+    assert planned("lora=null", "train.beta=0.01").strategy.reference_bytes > 0 == alone.strategy.reference_bytes

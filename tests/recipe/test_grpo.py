@@ -1,0 +1,71 @@
+"""Recipes with ``trainer: grpo``: what is refused before the queue, and what a run of another reward is."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from clustertune.resolve.resolve import resolve
+from tests.command import REPO
+from tests.refusal import problems
+
+
+def refused(*overrides: str, recipe: str = "tiny-grpo") -> list[str]:
+    return [str(problem.key) for problem in problems(resolve, recipe, list(overrides))]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["reward=null"], "reward"),
+        (["reward=[ifevals]"], "reward.0"),
+        (["reward=[{function: regex, pattern: '('}]"], "reward.0"),
+        (["reward=[length]"], "reward.0"),
+        (["reward=[ifeval, ifeval]"], "reward"),
+        (["rollout=servers"], "rollout"),
+        (["train.vllm_mode=server"], "train.vllm_mode"),
+        (["train.vllm_server_host=a"], "train.vllm_server_host"),
+        (["train.num_generations=3"], "train.global_batch_size"),
+        (["train.steps_per_generation=3", "train.num_generations=16"], "train.steps_per_generation"),
+        (["train.num_generations_eval=3"], "train.per_device_eval_batch_size"),
+        (["train.loss_type=dappo"], "train.loss_type"),
+        (["train.max_length=64"], "train.max_length"),
+        (["train.max_completion_length=4000"], "train.max_completion_length"),
+        (["data.format=messages"], "data.format"),
+        (["accelerate.distributed_type=DEEPSPEED", "accelerate.fsdp_config=null"], "distributed_type"),
+    ],
+)
+def test_what_trl_or_the_ranks_would_refuse_is_refused_here(overrides: list[str], key: str) -> None:
+    assert any(found.endswith(key) for found in refused(*overrides)), refused(*overrides)
+
+
+def test_other_trainers_take_no_reward() -> None:
+    assert "reward" in refused("reward=[ifeval]", recipe="tiny-oasst2")
+    assert "data.format" in refused("data.format=prompt", recipe="tiny-oasst2")
+
+
+def test_the_run_keeps_the_text_of_its_own_rewards(tmp_path: Path) -> None:
+    """Another text is another run; a function that is not there, and what is no Python, are found here."""
+    for name in ("_base", "tiny-grpo", "tiny-oasst2"):
+        shutil.copytree(REPO / "recipes" / name, tmp_path / name)
+    folder, file = tmp_path / "tiny-grpo", tmp_path / "tiny-grpo" / "rewards.py"
+    before = resolve(folder)
+    assert before.reward_code == {"rewards": file.read_text()}
+    assert type(before).from_dict(before.as_dict()) == before
+    file.write_text(file.read_text() + "\nMORE = 1\n")
+    assert resolve(folder).fingerprint() != before.fingerprint()
+    assert resolve(folder, ["reward=[ifeval]"]).fingerprint() != before.fingerprint()
+    for text in ("def other(): ...", "def letters(:"):
+        file.write_text(text)
+        (problem,) = problems(resolve, folder)
+        assert problem.file.startswith(f"{folder.name}/rewards.py") or str(problem.file).endswith("rewards.py")
+    file.unlink()
+    assert problems(resolve, folder)
+
+
+def test_tiny_keeps_the_prompts_that_the_rewards_read() -> None:
+    made = resolve("tiny-grpo", tiny=True)
+    assert made.recipe.data.input == "prompts.jsonl" and made.reward_code and made.train_args["num_generations"] == 2
+    assert not resolve("qwen3-8b-ifeval-grpo", tiny=True).train_args["use_vllm"]
