@@ -204,7 +204,7 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     from clustertune.training.session import Session
 
     session, save = Session(attempt), resolved.recipe.save
-    limit, milestones = resolved.train_args.get("save_total_limit"), save.milestones if save is not None else ()
+    limit, milestones = resolved.train_args["save_total_limit"], save.milestones if save is not None else ()
     store = CheckpointStore(run.checkpoints, number, limit, session.group, session.tell, fence, milestones)
     with session.startup.part("digests"):
         latest = store.latest()

@@ -181,7 +181,7 @@ def _base_problems(plan: SubmissionPlan) -> list[Problem]:
         base_model.check(str(folder), None, plan.resolved)
     except UserError as error:
         found += error.problems
-    tokens = {key: plan.resolved.train_args.get(key) for key in ("eos_token", "pad_token")}
+    tokens = {key: plan.resolved.train_args[key] for key in ("eos_token", "pad_token")}
     known = ModelFolder(folder).vocabulary if any(tokens.values()) else None
     fix = f"name a token of {folder / 'tokenizer.json'}"
     for key, token in tokens.items():

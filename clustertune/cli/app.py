@@ -70,10 +70,16 @@ GROUPS = {
     "Use it": ("new", "run", "submit", "sweep", "eval", "chat", "serve", "push"),
     "Look at it": ("show", "plan", "doctor", "watch", "runs", "report", "compare", "bench"),
     "A stage by itself": ("prepare", "export", "merge", "checkpoint"),
-    "Cluster": ("show-cluster", "setup", "nccl-check", "stage", "demo-slurm", "sky"),
+    "Cluster; images of containers are made by make: build-sif, build-image": (
+        "show-cluster",
+        "setup",
+        "nccl-check",
+        "stage",
+        "demo-slurm",
+        "sky",
+    ),
 }
 """The commands as ``--help`` lists them."""
-IMAGES = "Images of containers are made by make build-sif and make build-image: docs/containers.md"
 
 
 class _Grouped(TyperGroup):
@@ -105,8 +111,6 @@ class _Grouped(TyperGroup):
             with formatter.section(title):
                 room = formatter.width - width - 4
                 formatter.write_dl([(name.ljust(width), found[name].get_short_help_str(room)) for name in names])
-        formatter.write_paragraph()
-        formatter.write_text(IMAGES)
 
 
 app = typer.Typer(
@@ -148,7 +152,7 @@ def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int
     if ranks is None and (small or on_cpus) and asked > few:
         resolved = resolve.resolve(recipe, overrides or [], tiny=tiny, ranks=few)
         if on_cpus:
-            slow = "; train.bf16=false is faster on most CPUs" if resolved.train_args.get("bf16") else ""
+            slow = "; train.bf16=false is faster on most CPUs" if resolved.train_args["bf16"] else ""
             say(f"note: the recipe is for {asked} GPUs and there is none here: {few} processes train on the CPUs{slow}")
     elif ranks is None and not (small or on_cpus) and asked > gpus:
         fix = "use --tiny to run a scaled-down version, clustertune submit on a cluster, or --ranks N to force N processes"

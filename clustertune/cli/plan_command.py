@@ -392,5 +392,5 @@ def _lengths_seen(resolved: Resolved, steps: list[metrics.StepRecord]) -> Length
     if strategy.strategy(resolved).packing or not counted:
         return None
     last = max(counted, key=lambda s: s.step)
-    rows = last.step * int(resolved.recipe.train["global_batch_size"])
+    rows = last.step * resolved.global_batch_size
     return known_lengths.Lengths((max(1, round((last.tokens or 0) / rows)),), "tokens of metrics.jsonl")

@@ -9,7 +9,7 @@ import typer
 
 from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, existing_run, path_option
 from clustertune.cli.deferred import deferred
-from clustertune.console import aligned, reply, say
+from clustertune.console import aligned, duration, reply, say
 from clustertune.errors import UserError, raise_if
 from clustertune.rundir import STAGES, RunDir
 
@@ -74,7 +74,8 @@ def _render(found: states.StagesStatus) -> None:
     lines: list[tuple[str, ...]] = [names]
     for row in found.rows:
         numbers = (str(row.restarts or ""), *("" if n is None else str(n) for n in (row.attempts, row.step)))
-        lines.append((row.stage, row.job or "", row.state, states.duration(row.seconds), row.nodes, *numbers, row.reason))
+        took = "" if row.seconds is None else duration(row.seconds)
+        lines.append((row.stage, row.job or "", row.state, took, row.nodes, *numbers, row.reason))
     used = [i for i in range(len(names)) if any(line[i] for line in lines[1:])]
     for text in aligned([[line[i] for i in used] for line in lines]):
         say(text)

@@ -56,11 +56,11 @@ def choose_pad_token(tokenizer: Any, wanted: str | None) -> str:
 
 
 def load_tokenizer(
-    source: str, revision: str | None, template: str | None, train_args: Mapping[str, Any], *, chats: bool = True
+    source: str, revision: str | None, template: str | None, named: Mapping[str, Any], *, chats: bool = True
 ) -> Any:
     """The tokenizer of a model folder or Hub id, with a chat template (its own, else ``template``), EOS and a padding token.
 
-    ``train_args``: ``eos_token`` and ``pad_token`` of a recipe's ``train`` section; without ``chats`` it needs no template.
+    ``named``: ``eos_token`` and ``pad_token``, where the training names them; without ``chats`` it needs no template.
     Raises UserError where it is not available.
     """
     if source.startswith((".", "/", "~")) and not Path(source).exists():  # else the Hub is asked for it, seven seconds long
@@ -83,11 +83,11 @@ def load_tokenizer(
                 fix="put a Jinja file beside the recipe and name it there",
             )
         tokenizer.chat_template = template
-    if (eos := train_args.get("eos_token")) is not None:
+    if (eos := named.get("eos_token")) is not None:
         if eos not in tokenizer.get_vocab():
             raise UserError(f"{eos!r} is not in the tokenizer's vocabulary", key="train.eos_token")
         tokenizer.eos_token = eos  # as TRL does before it renders: a template may write it
-    tokenizer.pad_token = choose_pad_token(tokenizer, train_args.get("pad_token"))
+    tokenizer.pad_token = choose_pad_token(tokenizer, named.get("pad_token"))
     if not tokenizer.chat_template:
         return tokenizer
     try:

@@ -31,7 +31,7 @@ def document(resolved: Resolved, cluster: Cluster, run_path: Path) -> dict[str, 
     section = resolved.recipe.megatron
     assert section is not None
     source = {"model": model.path or model.name, "revision": model.revision}
-    exported = "adapter" if resolved.recipe.lora is not None else "model"
+    exported = "adapter" if resolved.lora is not None else "model"
     return {
         "image": megatron_image.of_training(resolved, cluster).container.image,
         "ranks_command": ["python3", *command[1:]],

@@ -248,11 +248,3 @@ def _last_outcome(run: RunDir) -> str:
         if attempt.code is not None:
             return next(iter(attempt.messages), f"attempt {attempt.plan.attempt} ended with code {attempt.code}")
     return ""
-
-
-def duration(seconds: float | None) -> str:
-    """``1:02:03``, or nothing."""
-    if seconds is None:
-        return ""
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

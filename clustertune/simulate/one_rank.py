@@ -32,7 +32,6 @@ from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallba
 from transformers.trainer import TRAINER_STATE_NAME
 
 from clustertune.checkpoint.store import CheckpointStore, find_checkpoint
-from clustertune.data import sequences
 from clustertune.errors import UserError
 from clustertune.manifest import read_manifest
 from clustertune.plan.memory import BACKWARD, FORWARD, LOSS, REFERENCE, UPDATE
@@ -228,19 +227,14 @@ class _Simulated:
         compiling.set_environment(resolved.distribution)
         packing.register()
         fitted = build.fit_to_device(resolved.train_args, cuda=self._guard is not None)
-        values = {key: value for key, value in fitted.values.items() if key not in ("pad_token", "output_dir")}
-        values |= sequences.PAIRS if resolved.is_dpo else sequences.TRAINER
-        values |= {
+        self._micro_batches = int(resolved.train_args["gradient_accumulation_steps"])
+        changes = {
             "report_to": "none", "save_strategy": "no", "max_steps": STEPS + 1, "eval_strategy": "no", "eval_on_start": False,
             "dataloader_num_workers": 0, "dataloader_pin_memory": False, "dataloader_persistent_workers": False,
             "dataloader_prefetch_factor": None, "logging_steps": 1, "disable_tqdm": True,
+            "gradient_accumulation_steps": min(MICRO_BATCHES, self._micro_batches),
         }  # fmt: skip
-        if values.get("padding_free") and not values.get("packing"):
-            values["max_length"] = None
-        self._micro_batches = int(values["gradient_accumulation_steps"])
-        values["gradient_accumulation_steps"] = min(MICRO_BATCHES, self._micro_batches)
-        kind = build.configuration(resolved)
-        return kind(output_dir=str(self._folder / "out"), **build.spelt(values, kind.__dataclass_fields__))
+        return build.trl_arguments(resolved, self._folder / "out", fitted, changes)
 
     def _make(self, args: Any, loading: Loading) -> RankTrainer:
         resolved = self.resolved
@@ -255,7 +249,7 @@ class _Simulated:
             train_dataset=self._rows((STEPS + 2) * args.per_device_train_batch_size * args.gradient_accumulation_steps),
             eval_dataset=self._rows(args.per_device_eval_batch_size),
             processing_class=_tokenizer(),
-            peft_config=LoraConfig(**resolved.recipe.lora) if resolved.recipe.lora is not None else None,
+            peft_config=LoraConfig(**resolved.lora) if resolved.lora is not None else None,
             callbacks=[_Watch(self)],
             loading=loading,
             store=store,
@@ -271,7 +265,7 @@ class _Simulated:
         if self.resolved.is_dpo:
             answer = [6] * (length - part)
             row = {"prompt_ids": [5] * part, "chosen_ids": answer, "rejected_ids": answer}
-        elif self.resolved.train_args.get("packing"):
+        elif self.resolved.train_args["packing"]:
             row["seq_lengths"] = [part, part, part, length - 3 * part]
         with torch.utils._python_dispatch._disable_current_modes():
             return Dataset.from_list([row]).select([0] * (count * self._spec["world"]))
@@ -288,7 +282,7 @@ class _Simulated:
         figures.attach(trainer, resolved, recompute.layers_of, self._spec["gpu"]["name"])
         gc.collect()
         self.memory.rename("weights")
-        if resolved.recipe.lora is not None:
+        if resolved.lora is not None:
             self.memory.rename_storages([p for p in trainer.model.parameters() if p.requires_grad], "adapters")
         self.tell(progress=f"loaded: {self._reading.bytes / 1e9:,.2f} GB read by this rank")
         self._hook(trainer.model)

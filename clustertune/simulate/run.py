@@ -43,7 +43,7 @@ def refusals(resolved: Resolved) -> Iterator[Problem]:
         key = "train.model_init_kwargs.quantization_config"
         text = f"the kernels of {quantization.method(config)} need data and cannot be simulated"
         yield Problem(text, file=f"{resolved.name}/recipe.yaml", key=key, fix="plan it without --simulate")
-    if resolved.train_args.get("use_liger_kernel"):
+    if resolved.train_args["use_liger_kernel"]:
         text = "Liger's Triton kernels cannot be simulated"
         yield Problem(text, file=f"{resolved.name}/recipe.yaml", key="train.use_liger_kernel", fix="simulate it with false")
 

@@ -22,7 +22,6 @@ from clustertune.data.tokenizer import check_labels, load_tokenizer
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
 from clustertune.recipe.architecture import scale_down
-from clustertune.recipe.native_rules import MAX_PROMPT
 from clustertune.resolve.kernels import attention_of
 from clustertune.training import base_model, build, compiling, deepspeed_engine, figures, packing, recompute, sharding, tracker
 from clustertune.training.collectives import Group, check_world
@@ -241,18 +240,8 @@ class Session:
         deepspeed_engine.prepare(resolved)
         packing.register()
         fitted = build.fit_to_device(resolved.train_args, cuda=cuda)
-        # TRL 1.16 deprecates its own pad_token: the tokenizer carries it.
-        values = {key: value for key, value in fitted.values.items() if key not in ("pad_token", MAX_PROMPT)}
-        kind = build.configuration(resolved)
-        values |= sequences.TRAINER if resolved.recipe.trainer == "sft" else sequences.PAIRS
-        if resolved.is_grpo:
-            values["reward_weights"] = [reward.weight for reward in resolved.recipe.reward or ()]
-        if resolved.recipe.save is not None:
-            values["save_steps"] = NEVER  # but at the end: the trainer asks the section
-        if values.get("padding_free") and not values.get("packing"):
-            values["max_length"] = None  # TRL asks for it: the rows are cut already
-        self.args = kind(output_dir=str(self.run_path), **build.spelt(values, kind.__dataclass_fields__))
-        """TRL's, of :func:`build.configuration`."""
+        # With the section save the trainer asks it, but at the end.
+        self.args = build.trl_arguments(resolved, self.run_path, fitted, {"save_steps": NEVER} if resolved.recipe.save else {})
         self.notes += deepspeed_engine.fit_to_cpu(self.args) + fitted.notes
         self.group = Group()
         check_world(self.group, resolved.world_size, attempt.plan)
@@ -299,7 +288,7 @@ class Session:
         self.args.model_init_kwargs = init
         loading = Loading(self.resolved.distribution, self.startup, self.group).install()
         self.startup.begin("model")
-        set_seed(self.args.seed)  # TRL 1.2.0, of the reference's stack, draws LoRA's matrices without
+        set_seed(self.args.seed)
         kind: Any = {"sft": Trainer, "dpo": PreferenceTrainer, "grpo": RolloutTrainer}[recipe.trainer]
         rewards = {}
         if self.resolved.is_grpo:
@@ -312,7 +301,7 @@ class Session:
             train_dataset=train,
             eval_dataset=held_out,
             processing_class=tokenizer,
-            peft_config=LoraConfig(**recipe.lora) if recipe.lora is not None else None,
+            peft_config=LoraConfig(**self.resolved.lora) if self.resolved.lora is not None else None,
             callbacks=[self._watch],
             loading=loading,
             store=store,
@@ -453,7 +442,7 @@ class Session:
         checkpoint, meta = latest if latest else (None, {})
         start = int(meta.get("step", 0))
         trainer.resume_with(meta)
-        batch = int(self.resolved.recipe.train["global_batch_size"])
+        batch = self.resolved.global_batch_size
         if meta.get("world_size", self.group.world_size) != self.group.world_size and len(trainer.train_dataset) % batch:
             self.notes.append(
                 f"the checkpoint is of {meta['world_size']} ranks, this attempt has {self.group.world_size}: the last "

@@ -193,9 +193,7 @@ def _offloading_parameters(model: Any) -> set[int]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            # The torch of the reference's stack has one group, or None.
-            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-            for group in filter(None, groups):
+            for group in state._fsdp_param_groups:
                 found |= {id(p.sharded_param) for p in group.fsdp_params if p.offload_to_cpu}
     return found
 

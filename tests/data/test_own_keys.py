@@ -20,6 +20,7 @@ from clustertune.data.prepare import prepare
 from clustertune.data.rows import BadRow
 from clustertune.data.sequences import Sequences
 from clustertune.errors import UserError
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.schema import Data
 
 
@@ -174,7 +175,7 @@ def test_a_rows_own_arguments_reach_the_template(run, tokenizer, name):
     rows = [WITH_OWN[name] | own for own in (OWN, {}, {"chat_template_kwargs": json.dumps(OWN["chat_template_kwargs"])})]
     got = run(rows, format=name, eval_fraction=0.01)
     assert "chat_template_kwargs" not in got.result["unused"]
-    tokens.make(got.out, tokenizer, {"packing": False, "max_length": None})
+    tokens.make(got.out, tokenizer, train_defaults() | {"packing": False, "max_length": None})
     sequences = [Sequences(got.out / "tokens", split) for split in ("train", "eval")]
     key = "prompt_ids" if name == "preference" else "input_ids"
     texts = [tokenizer.decode(found[n][key]) for found in sequences for n in range(len(found))]
@@ -224,7 +225,7 @@ def test_a_question_that_is_not_to_be_learnt_is_refused_where_questions_are_lear
     }
     for name, given in rows.items():
         got = run(given, format=name)
-        settings = {"packing": False, "max_length": None, "assistant_only_loss": False}
+        settings = train_defaults() | {"packing": False, "max_length": None, "assistant_only_loss": False}
         tokens.make(got.out, tokenizer, settings | {"assistant_only_loss": True})
         with pytest.raises(UserError, match="assistant_only_loss"):
             tokens.make(got.out, tokenizer, settings | {"completion_only_loss": False})

@@ -29,9 +29,9 @@ def written(path: Path, body: Any) -> Path:
 def made_run(path: Path, seconds: list[float], *, code: int | None = 0, **recipe: Any) -> Path:
     """A run folder with steps of these seconds; ``code`` None: killed."""
     path.mkdir()
-    args = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_length": 512, "bf16": True}
+    args = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_length": 512}
     resolved = {
-        "name": "mistral", "world_size": 4, "train_args": args,
+        "name": "mistral", "world_size": 4, "train_args": args, "distribution": {"mixed_precision": "bf16"},
         "recipe": {"model": {"name": "m"}, "data": {"name": "d"}}, **recipe,
     }  # fmt: skip
     told = {
