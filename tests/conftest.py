@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, settings
 
 from clustertune import lock
 from tests.command import SHORT, Done, run
-from tests.parallel import WORKER
 from tests.slurm import slurm, slurm_session
 
 __all__ = ["slurm", "slurm_session"]
@@ -66,7 +65,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def common_folder(factory: pytest.TempPathFactory) -> Path:
     """The temporary folder of all workers."""
     own = factory.getbasetemp()
-    return own.parent if WORKER in os.environ else own
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
@@ -104,6 +103,30 @@ def signals_as_before() -> Iterator[None]:
     for number, handler in before.items():
         if handler is not None:
             signal.signal(number, handler)
+
+
+LONG_FILES = ("tests/test_chain.py", "tests/testbed/test_cluster.py", "tests/training/test_saving.py")
+"""Files that take minutes each: begun last they would keep one worker while the others have nothing left to do.
+
+Not tests/test_readme.py: it would wait for the run (:func:`finished`) that tests/test_chain.py makes at the same time."""
+BUSY = "tests/training/"
+"""Its ranks keep every core busy; most other files wait for something half of their time."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, then those of the busy folder spread evenly between the others; a file stays in one worker
+    (``--dist loadfile``), for its fixtures.
+
+    xdist would begin with the files of most tests instead: ``--no-loadscope-reorder``. One process runs them as they are given.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    groups: dict[bool, list[str]] = {True: [], False: []}
+    for name in dict.fromkeys(item.nodeid.partition("::")[0] for item in items):
+        groups[name.startswith(BUSY)].append(name)
+    place = {name: at / len(group) for group in groups.values() for at, name in enumerate(group)}
+    place |= dict.fromkeys(LONG_FILES, -1.0)
+    items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
