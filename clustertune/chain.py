@@ -25,9 +25,9 @@ from clustertune.console import say, show_error
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
 from clustertune.launch import image, progress
 from clustertune.launch.agent import Agent, measured
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.judge import Outcome, conclude
 from clustertune.launch.node import ranks_command
-from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.manifest import hash_file
 from clustertune.megatron import inputs
 from clustertune.monitor import live
@@ -37,7 +37,7 @@ from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES, RunDir
 from clustertune.staging import bundle, needs
 from clustertune.storage import storage_cause
-from clustertune.training.events import EventLog
+from clustertune.training.event_log import EventLog
 from clustertune.tree import IS_INSTALLED, ROOT
 
 MARKS = {"pass_mark", "pass_difference", "stall_seconds"}
@@ -135,7 +135,7 @@ def keep_forecast(run: RunDir, resolved: Resolved, cluster: Cluster | None = Non
 def _differences(run: RunDir, resolved: Resolved) -> list[Problem]:
     before, now = (dict(content.flatten(found.as_dict())) for found in (run.resolved(), resolved))
     free = [key for key in resolved.train_args | run.resolved().train_args if not resolved.counts(key)]
-    may_change = ("recipe.save.", *(f"{part}.{key}" for part in ("recipe.train", "train_args") for key in ("save_", *free)))
+    may_change = ("recipe.save.", *(f"train_args.{key}" for key in ("save_", *free)))
     ignored = ("origins.", "derived", "distribution.", "warnings", "folder", *may_change)
     changed = sorted(
         key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and not key.startswith(ignored)
@@ -224,7 +224,7 @@ class Chain:
     def _still_there(self, stage: str) -> bool:
         kinds = {
             "prepare": (self.run.data, "dataset"),
-            "export": (self.run.adapter, "adapter") if self.resolved.recipe.lora is not None else (self.run.merged, "merged"),
+            "export": (self.run.adapter, "adapter") if self.resolved.lora is not None else (self.run.merged, "merged"),
             "merge": (self.run.merged, "merged"),
         }
         if stage in kinds:
@@ -315,7 +315,8 @@ class Chain:
         if recipe.model.weights == "random":
             from clustertune.data.local_model import conversation_texts, make_local_model
 
-            make_local_model(self.resolved.architecture, conversation_texts(self.run.data), self.base_folder(), seed)
+            texts, own = conversation_texts(self.run.data), self.resolved.chat_template is None
+            make_local_model(self.resolved.architecture, texts, self.base_folder(), seed, template=own)
         found = {"conversations": {split: result[split]["conversations"] for split in ("train", "eval")}}
         from_where, train_args = needs.model_source(self.run, self.resolved), self.resolved.train_args
         if recipe.megatron is not None:  # Megatron-Bridge tokenises by itself
@@ -402,14 +403,14 @@ class Chain:
             )
         if self.resolved.recipe.megatron is not None:
             path = inputs.exported(self.run.path)
-        if self.resolved.recipe.lora is None:
+        if self.resolved.lora is None:
             return {"summary": export_model(path, self.run.merged, self.base_folder())}
         return {"summary": export(path, self.run.adapter, self.base_folder())}
 
     def merge(self) -> dict[str, Any]:
         from clustertune.merge import merge
 
-        if self.resolved.recipe.lora is None:  # all parameters were trained: the export is the model
+        if self.resolved.lora is None:  # all parameters were trained: the export is the model
             return {"summary": {"out": str(self.run.merged), "merged": 0}}
         return {"summary": merge(self.base_folder(), self.run.adapter, self.run.merged)}
 

@@ -97,7 +97,8 @@ def _fit_columns(console: Console, table: Table) -> int:
         numbers = column.justify == "right"
         parts = [size.maximum if numbers and size.maximum <= _SHORT_CELL else size.minimum for size in sizes]
         least.append(max([1, *parts, *([head.minimum] if head else [])]))
-    around = 3 * len(table.columns) - 1  # blanks between columns, as make_table's box has them
+    # Lines and blanks between columns, and at the edges where the table has them: make_table's has not.
+    around = 3 * len(table.columns) + (1 if table.pad_edge else -1)
     room = max(0, console.width - around - sum(least))
     for column, small, large in sorted(zip(table.columns, least, whole, strict=True), key=lambda one: one[2] - one[1]):
         left = sum(1 for one in table.columns if one.width is None)
@@ -184,6 +185,18 @@ def escape(text: str, keep: str = "\n\t") -> str:
 
 _STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode categories: control, format (bidirectional overrides), lone surrogate, line and paragraph separator."""
+
+
+def duration(seconds: object) -> str:
+    """``0.42 s``, ``41 s``, ``12 min 05 s``, ``8 h 24 min``; ``-`` for what is no finite number."""
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not abs(seconds) < 1e12:
+        return "-"
+    if seconds < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def emit_json(document: Any) -> None:

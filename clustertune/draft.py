@@ -25,6 +25,7 @@ from clustertune.plan.predict import fewest_nodes
 from clustertune.plan.schedule import FEW_STEPS
 from clustertune.recipe.accelerate_file import ALONE, REPLICATED, SHARDED, merged
 from clustertune.recipe.load import RECIPES, read_overrides
+from clustertune.recipe.native_rules import filled, train_defaults
 from clustertune.recipe.parameters import count, parameter_count
 from clustertune.resolve.models import FoundModel, size_of
 from clustertune.resolve.overrides import RecipeSource, loading
@@ -323,7 +324,7 @@ def look_at_tokenizer(model: FoundModel, data: MeasuredData, stated: Mapping[str
     from clustertune.data.tokenizer import load_tokenizer
     from clustertune.data.tokens import try_examples
 
-    train = dict(stated.get("train") or {})
+    train = filled(train_defaults(), {"assistant_only_loss": True, **(stated.get("train") or {})})
     keys: dict[str, Any] = {}
     notes: list[str] = []
     try:

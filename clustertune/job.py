@@ -22,19 +22,19 @@ from clustertune.containers import pins
 from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, UserError, raise_if
 from clustertune.evaluate.servers import GIVEN, JOB, START_SECONDS, ServingJob, note_end
-from clustertune.launch import container, image, megatron, progress, serving, slurm, step
+from clustertune.launch import container, image, megatron_image, progress, serving, slurm, srun
 from clustertune.launch.agent import stop_request_file
 from clustertune.launch.allocation import Allocation
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.environment import Setting, environment
 from clustertune.launch.judge import Outcome, any_node_failed
-from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.launch.rendezvous import first_port
 from clustertune.nccl_check import link_check
 from clustertune.process import STOP_SIGNALS, Stopped, end
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES, RunDir, keep_private
 from clustertune.staging import staging_step
-from clustertune.training.events import EventLog
+from clustertune.training.event_log import EventLog
 
 CONTROLLER_SECONDS = 900.0
 """How long a job that has to go back into the queue waits for a controller that does not answer: it may be restarted."""
@@ -110,7 +110,7 @@ class JobChain(chain.Chain):
             return
         command_line = [sys.executable, "-m", "clustertune", "part", stage, "--run-dir", str(self.run.path.resolve())]
         command_line += ["--servers", str(servers)] if servers else []
-        command = step.on_first_node(
+        command = srun.on_first_node(
             command_line,
             self.cluster,
             binds=container.paths_of(self.resolved, self.run.path),
@@ -155,7 +155,7 @@ class JobChain(chain.Chain):
             program=None if contained else container_.vllm,
             start_seconds=2 * found.start_seconds if found.start_seconds else START_SECONDS,
         ).write(folder / JOB)
-        command = step.in_job(
+        command = srun.in_job(
             [sys.executable, "-m", "clustertune.evaluate.servers", str(folder)],
             self.cluster.model_copy(update={"container": container_.model_copy(update={"image": container_.vllm})}),
             self.allocation,
@@ -163,12 +163,12 @@ class JobChain(chain.Chain):
             nodes=len(nodes),
             options=[f"--nodelist={','.join(nodes)}"],
         )
-        child = step.begin(command)
+        child = srun.begin(command)
         threading.Thread(target=note_end, args=(child, folder), daemon=True).start()
         try:
             yield folder
         finally:
-            end(child, step.END_SECONDS)
+            end(child, srun.END_SECONDS)
 
     def make_plan(self, attempt: int, from_step: int) -> AttemptPlan:
         names = self.allocation.nodes
@@ -200,8 +200,8 @@ class JobChain(chain.Chain):
         if staging_step.is_on(self.resolved, self.cluster):
             # A step of its own: it ends when every node has its copies, and no rank waits in a collective for one that copies.
             copies = staging_command(self.resolved, self.run.path, plan.attempt, self.cluster, self.allocation)
-            step.run_step(copies, self.signals, self.still_mine, ask=stop_request_file(folder).touch)
-        step.run_step(command, self.signals, self.still_mine, lambda: any_node_failed(folder, plan), ask)
+            srun.run_step(copies, self.signals, self.still_mine, ask=stop_request_file(folder).touch)
+        srun.run_step(command, self.signals, self.still_mine, lambda: any_node_failed(folder, plan), ask)
         return bool(self.signals)
 
 
@@ -214,15 +214,15 @@ def step_command(
     environ: Mapping[str, str] = os.environ,
 ) -> list[str]:
     """``srun`` of the node's program, in the cluster's container if it has one. ``environ``: of the batch script."""
-    command, inside = step.node_command(run_path, attempt), megatron.of_training(resolved, cluster)
-    return step.in_job(command, inside, allocation, binds=container.paths_of(resolved, run_path), environ=environ)
+    command, inside = srun.node_command(run_path, attempt), megatron_image.of_training(resolved, cluster)
+    return srun.in_job(command, inside, allocation, binds=container.paths_of(resolved, run_path), environ=environ)
 
 
 def staging_command(resolved: Resolved, run_path: Path, attempt: int, cluster: Cluster, allocation: Allocation) -> list[str]:
     """``srun`` of the copies on every node. One that fails leaves the others theirs."""
-    command, inside = staging_step.step_command(run_path, attempt), megatron.of_training(resolved, cluster)
+    command, inside = staging_step.step_command(run_path, attempt), megatron_image.of_training(resolved, cluster)
     binds = container.paths_of(resolved, run_path)
-    return step.in_job(command, inside, allocation, binds=binds, options=["--kill-on-bad-exit=0"])
+    return srun.in_job(command, inside, allocation, binds=binds, options=["--kill-on-bad-exit=0"])
 
 
 def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
@@ -238,7 +238,7 @@ def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
         if found is None:
             return None
         command, binds = [sys.executable, "-m", image.MODULE], [run.path.resolve()]
-        started = step.on_first_node(command, of, binds=binds, host=allocation.nodes[0], gpus=gpus, environ=os.environ)
+        started = srun.on_first_node(command, of, binds=binds, host=allocation.nodes[0], gpus=gpus, environ=os.environ)
         return found, notes, image.ask(started, found.image)
 
     if (looked := look(cluster)) is None:
@@ -251,14 +251,14 @@ def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
     raise_if(problems)
     say(f"container: {found.image}, sha256 {(found.sha256 or 'unknown')[:16]}, Python {seen.python}")
     run.update(container={**found.as_json(), **image.record(seen, pinned)})
-    inner = megatron.of_training(resolved, cluster)
+    inner = megatron_image.of_training(resolved, cluster)
     if inner is cluster or (looked := look(inner)) is None:  # the ranks of a Megatron recipe run in another image
         return
     found, notes, seen = looked
     for text in notes:
         say(f"warning: {text}")
-    raise_if(megatron.judge(seen, found.image))
-    versions = {name: seen.packages[name] for name in megatron.NEEDED}
+    raise_if(megatron_image.judge(seen, found.image))
+    versions = {name: seen.packages[name] for name in megatron_image.NEEDED}
     say(f"container of the ranks: {found.image}, Megatron-Bridge {versions['megatron-bridge']}")
     run.update(megatron_container={**found.as_json(), "python": seen.python, "packages": versions})
 

@@ -25,9 +25,9 @@ from clustertune.checkpoint.cadence import Cadence
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch.agent import launcher_pid_file
+from clustertune.launch.attempt import PLAN, AttemptPlan, check_fence
 from clustertune.launch.environment import one_gpu
-from clustertune.launch.plan import PLAN, AttemptPlan, check_fence
-from clustertune.monitor.machine import gpu_names
+from clustertune.monitor.readings import gpu_names
 from clustertune.plan.schedule import seconds_between_ends
 from clustertune.process import StopFlag, die_with_parent
 from clustertune.report import cost
@@ -204,7 +204,7 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     from clustertune.training.session import Session
 
     session, save = Session(attempt), resolved.recipe.save
-    limit, milestones = resolved.train_args.get("save_total_limit"), save.milestones if save is not None else ()
+    limit, milestones = resolved.train_args["save_total_limit"], save.milestones if save is not None else ()
     store = CheckpointStore(run.checkpoints, number, limit, session.group, session.tell, fence, milestones)
     with session.startup.part("digests"):
         latest = store.latest()
@@ -298,9 +298,9 @@ def _set_environment(resolved: Resolved, run: RunDir, model: str, *, has_key: bo
     accelerate_env.apply(run.accelerate_file, resolved.world_size, alone=resolved.distribution.kind == "NO")
     import torch
 
-    from clustertune.training import build, cpu_fsdp, deepspeed
+    from clustertune.training import build, cpu_fsdp, deepspeed_engine
 
-    notes = deepspeed.set_environment(resolved, _tracker_id(run, resolved), cuda=torch.cuda.is_available())
+    notes = deepspeed_engine.set_environment(resolved, _tracker_id(run, resolved), cuda=torch.cuda.is_available())
     if not torch.cuda.is_available() and not resolved.distribution.is_deepspeed:
         cpu_fsdp.set_environment()
         cpu_fsdp.install()

@@ -33,8 +33,8 @@ from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import node, progress, rendezvous
 from clustertune.launch.agent import Agent, await_object, await_records, launcher_pid_file, log_file, monitored, of_ranks
+from clustertune.launch.attempt import OUTCOME, AttemptPlan, Node, newest_attempt
 from clustertune.launch.judge import Outcome, conclude, how_ended, judge
-from clustertune.launch.plan import OUTCOME, AttemptPlan, Node, newest_attempt
 from clustertune.manifest import write_durably
 from clustertune.process import handled
 from clustertune.rundir import RunDir

@@ -13,15 +13,15 @@ from typing import Any
 
 from typer.testing import CliRunner
 
+from clustertune import submission as submissions
 from clustertune.cli.app import app
 from clustertune.cluster.load import load_cluster
-from clustertune.launch.step import EXPORTED
-from clustertune.launch.submit import SCRIPT, split_script
+from clustertune.launch.srun import EXPORTED
+from clustertune.launch.stage_jobs import SCRIPT, split_script
 from clustertune.nccl_check.link_rules import page
 from clustertune.resolve import show
 from clustertune.resolve.resolve import resolve
 from clustertune.setup.rendered import all_texts
-from clustertune.submission import Submission
 from tests.launch.machines import OURS, RECIPES, REPO, cluster_of
 from tests.nccl_check.command_line import job
 
@@ -73,8 +73,9 @@ def submission(recipe: str, tiny: bool) -> str:
         os.environ.pop(name, None)
     os.environ |= {"PATH": "/usr/bin", "HOME": "/h/me", "USER": "me"}
     try:
-        found = Submission.make(recipe, [], tiny, cluster_of(recipe), REPO / "runs" / "X", None, "report")
-        lines = [*(str(problem) for problem in found.find_problems(dry_run=True)), *found.warnings(), *found.lines()]
+        plan = submissions.plan_submission(recipe, [], tiny, cluster_of(recipe), REPO / "runs" / "X", None, "report")
+        problems, _, _ = submissions.check(plan, dry_run=True)
+        lines = [*map(str, problems), *submissions.warnings(plan), *submissions.lines(plan)]
     finally:
         os.environ.clear()
         os.environ.update(before)

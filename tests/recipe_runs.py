@@ -112,13 +112,13 @@ def judge(name: str, path: Path) -> None:
     out = Path(export_either(path)["out"])
     published = read_types(out)
     assert named == "bfloat16" and set(stored.values()) == {named}
-    if resolved.recipe.lora is None:
+    if resolved.lora is None:
         assert published == (named, stored)
         return
     from safetensors.torch import load_file
 
     factors = load_file(out / "adapter_model.safetensors")  # also those of experts, which PEFT trains otherwise than modules
     assert [name for name, value in factors.items() if ".lora_B" in name and not value.any()] == []
-    assert any(".experts." in name for name in factors) == bool(resolved.recipe.lora.get("target_parameters"))
+    assert any(".experts." in name for name in factors) == bool(resolved.lora.get("target_parameters"))
     trained = "float32" if quantization.of(resolved.train_args) is None else "bfloat16"
     assert published == (trained, dict.fromkeys(published[1], trained))

@@ -12,7 +12,7 @@ from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
-from clustertune.submission import Submission
+from clustertune.submission import SubmissionPlan, plan_submission
 from tests import goldens
 from tests.goldens import GOLDEN, PLANS, RUNS
 from tests.launch.machines import REPO, cluster_of
@@ -47,11 +47,11 @@ def test_what_is_resolved_fits_together(name: str, tiny: bool) -> None:
         sizes = axes(found)
         assert shared == sizes.get("tp", 1) * sizes.get("cp", 1) * sizes.get("sp", 1)
     micro, accumulation = train.get("per_device_train_batch_size", 8), train["gradient_accumulation_steps"]
-    assert micro * accumulation * found.data_parallel_size == found.recipe.train["global_batch_size"]
+    assert micro * accumulation * found.data_parallel_size == found.global_batch_size
     fsdp = (found.accelerate or {}).get("fsdp_config") or {}
     assert fsdp.get("fsdp_state_dict_type", "SHARDED_STATE_DICT") == "SHARDED_STATE_DICT"
-    if found.recipe.lora is not None and fsdp and train.get("bf16", True):
-        assert found.reduce_dtype == "float32"
+    if found.lora is not None and fsdp and train.get("bf16", True):
+        assert found.distribution.reduce_dtype == "float32"
 
 
 @pytest.mark.parametrize("name", [name for name, tiny in RUNS if tiny])
@@ -85,8 +85,8 @@ def test_every_recipe_fits_the_machine_that_it_is_for(case: tuple[str, ...]) -> 
 
 
 @cache
-def submission(recipe: str, tiny: bool) -> Submission:
-    return Submission.make(recipe, [], tiny, cluster_of(recipe), REPO / "runs" / "X", None, "report")
+def submission(recipe: str, tiny: bool) -> SubmissionPlan:
+    return plan_submission(recipe, [], tiny, cluster_of(recipe), REPO / "runs" / "X", None, "report")
 
 
 @pytest.mark.parametrize(("name", "tiny"), RUNS)

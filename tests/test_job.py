@@ -17,8 +17,8 @@ from clustertune.cluster.schema import Container, Doctor, Storage
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import judge, progress, slurm
 from clustertune.launch.allocation import Allocation
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.judge import Outcome
-from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.process import Stopped
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir

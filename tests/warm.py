@@ -127,7 +127,7 @@ def _serve(requests: socket.socket) -> dict[str, Any]:
     return request_read
 
 
-PRELOADED = ("chain", "job", "resolve.resolve", "plan.predict", "report.compare", "report.metrics", "cli.app")
+PRELOADED = ("chain", "job", "resolve.resolve", "plan.predict", "report.comparison", "report.metrics", "cli.app")
 """What commands import; nothing of it imports torch. The command line last: it defers what is not imported yet."""
 
 

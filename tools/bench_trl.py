@@ -90,7 +90,7 @@ def plain_trl(folder: Path, arguments: argparse.Namespace, out: Path) -> Records
         "max_length": resolved.train_args["max_length"],
         "seed": resolved.train_args["seed"],
         "bf16": resolved.distribution.mixed_precision == "bf16",
-        "lora": resolved.recipe.lora,
+        "lora": resolved.lora,
         "chat_template": resolved.chat_template,
         "model": str(Chain(run, resolved).base_folder().absolute()),
         "data": str((run.data / "train.jsonl").absolute()),
@@ -187,7 +187,7 @@ def sft_arguments(given: Mapping[str, Any], *, cuda: bool) -> dict[str, Any]:
         from clustertune.training import build
 
         fitted = build.fit_to_device(given["sft"], cuda=cuda).values
-        return build.spelt({k: v for k, v in fitted.items() if k != "pad_token"}, SFTConfig.__dataclass_fields__) | NOTHING_ELSE
+        return {k: v for k, v in fitted.items() if k in SFTConfig.__dataclass_fields__ and k != "pad_token"} | NOTHING_ELSE
     requested = {**given["batch"], "max_length": given["max_length"], "seed": given["seed"], **NOTHING_ELSE}
     if not cuda:
         requested |= {"use_cpu": True, "bf16": given["bf16"]}

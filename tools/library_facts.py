@@ -60,6 +60,8 @@ def field_facts(cls: type) -> dict[str, dict[str, Any]]:
         known = kinds if any(kind != ["none"] for kind in kinds) else None
         found[item.name] = {"kinds": known, "expected": expected, "choices": choices}
         default = item.default.value if isinstance(item.default, enum.Enum) else item.default
+        if item.default_factory is not dataclasses.MISSING:
+            default = item.default_factory()
         if default is not dataclasses.MISSING and _is_plain(default):
             found[item.name]["default"] = default
     return found

@@ -138,11 +138,11 @@ def _zero(store: Path, axes: Axes) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
 
-    from clustertune.training import deepspeed
+    from clustertune.training import deepspeed_engine
 
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
-        deepspeed.keep_gloo()
+        deepspeed_engine.keep_gloo()
     _join(store, axes.ranks)
     config = {ZERO: {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
     plugin = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=True)

@@ -115,7 +115,7 @@ def _made_up(whole: Resolved, run_path: Path) -> list[str]:
     found += [f"data.input={made_file(run_path)}", "data.revision=null", "data.expect=null"]
     found += [f"data.{key}=null" for key in ("limit", *CHOOSING) if getattr(whole.recipe.data, key) is not None]
     # The tokenizer is trained locally and brings its own special tokens.
-    return [*found, *(f"train.{key}=null" for key in ("pad_token", "eos_token") if whole.train_args.get(key) is not None)]
+    return [*found, *(f"train.{key}=null" for key in ("pad_token", "eos_token") if whole.train_args[key] is not None)]
 
 
 def made_file(run_path: Path) -> Path:
@@ -139,8 +139,8 @@ def _seed(whole: Resolved) -> int:
 
 def _to_make(schedule: BenchSchedule, whole: Resolved) -> tuple[float, int]:
     """Tokens and conversations that every step needs a new one of: a second epoch would begin with a smaller step."""
-    rows = schedule.total * int(whole.recipe.train["global_batch_size"])
-    packed = bool(whole.train_args.get("packing"))
+    rows = schedule.total * whole.global_batch_size
+    packed = bool(whole.train_args["packing"])
     spare = 1.1 / (1 - HELD_OUT)
     return (rows * _longest(whole) * spare, 2) if packed else (0.0, math.ceil(rows * spare) + 2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import io
 import logging
@@ -69,14 +70,33 @@ GROUPS = {
     "Use it": ("new", "run", "submit", "sweep", "eval", "chat", "serve", "push"),
     "Look at it": ("show", "plan", "doctor", "watch", "runs", "report", "compare", "bench"),
     "A stage by itself": ("prepare", "export", "merge", "checkpoint"),
-    "Cluster": ("show-cluster", "setup", "nccl-check", "stage", "demo-slurm", "sky"),
+    "Cluster; images of containers are made by make: build-sif, build-image": (
+        "show-cluster",
+        "setup",
+        "nccl-check",
+        "stage",
+        "demo-slurm",
+        "sky",
+    ),
 }
 """The commands as ``--help`` lists them."""
-IMAGES = "Images of containers are made by make build-sif and make build-image: docs/containers.md"
 
 
 class _Grouped(TyperGroup):
     """Lists the commands in groups."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As typer's, which would suggest what only programs start: a mistyped name is compared with what people start."""
+        name, *others = args
+        if name in ("train", "fit", "finetune", "fine-tune") and others and not others[0].startswith("-"):
+            fix = f"clustertune run {others[0]} runs all stages, --to train the first two; clustertune submit does so on Slurm"
+            raise UserError("training has no command of its own", file="command line", key=name, fix=fix)
+        if name not in self.commands and not name.startswith("-"):
+            known = [one for names in GROUPS.values() for one in names]
+            close = ["run" if one == "train" else one for one in difflib.get_close_matches(name, [*known, "train"], n=1)]
+            fix = f"did you mean {close[0]}?" if close else "clustertune --help lists all"
+            raise UserError("there is no such command", file="command line", key=name, fix=fix)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """As click's, a section for each of :data:`GROUPS`."""
@@ -91,8 +111,6 @@ class _Grouped(TyperGroup):
             with formatter.section(title):
                 room = formatter.width - width - 4
                 formatter.write_dl([(name.ljust(width), found[name].get_short_help_str(room)) for name in names])
-        formatter.write_paragraph()
-        formatter.write_text(IMAGES)
 
 
 app = typer.Typer(
@@ -134,7 +152,7 @@ def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int
     if ranks is None and (small or on_cpus) and asked > few:
         resolved = resolve.resolve(recipe, overrides or [], tiny=tiny, ranks=few)
         if on_cpus:
-            slow = "; train.bf16=false is faster on most CPUs" if resolved.train_args.get("bf16") else ""
+            slow = "; train.bf16=false is faster on most CPUs" if resolved.train_args["bf16"] else ""
             say(f"note: the recipe is for {asked} GPUs and there is none here: {few} processes train on the CPUs{slow}")
     elif ranks is None and not (small or on_cpus) and asked > gpus:
         fix = "use --tiny to run a scaled-down version, clustertune submit on a cluster, or --ranks N to force N processes"
@@ -370,8 +388,19 @@ def _summarise(summary: dict[str, Any], as_json: bool) -> None:
     reply(as_json, summary, *lines)
 
 
-_GROUPS = ("submit", "sweep", "new", "plan", "clusterfile", "rehearse", "doctor", "nccl_check", "setup", "stage")
-_MORE = ("launchers", "watch", "talk", "push", "bench", "compare", "job", "checkpoint")
+_GROUPS = (
+    "submit_command",
+    "sweep",
+    "new",
+    "plan_command",
+    "clusterfile",
+    "rehearse",
+    "doctor",
+    "nccl_check",
+    "setup",
+    "stage",
+)
+_MORE = ("launchers", "watch", "talk", "push", "bench", "compare_runs", "job_command", "checkpoint")
 for name in (*_GROUPS, *_MORE):  # in the order of --help
     importlib.import_module(f"clustertune.cli.{name}").add(app)
 
@@ -482,6 +511,8 @@ def _usage(error: typer.TyperException) -> UserError:
     fix = f"usage: {usage}; --help explains"
     if (key := getattr(error, "option_name", "").lstrip("-")) and "section.key=value" in usage:
         fix = _as_override(key) or fix
+    if key.replace("-", "_") in ("resume", "resume_from_checkpoint", "continue"):
+        fix = "the same command again goes on from the newest checkpoint, without an option"
     known = UserError(text, file="command line", fix=fix, code=ExitCode.CONFIG)
     show_error(known)
     return known

@@ -140,7 +140,7 @@ def _show(made: preparation.Bench, machine: schema.Cluster, *, as_json: bool) ->
         "schedule": {"warmup": schedule.warmup, "steps": schedule.steps},
         "ranks": recipe.world_size,
         "train": command,
-        "changes": {key: recipe.train_args.get(key) for key in ("max_steps", "eval_strategy", "save_strategy")},
+        "changes": {key: recipe.train_args[key] for key in ("max_steps", "eval_strategy", "save_strategy")},
         "synthetic": None if made.made is None else {"tokens": round(made.made[0]), "conversations": made.made[1]},
         "plan": result.brief(plan) if plan is not None else {"unknown": why},
     }

@@ -164,12 +164,12 @@ def _judge_logs(args: NcclCheckArguments) -> int:
 def _target(args: NcclCheckArguments, cluster: schema.Cluster) -> tuple[link_check.CheckTarget, link_measure.CheckOptions]:
     """Where it runs and what it measures. Raises UserError."""
     if os.environ.get("SLURM_JOB_ID"):
-        given = allocation.read()
-        raise_if(allocation.first_node_problems(cluster, nodes=len(given.nodes), trains=True))
-        gpus = given.gpus_per_node if job_program.has_gpus() else 0
-        cpus = min(given.cpus_per_node or 1 << 20, len(os.sched_getaffinity(0)))
+        job = allocation.read()
+        raise_if(allocation.first_node_problems(cluster, nodes=len(job.nodes), trains=True))
+        gpus = job.gpus_per_node if job_program.has_gpus() else 0
+        cpus = min(job.cpus_per_node or 1 << 20, len(os.sched_getaffinity(0)))
         where = "step" if cluster.container.runtime == "none" else "container+step"
-        return link_check.job_target(given, cluster, os.environ), _options(args, gpus, cpus, len(given.nodes), where)
+        return link_check.job_target(job, cluster, os.environ), _options(args, gpus, cpus, len(job.nodes), where)
     name = platform.node() or "here"
     if args.cluster is not None and cluster.nodes and cluster.host(name) is None:
         say(f"warning: {name} is not a node of {cluster.name}: this machine is measured; --submit measures the cluster's nodes")
@@ -246,8 +246,8 @@ def submit(args: NcclCheckArguments) -> int:
     cluster = load.load_cluster(args.cluster)
     folder = new_folder(args, cluster, "NEW" if args.dry_run else None)
     seconds = args.seconds or (GPU_SECONDS if cluster.compute.gpus else CPU_SECONDS)
-    wanted = link_check.job_shape(cluster, args.nodes, args.time, seconds)
-    job = link_check.make_job(wanted, folder, arguments(args, cluster))
+    size = link_check.job_shape(cluster, args.nodes, args.time, seconds)
+    job = link_check.make_job(size, folder, arguments(args, cluster))
     if args.dry_run:
         job.show(args.as_json)
         return 0
@@ -267,30 +267,30 @@ def _await(args: NcclCheckArguments, job: str, folder: Path) -> int:
         with contextlib.suppress(slurm.Unreachable):
             state = (slurm.show_job(job) or {}).get("JobState", "forgotten by Slurm")
     try:
-        found = json.loads((folder / link_check.RESULT).read_bytes())
-        code = EXIT[found["verdict"]["status"]]
+        result = json.loads((folder / link_check.RESULT).read_bytes())
+        code = EXIT[result["verdict"]["status"]]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         problem = Problem(f"job {job} ended without a result ({state})", file=str(folder), fix="its log is there")
         raise UserError(problem, ExitCode.FAILED) from None
-    _tell(args, found)
+    _tell(args, result)
     return code
 
 
-def _tell(args: NcclCheckArguments, found: dict[str, Any]) -> None:
+def _tell(args: NcclCheckArguments, result: dict[str, Any]) -> None:
     """The document on stdout, or its table for people."""
-    reply(args.as_json, found, lambda: link_table.show(found))
+    reply(args.as_json, result, lambda: link_table.show(result))
 
 
 def arguments(args: NcclCheckArguments, cluster: schema.Cluster) -> list[str]:
     """The command line of the job: what was given here, and the cluster in a form that another folder understands."""
-    found = ["--cluster", load.argument(args.cluster or load.named(cluster))]
+    line = ["--cluster", load.argument(args.cluster or load.named(cluster))]
     for name in GIVEN_TO_JOB:
         value = getattr(args, name)
         if value != getattr(NcclCheckArguments, name):  # the default
             key = {"largest": "max"}.get(name, name)
             words = [] if value is True else [f"{value:g}" if isinstance(value, float) else str(value)]
-            found += [f"--{key}", *words]
-    return found
+            line += [f"--{key}", *words]
+    return line
 
 
 # --- what is done ------------------------------------------------------------------------------------------------------
@@ -305,26 +305,26 @@ def _check(
         where = f"{options.backend} on {', '.join(target.hosts[:4])}{' ...' if len(target.hosts) > 4 else ''}"
         say(f"{where}: {options.seconds:g} s of measuring, over within {options.seconds + link_measure.MARGIN_SECONDS:g} s")
         part = link_check.measure(target, options, folder)
-        found = link_check.document(target, options, part, time.monotonic() - began)
-        link_check.judge(found, cluster, part.logs())
-        link_check.write(found, folder / link_check.RESULT)
+        result = link_check.document(target, options, part, time.monotonic() - began)
+        link_check.judge(result, cluster, part.logs())
+        link_check.write(result, folder / link_check.RESULT)
     except OSError as error:
         raise storage_error(error, "cannot hold the check", error.filename or folder) from None
     except Stopped as stopped:
         fix = "the measurements are there; run it again, where --out was given with another one"
         raise UserError(Problem(f"stopped by {stopped}", file=str(folder), fix=fix), ExitCode.AGAIN) from None
-    _tell(args, found)
+    _tell(args, result)
     say(f"result: {folder / link_check.RESULT}")
-    _keep(args, cluster, found)
-    return EXIT[found["verdict"]["status"]]
+    _keep(args, cluster, result)
+    return EXIT[result["verdict"]["status"]]
 
 
-def _keep(args: NcclCheckArguments, cluster: schema.Cluster, found: dict[str, Any]) -> None:
+def _keep(args: NcclCheckArguments, cluster: schema.Cluster, result: dict[str, Any]) -> None:
     """Keep the result for plans: where that was asked for, or where it is one of the cluster that was named."""
-    if not args.save and (args.cluster is None or link_check.not_kept(found, cluster)):
+    if not args.save and (args.cluster is None or link_check.not_kept(result, cluster)):
         return
     try:
-        say(f"kept for plan: {link_check.keep(found, cluster)}")
+        say(f"kept for plan: {link_check.keep(result, cluster)}")
     except OSError as error:
         known = storage_error(error, "the result could not be kept", error.filename or cluster.source)
         if args.save:

@@ -23,7 +23,7 @@ with deferred():
     from clustertune import chain
     from clustertune.cluster import load
     from clustertune.launch import bill, cluster_paths, shape
-    from clustertune.launch import submit as launch
+    from clustertune.launch import stage_jobs as launch
     from clustertune.plan import explanation
     from clustertune.staging import bundle
     from clustertune.sweep import array

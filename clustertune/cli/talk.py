@@ -23,7 +23,7 @@ with deferred():
     from clustertune.evaluate import model as models
     from clustertune.evaluate import run as evaluation
     from clustertune.evaluate import servers
-    from clustertune.launch import batch, cluster_paths, serving, step
+    from clustertune.launch import batch, cluster_paths, serving, srun
     from clustertune.launch import shape as shapes
     from clustertune.recipe import schema
 Model = Annotated[
@@ -189,7 +189,7 @@ def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bo
     inside = machine.model_copy(update={"container": vllm})
     command_line = [sys.executable, "-m", "clustertune", "serve", str(folder), "--port", str(port)]
     command_line += ["--cluster", load.argument(cluster)] if cluster and vllm.runtime == "none" else []
-    command = step.in_step(command_line, inside, binds=[folder], nodes=1, cpus=cpus, gpus=bool(gpus), environ={})
+    command = srun.in_step(command_line, inside, binds=[folder], nodes=1, cpus=cpus, gpus=bool(gpus), environ={})
     script = "#!/usr/bin/env bash\n#SBATCH --output=%x-%j.log\nset -euo pipefail\nexec " + shlex.join(command) + "\n"
     note = "Derived by clustertune serve --submit from the model and the cluster file."
     job = batch.BatchJob(

@@ -16,8 +16,8 @@ from clustertune.errors import UserError, storing
 
 with deferred():
     from clustertune.launch import cluster_paths
-    from clustertune.launch import submit as jobs
-    from clustertune.monitor import page
+    from clustertune.launch import stage_jobs as jobs
+    from clustertune.monitor import live_page
     from clustertune.monitor import status as statuses
     from clustertune.report import content
 
@@ -54,14 +54,14 @@ def watch(
         status = watcher.look()
         if metrics is not None:
             with storing("cannot be written", metrics):
-                page.write_openmetrics(metrics, status)
+                live_page.write_openmetrics(metrics, status)
         if as_json:
             emit_json(status.as_dict())
             return
         if console.stderr.is_terminal and not once:
             console.stderr.clear()
-        console.stderr.print(page.text(status), markup=False, highlight=False, soft_wrap=True)
-        if once or status.state not in page.UNDER_WAY:
+        console.stderr.print(live_page.text(status), markup=False, highlight=False, soft_wrap=True)
+        if once or status.state not in live_page.UNDER_WAY:
             return
         time.sleep(EVERY_SECONDS)
 

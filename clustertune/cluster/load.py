@@ -102,8 +102,10 @@ def of_gpus(text: str) -> Cluster:
     known, found = read_hardware().gpus, re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,2})x(.+)", text)
     if found is None or found[3] not in known:
         what = "is not NODESxGPUSxNAME" if found is None else f"there are no figures of {found[3]}"
-        near = found and near_gpus(found[3])
-        fix = f"write 2x8xh100-sxm; {near or 'known: ' + ', '.join(known)}"
+        of_one_node = re.fullmatch(r"([1-9]\d{0,2})x(.+)", text)  # 8xh100: how many nodes is not said
+        word = found[3] if found else of_one_node[2] if of_one_node else None
+        near = near_gpus(word) if word else None
+        fix = f"write 1x8xh100-sxm for a node of 8; {near or 'known: ' + ', '.join(known)}"
         raise UserError(Problem(f"{text[:60]!r}: {what}", file=COMMAND_LINE, key="--gpus", fix=fix))
     nodes, each, name = int(found[1]), int(found[2]), found[3]
     gpu = known[name]

@@ -25,8 +25,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names under which chat templates take what the assistant thought before it answered."""
 SPECIAL = ("tools", "tool_calls", *REASONING)
 """What a chat template must know by name, or it leaves it out without a message."""
-TOOL_MESSAGES = "tool messages"
-"""What examples with messages of the role ``tool`` are counted as, beside those with :data:`SPECIAL`."""
+OF_ROLE = {f"{role} messages": role for role in ("system", "user", "assistant", "tool")}
+"""What examples with messages of a role are counted as, beside those with :data:`SPECIAL`."""
 PARTS = ("messages", "prompt", "completion", "chosen", "rejected")
 """Keys of an example under which messages stand."""
 _SHAREGPT = {
@@ -44,8 +44,13 @@ _ROLES = {
 """Roles by what other frameworks and older interfaces call them."""
 UNEQUAL = "[] of other roles than assistant with a weight of their own"
 """Behind a column's name, among what is left out of rows: it matters where all roles are learnt."""
-WEIGHTS = ("weight", "train", "training", "loss", "loss_weight", "train_detail", "training_detail")
+WEIGHTS = (
+    *("weight", "train", "training", "loss", "loss_weight", "train_detail", "training_detail", "trainable", "learn"),
+    *("loss_mask", "include_in_loss", "supervised"),
+)
 """Fields by which other frameworks say whether a message is trained on (OpenAI, mistral-finetune, axolotl, ms-swift)."""
+MASKS = ("mask", "masked", "is_masked", "mask_loss", "ignore_loss")
+"""Fields by which others say that it is not."""
 TAKEN = frozenset(
     (
         *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
@@ -205,6 +210,9 @@ class _ConversationReader:
         return {"messages": [*found, {"role": "user", "content": prompt}, answer]}
 
     def prompt_completion(self, row: Mapping[str, Any]) -> Example:
+        if (label := row.get("label")) is False or str(label).lower() == "false":
+            text = "label is false: the completion is one that is not wanted (KTO's data), and it would be learnt"
+            raise BadRow("unwanted-completion", f"{text}; leave such rows out, or give pairs: data.format=preference")
         prompt = self._prompt(row)
         return {"prompt": prompt, "completion": self._answer(row, "completion", prompt)}
 
@@ -283,7 +291,7 @@ class _ConversationReader:
                 call = _value(entry["function_call"], f"{name}.function_call", dict)
                 more["tool_calls"] = [_call(call, f"{name}.function_call")]
             _check_weight(entry, name)
-        elif any(_is_unequal(entry.get(key)) for key in WEIGHTS):
+        elif _unequal(entry) is not None:
             self._leave_out([name.partition("[")[0] + UNEQUAL])
         if role == "tool":
             more |= {key: require(entry, key, str) for key in ("name", "tool_call_id") if entry.get(key) is not None}
@@ -326,15 +334,19 @@ def _next(last: Message | None) -> tuple[str, ...]:
 
 def _check_weight(entry: Mapping[str, Any], name: str) -> None:
     """Raise BadRow where an answer is to be trained on otherwise than the rest: TRL has no such field, it would be learnt."""
-    for key in WEIGHTS:
-        value = entry.get(key)
-        if _is_unequal(value):
-            text = "all answers of a row are trained on alike; data.format=prompt-completion trains on the completion alone"
-            raise BadRow("weighted-message", f"{name}.{key} is {excerpt(value)}: {text}")
+    if (key := _unequal(entry)) is not None:
+        text = "all answers of a row are trained on alike; data.format=prompt-completion trains on the completion alone"
+        raise BadRow("weighted-message", f"{name}.{key} is {excerpt(entry[key])}: {text}")
 
 
-def _is_unequal(weight: Any) -> bool:
-    return weight not in (None, 1) and not (isinstance(weight, str | list | dict) and not weight)
+def _unequal(entry: Mapping[str, Any]) -> str | None:
+    """The field of a message that says it is not to be learnt like the others."""
+    own = (key for key in (*WEIGHTS, *MASKS) if not _says_nothing(entry.get(key), 0 if key in MASKS else 1))
+    return next(own, None)
+
+
+def _says_nothing(weight: Any, usual: int) -> bool:
+    return weight in (None, usual) or (isinstance(weight, str | list | dict) and not weight)
 
 
 def _part(part: Any, name: str) -> str:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.data import prepare
-from clustertune.data.chats import PARTS, recognise
+from clustertune.data.chats import PARTS, read, recognise
+from clustertune.data.rows import BadRow
 from clustertune.data.sources import find_sources
 from clustertune.errors import UserError
 from clustertune.recipe.findings import read_model
@@ -135,11 +136,15 @@ def _tokens(example: Mapping[str, Any]) -> int:
     return max(1, round(found))
 
 
+_OWN_COLUMN = {"messages": "messages", "conversations": "sharegpt", "completion": "prompt-completion", "instruction": "alpaca"}
+"""Columns that only one format has."""
+
+
 def _recognised(data: Data) -> dict[str, Any]:
     """``format``, and ``columns`` where they are named otherwise, of the first row that has any. Raises UserError."""
     ((_, source),) = find_sources(data, Path(), None)
     columns: list[str] = []
-    bad = ""
+    bad, told = "", dict[str, str]()
     for _, row in islice(source.records(), LOOKED_AT):
         if not isinstance(row, dict):
             bad = bad or f": {row.detail}"
@@ -150,6 +155,16 @@ def _recognised(data: Data) -> dict[str, Any]:
             known = {key: parse_value(value) for key, value in keys.items()}
             return known | {"columns": {**known.get("columns", {}), **data.columns}} if data.columns else known
         columns = columns or sorted(map(str, row))
+        for column, form in _OWN_COLUMN.items():
+            if column in row and not told:
+                try:
+                    read(form, row)
+                except BadRow as error:
+                    told = {form: error.detail}
+    if told:
+        ((form, detail),) = told.items()
+        text = f"rows look like data.format: {form}, and the first cannot be read: {detail}"
+        raise UserError(text, file=source.shown, key="--data", fix="mend the rows, or leave such rows out")
     named = f"rows with the columns {', '.join(columns)[:200]} are of no format that is trained on here"
     fix = "name them behind the options, as 'data.columns={prompt: QUESTION, completion: ANSWER}'; docs/data.md has the formats"
     if not columns:

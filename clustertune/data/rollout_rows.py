@@ -38,9 +38,9 @@ def check(dataset: Path, resolved: Resolved) -> None:
 
     Of a data set whose tokens are made. Raises UserError.
     """
-    args, steps = resolved.train_args, resolved.train_args.get("steps_per_generation")
+    args, steps = resolved.train_args, resolved.train_args["steps_per_generation"]
     micro = int(args["per_device_train_batch_size"]) * resolved.data_parallel_size
-    generated = int(resolved.recipe.train["global_batch_size"]) if steps is None else micro * int(steps)
+    generated = resolved.global_batch_size if steps is None else micro * int(steps)
     with Rewards(resolved.recipe.reward or (), resolved.reward_code) as rewards:
         _check(dataset, rewards, args, generated)
 

@@ -20,7 +20,7 @@ TEMPLATE_SECONDS = 20.0
 which takes two at 262,144 tokens: it normalises the tokens that were added."""
 WAITS = 30
 """Times as long may a child be there at most: a busy machine computes late, a file system that hangs never answers."""
-_SAMPLE = "".join(map(chr, range(32, 127))) + " ß é 你好 🙂\n"
+_SAMPLE = "".join(map(chr, range(32, 127))) + " \u00df \u00e9 \u4f60\u597d \U0001f642\n"
 """What a tokenizer is tried with when it is loaded."""
 MEMORY = 8 << 30
 """Bytes that a template, or a tokenizer's normalisation, may take for a shard, whose text has 8 MiB."""
@@ -56,11 +56,11 @@ def choose_pad_token(tokenizer: Any, wanted: str | None) -> str:
 
 
 def load_tokenizer(
-    source: str, revision: str | None, template: str | None, train_args: Mapping[str, Any], *, chats: bool = True
+    source: str, revision: str | None, template: str | None, named: Mapping[str, Any], *, chats: bool = True
 ) -> Any:
     """The tokenizer of a model folder or Hub id, with a chat template (its own, else ``template``), EOS and a padding token.
 
-    ``train_args``: ``eos_token`` and ``pad_token`` of a recipe's ``train`` section; without ``chats`` it needs no template.
+    ``named``: ``eos_token`` and ``pad_token``, where the training names them; without ``chats`` it needs no template.
     Raises UserError where it is not available.
     """
     if source.startswith((".", "/", "~")) and not Path(source).exists():  # else the Hub is asked for it, seven seconds long
@@ -83,11 +83,11 @@ def load_tokenizer(
                 fix="put a Jinja file beside the recipe and name it there",
             )
         tokenizer.chat_template = template
-    if (eos := train_args.get("eos_token")) is not None:
+    if (eos := named.get("eos_token")) is not None:
         if eos not in tokenizer.get_vocab():
             raise UserError(f"{eos!r} is not in the tokenizer's vocabulary", key="train.eos_token")
         tokenizer.eos_token = eos  # as TRL does before it renders: a template may write it
-    tokenizer.pad_token = choose_pad_token(tokenizer, train_args.get("pad_token"))
+    tokenizer.pad_token = choose_pad_token(tokenizer, named.get("pad_token"))
     if not tokenizer.chat_template:
         return tokenizer
     try:

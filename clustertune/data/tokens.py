@@ -49,13 +49,12 @@ import numpy.typing as npt
 from clustertune import bounded, secrets
 from clustertune.console import byte_progress, say
 from clustertune.data.answers import MARKS_OR_ALL, NotPrefixPreserving, answer_spans, tokens_within
-from clustertune.data.chats import TOOL_MESSAGES, UNEQUAL
+from clustertune.data.chats import OF_ROLE, UNEQUAL
 from clustertune.data.prepare import KIND as DATASET
 from clustertune.data.prepare import SPLITS, locked
 from clustertune.data.tokenizer import MEMORY, has_generation_markers, identity, training_template, within_limits
 from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import MANIFEST, FileRecord, find_problems, new_hasher, read_manifest, record_files, seal
-from clustertune.recipe.native_rules import train_fields
 
 KIND = "tokens"
 FOLDER = "tokens"
@@ -82,7 +81,7 @@ def made_from(dataset: Path, tokenizer: Any, train_args: Mapping[str, Any]) -> d
         "template": hashlib.sha256(encoder.template.encode()).hexdigest(),
         "assistant_only_loss": encoder.answers,
         "versions": versions(),
-        **({} if encoder.completions else {"completion_only_loss": False}),
+        "completion_only_loss": encoder.completions,
     }
     meta = manifest.meta
     return {
@@ -221,7 +220,7 @@ def _tokenise(
     missing = [job for job in everything if read_shard(job[3]) is None]
     if len(missing) < len(everything):
         say(f"tokens: {len(everything) - len(missing)} of {len(everything)} shards existed already")
-    encoder = Encoder.of(tokenizer, {key: what.get(key) for key in ("assistant_only_loss", "completion_only_loss")})
+    encoder = Encoder.of(tokenizer, what)
     meta = read_manifest(dataset, DATASET).meta
     _check_fields(meta.get("fields", {}), encoder, dataset)
     _check_weights(meta, encoder, dataset)
@@ -253,12 +252,14 @@ def _tokenise(
 
 
 def _check_fields(fields: Mapping[str, int], encoder: Encoder, dataset: Path) -> None:
-    """Raise UserError where the chat template knows no tools and the data have some; reasoning may be left out on purpose."""
+    """Raise UserError where the chat template leaves out tools or messages that the data have; reasoning and system messages
+    may be left out on purpose: a warning."""
     for name, count in fields.items():
-        if encoder.shows_answers_of_tools() if name == TOOL_MESSAGES else name in encoder.template:
+        if encoder.renders(OF_ROLE[name]) if name in OF_ROLE else name in encoder.template:
             continue
-        text = f"{count:,} examples hold {name}, which the chat template does not name: it would leave them out"
-        if name in ("tools", "tool_calls", TOOL_MESSAGES):
+        does = "render as text" if name in OF_ROLE else "name"
+        text = f"{count:,} examples hold {name}, which the chat template does not {does}: it would leave them out"
+        if name in ("tools", "tool_calls", *OF_ROLE.keys() - {"system messages"}):
             fix = "name a template that renders them, or leave these examples out of the input"
             raise UserError(text, file=str(dataset), key="model.chat_template", fix=fix)
         say(f"warning: {text}")
@@ -410,22 +411,18 @@ Pieces = npt.NDArray[Any]
 
 
 def row_settings(train_args: Mapping[str, Any], *, pairs: bool = False, prompts: bool = False) -> dict[str, Any]:
-    """What decides the rows beside the tokens, of a recipe's ``train`` section; a key that is not given has TRL's default.
+    """What decides the rows beside the tokens, of a complete section ``train``.
 
     ``pairs``: two conversations, a prompt with its chosen and with its rejected answer, are a row. ``prompts``: none is cut.
     """
-
-    def value(key: str) -> Any:
-        return train_args.get(key, train_fields()[key].default)
-
-    strategy = value("packing_strategy")
-    eval_packing = value("packing") if value("eval_packing") is None else value("eval_packing")
+    strategy = train_args["packing_strategy"]
+    eval_packing = train_args["packing"] if train_args["eval_packing"] is None else train_args["eval_packing"]
     return {
-        "max_length": None if prompts else value("max_length"),
-        "truncation_mode": value("truncation_mode"),
-        "packing": {"train": strategy if value("packing") else None, "eval": strategy if eval_packing else None},
-        "shuffle_dataset": bool(value("shuffle_dataset")),
-        "seed": int(value("seed")),
+        "max_length": None if prompts else train_args["max_length"],
+        "truncation_mode": train_args["truncation_mode"],
+        "packing": {"train": strategy if train_args["packing"] else None, "eval": strategy if eval_packing else None},
+        "shuffle_dataset": bool(train_args["shuffle_dataset"]),
+        "seed": int(train_args["seed"]),
         "group": GROUP,
         **({"pairs": True} if pairs else {}),
         **({"prompts": True} if prompts else {}),
@@ -604,17 +601,21 @@ class Encoder:
 
     @classmethod
     def of(cls, tokenizer: Any, train_args: Mapping[str, Any]) -> Encoder:
-        """As a recipe's ``train`` section asks."""
-        assistant_only = bool(train_args.get("assistant_only_loss", train_fields()["assistant_only_loss"].default))
+        """As a complete section ``train`` asks."""
+        assistant_only = bool(train_args["assistant_only_loss"])
         template = training_template(tokenizer, marked=assistant_only) if tokenizer.chat_template else ""
-        return cls(tokenizer, template, assistant_only, train_args.get("completion_only_loss") is not False)
+        return cls(tokenizer, template, assistant_only, train_args["completion_only_loss"] is not False)
 
-    def shows_answers_of_tools(self) -> bool:
-        """Whether the template renders a message of the role tool; one that raises an error refuses the row by itself."""
-        turns = [{"role": role, "content": f"{role}-7f3a"} for role in ("user", "assistant", "tool", "assistant")]
+    def renders(self, role: str) -> bool:
+        """Whether the template renders the text of a role's message: one for pictures may take lists of parts alone, and leaves
+        a text out. One that raises an error refuses the row by itself."""
+        roles = {"system": ("system", "user"), "tool": ("user", "assistant", "tool", "assistant")}.get(
+            role, ("user", "assistant")
+        )
+        turns = [{"role": one, "content": f"{one}-7f3a"} for one in roles]
         render = partial(self.tokenizer.apply_chat_template, turns, tokenize=False, chat_template=self.template)
         try:
-            return "tool-7f3a" in str(within_limits(render))
+            return f"{role}-7f3a" in str(within_limits(render))
         except ValueError:
             return True
 
@@ -746,8 +747,10 @@ class Tried:
 
 
 def try_examples(tokenizer: Any, examples: Iterable[Mapping[str, Any]], train_args: Mapping[str, Any]) -> Tried:
-    """Tokenise examples as :class:`Encoder` does for ``train_args``, whose ``assistant_only_loss`` is true where it is not
-    given. Raises UserError where they take longer than :data:`~clustertune.data.tokenizer.TEMPLATE_SECONDS`."""
+    """Tokenise examples as :class:`Encoder` does for ``train_args``, a complete section ``train``.
+
+    Raises UserError where they take longer than :data:`~clustertune.data.tokenizer.TEMPLATE_SECONDS`.
+    """
     from jinja2 import TemplateError
 
     faults = (TemplateError, TypeError, KeyError, ValueError, ArithmeticError, MemoryError, RecursionError)
@@ -755,7 +758,7 @@ def try_examples(tokenizer: Any, examples: Iterable[Mapping[str, Any]], train_ar
 
     def work() -> Mapping[str, Any]:
         tried, ends, stops = Tried(), Counter[int](), False
-        encoder = Encoder.of(tokenizer, {"assistant_only_loss": True, **train_args})
+        encoder = Encoder.of(tokenizer, train_args)
         for example in examples:
             try:
                 try:

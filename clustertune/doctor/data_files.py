@@ -181,7 +181,7 @@ def no_chat_template(context: RecipeContext) -> Iterator[Seen]:
 def eos_not_in_template(context: RecipeContext) -> Iterator[Seen]:
     """The chat template ends turns with the tokenizer's EOS."""
     template, model = _template(context), context.model
-    eos = model.special("eos_token") if model and template and not context.args.get("eos_token") else None
+    eos = model.special("eos_token") if model and template and not context.args["eos_token"] else None
     if model and template and eos is not None and eos not in template and not re.search(r"\beos_token\b", template):
         yield Seen(WARN, f"EOS is {show_value(eos)}, which the chat template never writes", where=str(model.path))
 

@@ -20,7 +20,7 @@ from clustertune.cluster.schema import Cluster, same_host
 from clustertune.doctor import wire
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.host.facts import HostFacts
-from clustertune.launch import step
+from clustertune.launch import srun
 from clustertune.launch.allocation import Allocation
 from clustertune.process import end
 from clustertune.tree import ROOT
@@ -70,7 +70,7 @@ def collector(cluster: Cluster, nodes: Sequence[str], seconds: float) -> list[st
 
 def step_command(cluster: Cluster, allocation: Allocation, binds: Sequence[str], seconds: float) -> list[str]:
     """``srun`` of the collector on every node, as the ranks are started, but that one node's failure ends no other."""
-    command = step.in_job(collector(cluster, allocation.nodes, seconds), cluster, allocation, binds=binds)
+    command = srun.in_job(collector(cluster, allocation.nodes, seconds), cluster, allocation, binds=binds)
     return ["--kill-on-bad-exit=0" if word == "--kill-on-bad-exit=1" else word for word in command if word != "--unbuffered"]
 
 
@@ -109,7 +109,7 @@ def look(cluster: Cluster, allocation: Allocation, *, binds: Sequence[str] = (),
 
 def _run(command: Sequence[str], out: IO[bytes], err: IO[bytes], seconds: float) -> bool:
     """Run the step. Returns whether it did not end in time: it is asked to then, and killed."""
-    child = step.begin(command, stdout=out, stderr=err, cwd=ROOT)
+    child = srun.begin(command, stdout=out, stderr=err, cwd=ROOT)
     try:
         child.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -189,7 +189,7 @@ def nothing_saved(context: RecipeContext) -> Iterator[Seen]:
 @RULES("learning-rate")
 def learning_rate(context: RecipeContext) -> Iterator[Seen]:
     """The size of the learning rate."""
-    rate, lora = context.args.get("learning_rate"), context.recipe.lora is not None
+    rate, lora = context.args["learning_rate"], context.resolved.lora is not None
     low, high = LORA_RATES if lora else FULL_RATES
     if context.is_real and isinstance(rate, int | float) and not low <= rate <= high:
         fix = f"train.learning_rate between {low:g} and {high:g}, unless it was tried"
@@ -202,7 +202,7 @@ def loss_on_all_tokens(context: RecipeContext) -> Iterator[Seen]:
     stated = context.resolved.origins.get("train.assistant_only_loss", "default") != "default"
     chats = ("messages", "sharegpt", "oasst-tree", "lima", "alpaca")
     formats = dict.fromkeys(str(part.format) for part in context.recipe.data.parts if part.format in chats)
-    if context.is_real and formats and not context.args.get("assistant_only_loss") and not stated:
+    if context.is_real and formats and not context.args["assistant_only_loss"] and not stated:
         given = f"{' and '.join(formats)} conversations"
         yield Seen(WARN, f"{given}, and train.assistant_only_loss is not given: all tokens count")
 
@@ -235,6 +235,6 @@ def packed_state(context: RecipeContext) -> Iterator[Seen]:
     listed = {str(kind) for kind in kinds} if isinstance(kinds, list) else set()
     states = sorted(kind for kind in listed if "attention" not in kind or "linear" in kind)
     model = str(context.resolved.architecture.get("model_type"))
-    if context.args.get("packing") and (states or model_facts(model)["carries_state"]):
+    if context.args["packing"] and (states or model_facts(model)["carries_state"]):
         text = f"train.packing, and {model} has layers with a state" + (f" ({', '.join(states)})" if states else "")
         yield Seen(WARN, text)

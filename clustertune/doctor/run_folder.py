@@ -55,7 +55,7 @@ def needed(plan: Plan, run_dir: Path) -> dict[str, float]:
     Retention deletes the oldest checkpoint after the newest is whole: limit + 1 of them are there at once.
     """
     schedule = plan.schedule
-    limit = plan.resolved.train_args.get("save_total_limit")
+    limit = plan.resolved.train_args["save_total_limit"]
     most = schedule.checkpoints if schedule.checkpoints is not None else (int(limit) if limit else 1)
     count = min(int(limit) + 1, most) if limit else most
     there = len(store.list_checkpoints(run_dir / "checkpoints")) if is_there(run_dir / "checkpoints") else 0

@@ -37,7 +37,7 @@ def holds(version: str, ranges: str) -> bool:
 
 
 def _init(context: RecipeContext, key: str, default: str) -> str:
-    return str((context.args.get("model_init_kwargs") or {}).get(key, default))
+    return str((context.args["model_init_kwargs"] or {}).get(key, default))
 
 
 def _loads_all(c: RecipeContext) -> bool:
@@ -49,14 +49,14 @@ def _loads_all(c: RecipeContext) -> bool:
 CONDITIONS: dict[str, Callable[[RecipeContext], bool]] = {
     "real": lambda c: c.is_real,
     "offline": lambda c: c.offline,
-    "lora": lambda c: c.recipe.lora is not None,
-    "full": lambda c: c.recipe.lora is None,
+    "lora": lambda c: c.resolved.lora is not None,
+    "full": lambda c: c.resolved.lora is None,
     "fsdp2": lambda c: c.resolved.distribution.kind == "FSDP2",
     "full_state_dict": lambda c: c.resolved.distribution.state_dict == "FULL_STATE_DICT",
     "mixed": lambda c: c.resolved.distribution.mixed_precision != "no",
     "half": lambda c: _init(c, "dtype", "") in ("bfloat16", "float16"),
     "loads_all": _loads_all,
-    "packed_by_mask": lambda c: bool(c.args.get("packing")) and "flash" not in _init(c, "attn_implementation", "sdpa"),
+    "packed_by_mask": lambda c: bool(c.args["packing"]) and "flash" not in _init(c, "attn_implementation", "sdpa"),
     "accumulates": lambda c: int(c.args["gradient_accumulation_steps"]) > 1,
     "gpus": lambda c: c.cluster.compute.gpus > 0 and c.resolved.world_size > 1,
     "arm": lambda c: c.arch == "aarch64",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import console, manifest
+from clustertune.console import duration
 from clustertune.data.prompts import OwnPrompts, read_prompts
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.evaluate import generation, inputs, servers, tasks
@@ -34,7 +35,6 @@ from clustertune.evaluate.model import (
     weight_bytes,
 )
 from clustertune.evaluate.scores import METHOD, RESULT, clustered_stderr, compare, judge, read_result
-from clustertune.plan.constants import duration
 from clustertune.recipe.schema import OWN_PROMPTS, Eval
 from clustertune.recipe.tasks import Seeds
 from clustertune.replaced import replaced

@@ -58,17 +58,17 @@ def build_expected(architecture: Mapping[str, Any], lora: Mapping[str, Any], mod
 
     Raises UserError where transformers or PEFT refuse the architecture or the LoRA settings.
     """
-    start = lora.get("init_lora_weights", True)
+    start = lora["init_lora_weights"]
     if start not in _KEEPS_THE_BASE:
         raise UserError(
             f"init_lora_weights {start!r} changes the base weights, so the adapter does not fit the published base",
             file="recipe.json",
-            key="recipe.lora.init_lora_weights",
+            key="lora.init_lora_weights",
             fix="train with init_lora_weights: true, gaussian, orthogonal or eva",
         )
     try:
         # The initial values are of no interest here, and "eva" and "orthogonal" cannot be computed without data.
-        config = LoraConfig(**{"task_type": "CAUSAL_LM", **lora, "init_lora_weights": True})
+        config = LoraConfig(**{**lora, "init_lora_weights": True})
         with warnings.catch_warnings(), torch.device("meta"):
             # PEFT looks for the base's config.json to compare vocabulary sizes and warns that a meta model has none.
             warnings.simplefilter("ignore")

@@ -28,13 +28,13 @@ from clustertune.manifest import (
     seal,
 )
 from clustertune.recipe import quantization
-from clustertune.resolve.resolved import recorded_precision
+from clustertune.resolve.resolved import Resolved
 
 if TYPE_CHECKING:
     import torch
 
     from clustertune.export.expected import Expected
-    from clustertune.export.sources import Source, StoredTensor
+    from clustertune.export.tensor_sources import Source, StoredTensor
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 KIND = "adapter"
@@ -186,7 +186,7 @@ def collect(
     every shard whose content is not what the manifest says.
     """
     from clustertune.export.expected import build_expected
-    from clustertune.export.sources import open_source
+    from clustertune.export.tensor_sources import open_source
 
     if trained.lora is None:
         text = "the run trained all parameters: there is no adapter to export"
@@ -299,22 +299,20 @@ def read_trained(checkpoint: Path) -> CheckpointRecipe:
     """Read ``recipe.json``. Raises UserError where it is not a resolved recipe."""
     path = checkpoint / "recipe.json"
     try:
-        resolved = json.loads(path.read_bytes())
-        recipe, architecture = resolved["recipe"], dict(resolved["architecture"])
-        lora, model = recipe.get("lora"), recipe["model"]
-        args = dict(resolved.get("train_args", {}))
+        resolved = Resolved.from_dict(json.loads(path.read_bytes()))
+        architecture, args, model = resolved.architecture, resolved.train_args, resolved.recipe.model
         requested = quantization.of(args) or architecture.get("quantization_config")
         stated = architecture.get("dtype") or architecture.get("torch_dtype")
         return CheckpointRecipe(
-            recipe=str(resolved["name"]),
-            model_name=str(model["name"]),
-            revision=model.get("revision"),
+            recipe=resolved.name,
+            model_name=model.name,
+            revision=model.revision,
             architecture=architecture,
-            lora=None if lora is None else dict(lora),
+            lora=resolved.lora,
             base_quantization=quantization.label(requested) if requested else "none",
-            template=resolved.get("chat_template"),
-            tokens={key: str(args[key]) for key in ("eos_token", "pad_token") if args.get(key) is not None},
-            dtype=str(stated or _COMPUTED_IN[recorded_precision(resolved)]),
+            template=resolved.chat_template,
+            tokens={key: str(args[key]) for key in ("eos_token", "pad_token") if args[key] is not None},
+            dtype=str(stated or _COMPUTED_IN[resolved.distribution.mixed_precision]),
         )
     except OSError as error:
         raise UserError(f"unreadable: {error.strerror or error}", file=str(path)) from None

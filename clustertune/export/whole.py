@@ -35,7 +35,7 @@ from clustertune.tensorfile import FLOATS, read_header
 if TYPE_CHECKING:
     import torch
 
-    from clustertune.export.sources import StoredTensor
+    from clustertune.export.tensor_sources import StoredTensor
 
 KIND = "merged"
 """A model folder that can be scored and served; a merge makes the same kind."""
@@ -104,7 +104,7 @@ class _Export:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from clustertune.export.sources import open_source
+        from clustertune.export.tensor_sources import open_source
 
         self.checkpoint, self.base, self.trained = checkpoint, base, trained
         self.config = AutoConfig.for_model(**trained.architecture)

@@ -18,7 +18,7 @@ from typing import Any
 from clustertune import secrets
 from clustertune.errors import ExitCode, Problem
 from clustertune.events import read_object, read_text
-from clustertune.launch.plan import AttemptPlan, newest_attempt
+from clustertune.launch.attempt import AttemptPlan, newest_attempt
 from clustertune.manifest import write_durably
 from clustertune.process import handled, start, stop_signals
 from clustertune.rundir import RunDir

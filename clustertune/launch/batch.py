@@ -15,7 +15,7 @@ from clustertune.console import emit_json, say
 from clustertune.errors import UserError, raise_if, storage_error
 from clustertune.launch import cluster_paths, slurm
 from clustertune.launch.shape import JobShape
-from clustertune.launch.submit import ahead_of_body, escape_pattern, header_line, split_script
+from clustertune.launch.stage_jobs import ahead_of_body, escape_pattern, header_line, split_script
 from clustertune.manifest import write_durably
 from clustertune.tree import ROOT
 

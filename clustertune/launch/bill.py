@@ -9,10 +9,10 @@ from typing import Any
 
 from clustertune.cluster.hardware import Price, price, shown_prices
 from clustertune.cluster.schema import Cluster
+from clustertune.console import duration
 from clustertune.errors import UserError
 from clustertune.launch import serving, shape
 from clustertune.plan.calibration import find_calibrated
-from clustertune.plan.constants import duration
 from clustertune.plan.explanation import money, spent
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.plan.schedule import TOKENS_PER_CPU_S, tokens_to_prepare

@@ -304,7 +304,7 @@ def own() -> Stack:
 
 def trackers(train: Mapping[str, Any]) -> list[Problem]:
     """The trackers of a recipe's ``train`` section that this Python lacks."""
-    return lacking(own(), train, "this Python", gpus=False) if train.get("report_to") not in (None, [], "none", "wandb") else []
+    return lacking(own(), train, "this Python", gpus=False) if train["report_to"] not in ([], "none", "wandb") else []
 
 
 def _differences(stack: Stack, wanted: Mapping[str, str]) -> list[str]:

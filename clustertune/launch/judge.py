@@ -15,7 +15,7 @@ from typing import Any
 from clustertune.errors import ExitCode, Problem
 from clustertune.events import read_text
 from clustertune.launch.agent import ask_anew, log_file, node_record, rank_record
-from clustertune.launch.plan import OUTCOME, AttemptPlan
+from clustertune.launch.attempt import OUTCOME, AttemptPlan
 from clustertune.manifest import write_durably
 from clustertune.storage import is_full
 

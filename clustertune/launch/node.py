@@ -12,8 +12,8 @@ from pathlib import Path
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import cluster_paths, rendezvous
 from clustertune.launch.agent import Agent, await_object, leave_record
+from clustertune.launch.attempt import PLAN, AttemptPlan, check_fence, newest_attempt
 from clustertune.launch.environment import make_own_folder
-from clustertune.launch.plan import PLAN, AttemptPlan, check_fence, newest_attempt
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 

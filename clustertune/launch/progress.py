@@ -14,7 +14,7 @@ from pathlib import Path
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.events import read_object
-from clustertune.launch.plan import PLAN, PastAttempt, read_attempts
+from clustertune.launch.attempt import PLAN, PastAttempt, read_attempts
 from clustertune.manifest import write_durably
 from clustertune.rundir import RunDir
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.host.probe import Probe
 from clustertune.launch.agent import await_object
-from clustertune.launch.plan import RENDEZVOUS, AttemptPlan
+from clustertune.launch.attempt import RENDEZVOUS, AttemptPlan
 from clustertune.manifest import write_durably
 
 _FIRST, _COUNT = 20_000, 12_000

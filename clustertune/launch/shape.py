@@ -183,7 +183,7 @@ def _prepare(resolved: Resolved, cluster: Cluster) -> JobShape:
 
 def merge_seconds(resolved: Resolved) -> float:
     """An estimate of the merge: the model once read and once written; 0 without an adapter."""
-    return 2 * (weight_bytes(resolved.architecture) or 0) / MERGE_BYTES_PER_SECOND if resolved.recipe.lora is not None else 0.0
+    return 2 * (weight_bytes(resolved.architecture) or 0) / MERGE_BYTES_PER_SECOND if resolved.lora is not None else 0.0
 
 
 def _eval(resolved: Resolved, cluster: Cluster) -> JobShape:

@@ -19,7 +19,7 @@ from clustertune import manifest, secrets
 from clustertune.checkpoint.store import KIND, CheckpointStore, close, find_open
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.megatron import bridge, inputs, settings
-from clustertune.training.events import EventLog
+from clustertune.training.event_log import EventLog
 from clustertune.training.heartbeat import Attempt
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def train(attempt: Attempt, nvidia: bridge.Bridge | None = None) -> ExitCode:
             attempt.out.write(f"{text}\n")
             sys.stderr.write(f"{text}\n")
 
-    limit = attempt.resolved.train_args.get("save_total_limit")
+    limit = attempt.resolved.train_args["save_total_limit"]
     store = CheckpointStore(attempt.run.checkpoints, attempt.number, limit, group, tell, attempt.fence)
     latest = store.latest()
     if latest and latest[1].get("final"):
@@ -215,7 +215,7 @@ class _Training:
             train = self.attempt.resolved.train_args
             tokens = settings.global_batch(self.attempt.resolved) * int(train["max_length"])
             self._tokens += tokens
-            packed = bool(train.get("packing"))
+            packed = bool(train["packing"])
             self.log.write(
                 "step", step=step, loss=loss, learning_rate=rate, grad_norm=norm,
                 memory_bytes=int(max_memory_allocated()),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clustertune.errors import Problem
-from clustertune.recipe.native_rules import train_defaults
+from clustertune.recipe.native_rules import lora_defaults, train_defaults
 from clustertune.recipe.schema import Megatron
 from clustertune.resolve.megatron import experts
 from clustertune.resolve.resolved import Resolved
@@ -71,7 +71,7 @@ def find_problems(resolved: Resolved) -> list[Problem]:
 
     train, defaults = resolved.train_args, train_defaults()
     for key, value in sorted(train.items()):
-        if key in defaults and value == defaults[key]:
+        if value == defaults.get(key):
             continue
         if key in WANTED and value not in (WANTED[key], None):
             add(f"train.{key}", f"{value!r}, and Megatron-Bridge runs with {WANTED[key]!r}", "leave it out")
@@ -81,7 +81,7 @@ def find_problems(resolved: Resolved) -> list[Problem]:
         add("train.optim", f"{optim!r}: Megatron-Bridge has Adam", f"train.optim={ADAM[0]}")
     if (decay := train["lr_scheduler_type"]) not in DECAYS:
         add("train.lr_scheduler_type", f"{decay!r} is not carried to Megatron-Bridge", f"one of {', '.join(DECAYS)}")
-    if train.get("packing") and train["per_device_train_batch_size"] != 1:
+    if train["packing"] and train["per_device_train_batch_size"] != 1:
         fix = "train.per_device_train_batch_size=1, and a longer train.max_length"
         add("train.per_device_train_batch_size", "with packing Megatron-Bridge takes one sequence at a time", fix)
     m, micro = resolved.recipe.megatron, int(train["gradient_accumulation_steps"])
@@ -100,7 +100,10 @@ def find_problems(resolved: Resolved) -> list[Problem]:
 
 def _lora_problems(resolved: Resolved) -> list[Problem]:
     found = []
-    for key, value in (resolved.recipe.lora or {}).items():
+    defaults = lora_defaults()
+    for key, value in (resolved.lora or {}).items():
+        if value == defaults[key]:
+            continue
         where = {"file": resolved.name, "key": f"lora.{key}"}
         if key not in LORA_KEYS or LORA_KEYS[key] not in (value, None):
             fix = f"lora.{key}={LORA_KEYS[key]}" if key in LORA_KEYS else "leave it out"
@@ -110,7 +113,7 @@ def _lora_problems(resolved: Resolved) -> list[Problem]:
             if unknown := [name for name in names if name not in TARGETS]:
                 fix = f"of {', '.join(TARGETS)}"
                 found.append(Problem(f"{', '.join(unknown)}: Megatron-Bridge's LoRA has no such layer", fix=fix, **where))
-    if (number := experts(resolved.architecture)) and resolved.recipe.lora is not None:
+    if (number := experts(resolved.architecture)) and resolved.lora is not None:
         text = f"on a model of {number} experts: how its adapter is exported was not checked here"
         found.append(Problem(text, file=resolved.name, key="lora", fix="train all parameters, or take a dense model"))
     return found
@@ -151,8 +154,8 @@ def build(resolved: Resolved, paths: Mapping[str, str | None], counts: Counts | 
     batch = global_batch(resolved)
     steps = iterations(train, batch, counts.train if counts else None)
     each = evaluated_at_once(resolved, m, counts.eval) if counts else None
-    wanted = train.get("eval_strategy") == "steps" and each != 0
-    evaluated = share(train.get("eval_steps"), steps) if wanted else None
+    wanted = train["eval_strategy"] == "steps" and each != 0
+    evaluated = share(train["eval_steps"], steps) if wanted else None
     seed, length = int(train["seed"]), int(train["max_length"])
     by_steps = train["save_strategy"] == "steps"
     sections: dict[str, dict[str, Any]] = {
@@ -256,7 +259,7 @@ def _optimization(train: Mapping[str, Any], m: Megatron, steps: int | None) -> d
 def _dataset(m: Megatron, train: Mapping[str, Any], paths: Mapping[str, str | None], length: int, seed: int) -> dict[str, Any]:
     """The conversations in Bridge's chat form: ``training.jsonl`` and ``validation.jsonl`` below ``dataset_root``."""
     parts = 2 * m.context_parallel_size if m.context_parallel_size > 1 else 1
-    packed = {"packed_sequence_size": length, "pad_seq_to_mult": parts} if train.get("packing") else None
+    packed = {"packed_sequence_size": length, "pad_seq_to_mult": parts} if train["packing"] else None
     return {
         "dataset_root": paths["data"],
         "seq_length": length,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.cluster.schema import Cluster
-from clustertune.launch import megatron, node
-from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.launch import megatron_image, node
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.shape import train_shape
 from clustertune.megatron import inputs, program, settings
 from clustertune.resolve.resolved import Resolved
@@ -31,9 +31,9 @@ def document(resolved: Resolved, cluster: Cluster, run_path: Path) -> dict[str, 
     section = resolved.recipe.megatron
     assert section is not None
     source = {"model": model.path or model.name, "revision": model.revision}
-    exported = "adapter" if resolved.recipe.lora is not None else "model"
+    exported = "adapter" if resolved.lora is not None else "model"
     return {
-        "image": megatron.of_training(resolved, cluster).container.image,
+        "image": megatron_image.of_training(resolved, cluster).container.image,
         "ranks_command": ["python3", *command[1:]],
         "conversion": {
             "from": source, "to": str(where["base"]), "ranks": resolved.world_size,

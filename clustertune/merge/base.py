@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,11 @@ from typing import Any
 from clustertune.errors import Problem, UserError, collect_problems, raise_if
 from clustertune.export.companions import read_json
 from clustertune.manifest import DigestComparison
-from clustertune.tensorfile import Tensor, TensorHeader, read_header
+from clustertune.tensorfile import FLOATS, Tensor, TensorHeader, read_header
 
 SHOWN = 5
 """Tensors that the errors name."""
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONV1D_MODELS = {"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"}
@@ -140,13 +142,28 @@ def check_tensors(folder: Path) -> list[Problem]:
     tensors = survey(files, named or None)  # vLLM loads what the index names, transformers all that the files hold
     try:
         found = find(model, {n: t for n, t in tensors.items() if not named or n in named}, rules, model.state_dict())
-        return _surplus_layers(found.extra, config, folder)
+        return [*_surplus_layers(found.extra, config, folder), *_without_scales(tensors, model.state_dict())]
     except UserError as error:
         more = len(error.problems) - SHOWN
         return error.problems[:SHOWN] + ([Problem(f"{more} more tensors", file=str(folder))] if more > 0 else [])
     except Unfollowed:
         pass  # transformers' own loading, or vLLM's, says what is wrong
     return []
+
+
+def _without_scales(tensors: Mapping[str, Any], state: Mapping[str, Any]) -> list[Problem]:
+    """Parameters stored in eight bits or as integers, of a model whose ``config.json`` names no quantisation: transformers and
+    vLLM read their numbers as they are, without the scales that belong to them."""
+    packed = [
+        tensor
+        for name, tensor in tensors.items()
+        if name in state and state[name].is_floating_point() and tensor.dtype not in (*FLOATS, "F64")
+    ]
+    fix = "take the config.json of these weights, or the weights in bfloat16"
+    return [
+        Problem(f"{one.name} is stored in {one.dtype}, and {CONFIG} names no quantization_config", file=str(one.file), fix=fix)
+        for one in packed[:SHOWN]
+    ]
 
 
 def _surplus_layers(extra: list[Tensor], config: Any, folder: Path) -> list[Problem]:

@@ -48,11 +48,11 @@ class Alerts:
 def write(run: Path, status: RunStatus, site: Monitor) -> None:
     """Write the page, and the metrics file where the site wants one. Raises OSError."""
     from clustertune.manifest import write_durably
-    from clustertune.monitor import page
+    from clustertune.monitor import live_page
 
-    write_durably(run / page.FILE, page.draw(status))
+    write_durably(run / live_page.FILE, live_page.draw(status))
     if site.openmetrics:
-        page.write_openmetrics(Path(site.openmetrics) / f"clustertune-{status.title}.prom", status)
+        live_page.write_openmetrics(Path(site.openmetrics) / f"clustertune-{status.title}.prom", status)
 
 
 def refresh(run: Path) -> None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.manifest import open_plain
-from clustertune.monitor.machine import COLUMNS, GPU_COLUMNS, Gpus, NodeSampler
+from clustertune.monitor.readings import COLUMNS, GPU_COLUMNS, Gpus, NodeSampler
 from clustertune.process import die_with_parent
 from clustertune.report.telemetry import FOLDER, TelemetryRow, Values, read_rows
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.evaluate import scores
-from clustertune.launch.plan import AttemptPlan, read_attempts
-from clustertune.monitor.machine import SLOWED
+from clustertune.launch.attempt import AttemptPlan, read_attempts
+from clustertune.monitor.readings import SLOWED
 from clustertune.recipe.schema import Budget
 from clustertune.report import cost, telemetry
 from clustertune.report.content import get

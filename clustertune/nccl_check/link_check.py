@@ -24,7 +24,7 @@ from clustertune.cluster.ignoring import ignored
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.host.system import GIB, MIB
-from clustertune.launch import batch, rendezvous, step
+from clustertune.launch import batch, rendezvous, srun
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import environment
 from clustertune.launch.shape import JobShape
@@ -81,7 +81,7 @@ def job_target(allocation: Allocation, cluster: Cluster, environ: Mapping[str, s
     """The nodes of a Slurm job, reached by srun, in the cluster's container if it has one."""
 
     def command(folder: Path) -> list[str]:
-        return step.in_job(_node_command(folder), cluster, allocation, binds=[folder.parent], environ=environ)
+        return srun.in_job(_node_command(folder), cluster, allocation, binds=[folder.parent], environ=environ)
 
     # Slurm's names resolve on every node: training meets by them, too.
     return CheckTarget(allocation.nodes, allocation.nodes[0], cluster, command, allocation.job_id)
@@ -134,9 +134,9 @@ def make_setup(target: CheckTarget, options: CheckOptions) -> Setup:
     least, longest = CASE_SECONDS
     patience = max(START_SECONDS[0], min(START_SECONDS[1], 2 * options.seconds))
     most = options.whole_seconds
-    given = {**vars(options), "most_seconds": most}
+    stated = {**vars(options), "most_seconds": most}
     return Setup(
-        **given,
+        **stated,
         hosts=target.hosts,
         address=target.address,
         port=rendezvous.free_port(rendezvous.first_port(target.job or os.getpid(), 1)),
@@ -202,19 +202,19 @@ def expected(cluster: Cluster) -> dict[str, Any]:
     compute, network, hardware = cluster.compute, cluster.network, read_hardware()
     asked = {"gpus", "gpu", "interconnect", "nvlink_domain"}
     named = {"kind", "gbit", "ports", "interface", "subnet", "hca", "environment"}
-    found: dict[str, Any] = {
+    limits: dict[str, Any] = {
         "compute": {**compute.model_dump(include=asked), "nvlink_domain": compute.nvlink_domain or 0},
         "network": network.model_dump(include=named, mode="json"),
     }
     link = hardware.links.get(compute.interconnect or "")
     if link is not None and compute.gpus > 1:
-        found["intra"] = _carries(f"links.{compute.interconnect}", link.gb_s, link.gb_s * link.share, link)
+        limits["intra"] = _carries(f"links.{compute.interconnect}", link.gb_s, link.gb_s * link.share, link)
     facts = hardware.networks.get(network.kind)
     nominal = (network.gbit or 0.0) * network.ports / 8
     if facts is not None and nominal and len(cluster.compute_nodes) > 1:
         reached = min(nominal * facts.share, facts.most_gb_s or nominal)
-        found["inter"] = _carries(f"networks.{network.kind}", nominal, reached, facts)
-    return found
+        limits["inter"] = _carries(f"networks.{network.kind}", nominal, reached, facts)
+    return limits
 
 
 def _carries(key: str, nominal: float, reached: float, facts: LinkFacts | NetworkFacts) -> dict[str, Any]:
@@ -226,31 +226,31 @@ def _carries(key: str, nominal: float, reached: float, facts: LinkFacts | Networ
     }
 
 
-def judge(found: dict[str, Any], cluster: Cluster, logs: Sequence[str]) -> list[Finding]:
+def judge(result: dict[str, Any], cluster: Cluster, logs: Sequence[str]) -> list[Finding]:
     """Put what is expected and the verdict into a document; its findings."""
-    found["expected"] = expected(cluster)
-    if why := not_judged(found, cluster):
-        found["not_judged"] = why
-    findings, found["verdict"] = judged(found, read(logs), ignored(cluster))
+    result["expected"] = expected(cluster)
+    if why := not_judged(result, cluster):
+        result["not_judged"] = why
+    findings, result["verdict"] = judged(result, read(logs), ignored(cluster))
     return findings
 
 
-def judged(found: Mapping[str, Any], log: Log, left_out: Sequence[str] = ()) -> tuple[list[Finding], dict[str, Any]]:
+def judged(result: Mapping[str, Any], log: Log, left_out: Sequence[str] = ()) -> tuple[list[Finding], dict[str, Any]]:
     """The findings over a document and logs, and the part of the document that reports them.
 
     ``left_out``: ids of rules that do not count; ``ignored`` in the document are those of them that found a fault.
     """
-    report = Report(judge_log(found, log), tuple(left_out))
-    headline = headline_of(found, log, report.counted)
+    report = Report(judge_log(result, log), tuple(left_out))
+    headline = headline_of(result, log, report.counted)
     status = headline.partition(":")[0].lower()
     part = {"status": status, "headline": headline, "findings": as_json(report.counted), "ignored": report.ignored_faults}
     return report.counted, part
 
 
-def write(found: Mapping[str, Any], path: Path) -> None:
+def write(result: Mapping[str, Any], path: Path) -> None:
     """The document as a file, on the device when this returns. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, json.dumps(found, indent=1) + "\n")
+    write_durably(path, json.dumps(result, indent=1) + "\n")
 
 
 def hosts_outside(cluster: Cluster, hosts: Sequence[str]) -> list[str]:
@@ -259,40 +259,40 @@ def hosts_outside(cluster: Cluster, hosts: Sequence[str]) -> list[str]:
     return [host for host in hosts if host.lower().partition(".")[0] not in names]
 
 
-def not_judged(found: Mapping[str, Any], cluster: Cluster) -> str:
+def not_judged(result: Mapping[str, Any], cluster: Cluster) -> str:
     """Why what was measured says nothing of the links that training takes; empty where it does."""
     has_file = beside(cluster) is not None
-    if has_file and cluster.nodes and (outside := hosts_outside(cluster, found["hosts"])):
+    if has_file and cluster.nodes and (outside := hosts_outside(cluster, result["hosts"])):
         return f"{', '.join(outside[:3])}: no compute node of {cluster.name}, of which nothing was measured"
-    fallen_back = found["backend"] == "gloo" and found["backend_why"] != REQUESTED
+    fallen_back = result["backend"] == "gloo" and result["backend_why"] != REQUESTED
     if fallen_back and (cluster.compute.gpus or not has_file):
-        return f"{found['backend_why']}; NCCL was not touched"
+        return f"{result['backend_why']}; NCCL was not touched"
     return ""
 
 
-def not_kept(found: Mapping[str, Any], cluster: Cluster) -> str:
+def not_kept(result: Mapping[str, Any], cluster: Cluster) -> str:
     """Why a result is not kept for plans; empty where it can be."""
-    outside = hosts_outside(cluster, found["hosts"])
-    gathers = [entry for entry in found["results"] if entry["collective"] == "all_gather" and entry["busbw_gb_s"] > 0]
-    whole = not found["hung"] and all(entry["correct"] for entry in found["results"])
+    outside = hosts_outside(cluster, result["hosts"])
+    gathers = [entry for entry in result["results"] if entry["collective"] == "all_gather" and entry["busbw_gb_s"] > 0]
+    sound = not result["hung"] and all(entry["correct"] for entry in result["results"])
     reasons = (
         (beside(cluster) is None, f"{cluster.name} was detected: it has no cluster file to keep a result beside"),
-        (found["backend"] == "gloo" and cluster.compute.gpus, "gloo between CPUs says nothing about the cluster's GPUs"),
+        (result["backend"] == "gloo" and cluster.compute.gpus, "gloo between CPUs says nothing about the cluster's GPUs"),
         (outside, f"{', '.join(outside[:3])}: no compute node of {cluster.name}"),
-        (found["nodes"] < min(2, len(cluster.compute_nodes)), "one node of several was measured"),
-        (not whole, "something hung or was wrong: a plan would use wrong figures"),
+        (result["nodes"] < min(2, len(cluster.compute_nodes)), "one node of several was measured"),
+        (not sound, "something hung or was wrong: a plan would use wrong figures"),
         (not gathers, "no all_gather was measured, which is what a plan takes"),
     )
     return next((text for holds, text in reasons if holds), "")
 
 
-def keep(found: Mapping[str, Any], cluster: Cluster) -> Path:
+def keep(result: Mapping[str, Any], cluster: Cluster) -> Path:
     """Keep a result beside the cluster's file, where plans look for it. Raises UserError or OSError."""
     path = beside(cluster)
-    if why := not_kept(found, cluster):
+    if why := not_kept(result, cluster):
         raise UserError(Problem(why, file=cluster.source, key="--save", fix="leave --save out, or run it on the cluster"))
     assert path is not None
-    write(found, path)
+    write(result, path)
     # A job writes for its user only; plans of all who read the cluster's file take it.
     with contextlib.suppress(OSError):
         shutil.copymode(path.with_name(f"{path.name.removesuffix(SUFFIX)}{Path(cluster.source).suffix}"), path)
@@ -350,23 +350,23 @@ def options_for(seconds: float, backend: str, why: str, ranks_per_node: int, cpu
 def before_job(target: CheckTarget, options: CheckOptions, folder: Path) -> LinkVerdict:
     """Measure and judge into ``folder``. What breaks in the check itself is ``unknown``, never raised."""
     began, number = time.monotonic(), 1
-    wanted = folder
+    first = folder
     while folder.exists():  # the same start of a job may be made twice by hand: records are added to, and would mix
         number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
+        folder = first.with_name(f"{first.name}-{number}")
     try:
         part = measure(target, options, folder)
-        found = document(target, options, part, time.monotonic() - began)
+        result = document(target, options, part, time.monotonic() - began)
         why = part.inconclusive
         if why:
             # The command says that this is a fault; a job that would have trained does not end for it.
-            for entry in found["hung"]:
+            for entry in result["hung"]:
                 text = str(entry["message"] or f"{entry['collective']} did not end")[:300]
-                found["problems"].append({"node": target.hosts[0], "message": f"{why}: {text}"})
-            found["hung"] = []
-        findings = judge(found, target.cluster, part.logs())
-        write(found, folder / RESULT)
-        status, headline = found["verdict"]["status"], found["verdict"]["headline"]
+                result["problems"].append({"node": target.hosts[0], "message": f"{why}: {text}"})
+            result["hung"] = []
+        findings = judge(result, target.cluster, part.logs())
+        write(result, folder / RESULT)
+        status, headline = result["verdict"]["status"], result["verdict"]["headline"]
         if why and status != FAIL:
             status, headline = UNKNOWN, f"the links could not be measured: {why} ({folder})"
         return LinkVerdict(status, headline, folder / RESULT, time.monotonic() - began, tuple(findings))
@@ -403,7 +403,7 @@ START_MINUTES = 5
 
 def job_shape(cluster: Cluster, nodes: int | None, time: str | None, seconds: float) -> JobShape:
     """Whole nodes, all of the cluster by default: a neighbour's traffic would be measured, too. Raises UserError."""
-    there = len(cluster.compute_nodes)
+    most = len(cluster.compute_nodes)
     problems: list[Problem] = []
     if cluster.slurm is None:
         fix = "add a slurm section to its file, or --cluster names another one; without --submit it runs here"
@@ -412,9 +412,9 @@ def job_shape(cluster: Cluster, nodes: int | None, time: str | None, seconds: fl
     def wrong(text: str, key: str, fix: str) -> None:
         problems.append(Problem(text, file="command line", key=key, fix=fix))
 
-    wanted = there if nodes is None else nodes
-    if wanted > there:
-        wrong(f"{wanted} nodes, cluster {cluster.name} has {there}", "--nodes", f"at most --nodes {there}")
+    count = most if nodes is None else nodes
+    if count > most:
+        wrong(f"{count} nodes, cluster {cluster.name} has {most}", "--nodes", f"at most --nodes {most}")
     usual = math.ceil(seconds / 60) + START_MINUTES
     minutes = usual if time is None else parse_minutes(time)
     longest = parse_minutes(cluster.slurm.max_time)
@@ -428,7 +428,7 @@ def job_shape(cluster: Cluster, nodes: int | None, time: str | None, seconds: fl
     raise_if(problems)
     compute = cluster.compute
     return JobShape(
-        nodes=wanted,
+        nodes=count,
         gpus_per_node=compute.gpus,
         ranks_per_node=compute.gpus or 1,
         cpus_per_node=compute.threads,
@@ -441,9 +441,9 @@ def job_shape(cluster: Cluster, nodes: int | None, time: str | None, seconds: fl
     )
 
 
-def make_job(wanted: JobShape, folder: Path, arguments: Sequence[str]) -> batch.BatchJob:
+def make_job(shape: JobShape, folder: Path, arguments: Sequence[str]) -> batch.BatchJob:
     """The job. ``arguments`` are those of the command that it runs; its folder is added."""
     note = "Derived by clustertune nccl-check --submit from the cluster file."
-    script = batch.render("nccl-check", wanted, note, SCRIPT.read_text())
+    script = batch.render("nccl-check", shape, note, SCRIPT.read_text())
     job_arguments = (*arguments, "--out", str(folder.absolute()))
-    return batch.BatchJob(shape=wanted, script=script, folder=folder.absolute(), arguments=job_arguments)
+    return batch.BatchJob(shape=shape, script=script, folder=folder.absolute(), arguments=job_arguments)

@@ -124,7 +124,7 @@ class LinkContext:
         if not self.rdma_active() and self.kind not in RDMA_KINDS:  # there is nothing that the variable could take away
             variables.pop("NCCL_IB_DISABLE", None)
         gpus = (self.ranks or None) if self.backend == "nccl" else None
-        found = []
+        machines = []
         for facts in self.facts:
             used = [device.name for device in self.used_interfaces(facts.hostname)]
             named = self.configured_interface or (used[0] if len(used) == 1 else "")
@@ -133,8 +133,8 @@ class LinkContext:
             network = {"hca": [], "environment": {}, **self.network, "kind": self.kind, "interface": named}
             cluster = {"network": network, "compute": {"interconnect": self.compute.get("interconnect")}}
             expects = Expects(gpus=gpus, nodes=self.nodes, ran=True, p2p=p2p)
-            found.append(Machine(replace(facts, environment={**facts.environment, **variables}), cluster, expects))
-        return found
+            machines.append(Machine(replace(facts, environment={**facts.environment, **variables}), cluster, expects))
+        return machines
 
     def settings(self, name: str) -> set[str]:
         """The values of one of NCCL's variables."""
@@ -167,13 +167,13 @@ def _repeating(name: str, row: Mapping[str, Any]) -> Check:
     kinds, status = row.get("kinds", [name]), row.get("status", FAIL)
 
     def look(context: LinkContext) -> Iterator[Seen]:
-        found = [fault for fault in context.log.faults if fault.kind in kinds]
-        if found:
-            times = sum(context.log.faults[fault] for fault in found)
+        faults = [fault for fault in context.log.faults if fault.kind in kinds]
+        if faults:
+            times = sum(context.log.faults[fault] for fault in faults)
             # What torch says around a reason is longer than the reason, and comes first.
-            found.sort(key=lambda fault: "NCCL error" in fault.text or "ncclRemoteError" in fault.text)
+            faults.sort(key=lambda fault: "NCCL error" in fault.text or "ncclRemoteError" in fault.text)
             again = f" ({times} times)" if times > 1 else ""
-            yield Seen(status, f"{found[0].text}{again}", where=names(fault.host for fault in found))
+            yield Seen(status, f"{faults[0].text}{again}", where=names(fault.host for fault in faults))
 
     return Check(rule_of(name, row), look, LINKS)
 
@@ -237,8 +237,8 @@ def unexplained_error(context: LinkContext) -> Iterator[Seen]:
     if not known and (failures or context.log.failed):
         warned = [fault for fault in faults if fault.kind == OTHER]
         why = f"; the last warning: {warned[-1].text}" if warned else ""
-        found = failures[0].text if failures else "a call of NCCL failed"
-        yield Seen(FAIL, found + why, where=names(fault.host for fault in failures or warned[-1:]))
+        text = failures[0].text if failures else "a call of NCCL failed"
+        yield Seen(FAIL, text + why, where=names(fault.host for fault in failures or warned[-1:]))
 
 
 @RULES("other-warning")
@@ -617,13 +617,13 @@ def slow_node(context: LinkContext) -> Iterator[Seen]:
     for node, (gb_s, typical, verb) in sorted(slow.items()):
         ordered = sorted(pairs.items(), key=lambda item: item[1])
         worst = ", ".join(f"{a} to {b} {pair.gb_s:.3g}" for (a, b), pair in ordered if node in (a, b))
-        found = f"{node} {verb} {gb_s:.3g} GB/s at best, the others {typical:.3g} ({worst[:160]})"
-        yield Seen(FAIL if gb_s < HALF * typical else WARN, found, where=node)
+        text = f"{node} {verb} {gb_s:.3g} GB/s at best, the others {typical:.3g} ({worst[:160]})"
+        yield Seen(FAIL if gb_s < HALF * typical else WARN, text, where=node)
     typical = max(inside.values()) if len(inside) == 2 else statistics.median(inside.values() or [0.0])
     bad = {node: gb_s for node, gb_s in sorted(inside.items()) if gb_s < UNEVEN * typical}
     for node, gb_s in bad.items():
-        found = f"{gb_s:.3g} GB/s inside {node}, {typical:.3g} inside the others"
-        yield Seen(FAIL if gb_s < HALF * typical else WARN, found, where=node)
+        text = f"{gb_s:.3g} GB/s inside {node}, {typical:.3g} inside the others"
+        yield Seen(FAIL if gb_s < HALF * typical else WARN, text, where=node)
     if not slow and not bad and (len({node for pair in pairs for node in pair}) > 2 or inside):
         yield Seen(PASS, "no node is slower than the others")
 
@@ -632,8 +632,8 @@ def _per_node(context: LinkContext) -> dict[str, float]:
     """Bandwidth inside each node; empty for one node, and for gloo, which measures the CPU's load."""
     entries = context.entries("per_node") if context.backend == "nccl" else []
     speeds = {node: speed(one for one in entries if one["node"] == node) for node in {one["node"] for one in entries}}
-    found = {node: gb_s for node, (gb_s, seconds, _) in speeds.items() if seconds >= LEAST_S}
-    return found if len(found) > 1 else {}
+    measured = {node: gb_s for node, (gb_s, seconds, _) in speeds.items() if seconds >= LEAST_S}
+    return measured if len(measured) > 1 else {}
 
 
 @RULES("asymmetric")
@@ -645,8 +645,8 @@ def asymmetric(context: LinkContext) -> Iterator[Seen]:
     for (first, second), back in ways:
         pair = pairs[first, second]
         if pair.at_best < UNEVEN * back.gb_s:
-            found = f"{first} sends {pair.gb_s:.3g} GB/s to {second}, and receives {back.gb_s:.3g}"
-            yield Seen(FAIL if pair.gb_s < HALF * back.gb_s else WARN, found, where=first)
+            text = f"{first} sends {pair.gb_s:.3g} GB/s to {second}, and receives {back.gb_s:.3g}"
+            yield Seen(FAIL if pair.gb_s < HALF * back.gb_s else WARN, text, where=first)
             return
     if ways:
         yield Seen(PASS, "pairs are as fast in both directions")
@@ -667,8 +667,8 @@ def slow_pair(context: LinkContext) -> Iterator[Seen]:
     for gb_s, (first, second) in bad[:1]:
         count = len({frozenset(pair) for _, pair in bad})
         more = f" (and {count - 1} pairs more)" if count > 1 else ""
-        found = f"{first} and {second} reach {gb_s:.3g} GB/s, pairs typically {typical:.3g}{more}"
-        yield Seen(WARN, found, where=f"{first}, {second}")
+        text = f"{first} and {second} reach {gb_s:.3g} GB/s, pairs typically {typical:.3g}{more}"
+        yield Seen(WARN, text, where=f"{first}, {second}")
     if not bad:
         yield Seen(PASS, "no pair is slower than the others")
 
@@ -708,15 +708,15 @@ def judge_log(document: Mapping[str, Any], log: Log) -> list[Finding]:
     """As :func:`judge`, of logs that were read already."""
     context = LinkContext(document, log)
     several = JobNodes(context.machines)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for one in ranked():
         if one.subject == LINKS:
-            found += one(context)
+            findings += one(context)
         elif context.backend == "nccl" or (context.nodes > 1 and one.rule.id in INTERFACES):
             subjects: Sequence[Any] = [several] if one.subject == NODES else several.machines
             seen = [item for subject in subjects for item in run([one], subject, getattr(subject, "where", ""))]
-            found += [replace(item, where=names(places)) for item, places in grouped(seen)]
-    return in_order(found)
+            findings += [replace(item, where=names(places)) for item, places in grouped(seen)]
+    return in_order(findings)
 
 
 def headline_of(document: Mapping[str, Any], log: Log, findings: Sequence[Finding]) -> str:

@@ -20,47 +20,47 @@ SHOWN_PAIRS = 5
 """Of the slowest pairs; ``--json`` and result.json have all."""
 
 
-def show(found: Mapping[str, Any]) -> None:
+def show(result: Mapping[str, Any]) -> None:
     """Print what was measured, on what, how fast, and the verdict."""
-    for line in head(found):
+    for line in head(result):
         say(line)
     for title, columns, rows in (
-        (None, COLUMNS, [*result_rows(found)]),
-        ("slowest pairs of nodes, one way", PAIR_COLUMNS, [*pair_rows(found)]),
+        (None, COLUMNS, [*result_rows(result)]),
+        ("slowest pairs of nodes, one way", PAIR_COLUMNS, [*pair_rows(result)]),
     ):
         table = make_table(*columns, title=title, text_columns=2)
         for row in rows:
             table.add_row(*map(escape, row))
         if rows:
             console.stderr.print(table)
-    for line in (*notes(found), *verdict(found.get("verdict") or {})):
+    for line in (*notes(result), *verdict(result.get("verdict") or {})):
         say(line)
 
 
-def head(found: Mapping[str, Any]) -> Iterator[str]:
+def head(result: Mapping[str, Any]) -> Iterator[str]:
     """What was measured, on what."""
-    each, nodes = found["gpus_per_node"], found["nodes"]
-    unit = "GPUs" if found["backend"] == "nccl" else "CPU ranks"
+    each, nodes = result["gpus_per_node"], result["nodes"]
+    unit = "GPUs" if result["backend"] == "nccl" else "CPU ranks"
     on = f"{nodes} nodes with {each} {unit} each" if nodes > 1 else f"{each} {unit} of one node"
-    yield f"{found['backend']} over {found['transport']}: {on}, {found['seconds']:g} s ({found.get('backend_why', '')})"
-    if made := found.get("connect_s"):
+    yield f"{result['backend']} over {result['transport']}: {on}, {result['seconds']:g} s ({result.get('backend_why', '')})"
+    if made := result.get("connect_s"):
         yield "communicators: " + ", ".join(f"{scope} in {seconds:.3g} s" for scope, seconds in made.items())
     yield "busbw as nccl-tests defines it, GB/s of 10^9 bytes; the slowest rank's median"
 
 
-def nominal_of(found: Mapping[str, Any], scope: str) -> float | None:
+def nominal_of(result: Mapping[str, Any], scope: str) -> float | None:
     """What the links of a scope carry nominally, GB/s; None where it is unknown."""
-    level = (found.get("expected") or {}).get("intra" if scope == "intra" else "inter") or {}
+    level = (result.get("expected") or {}).get("intra" if scope == "intra" else "inter") or {}
     value = level.get("nominal_gb_s")
     return float(value) if isinstance(value, int | float) and value > 0 else None
 
 
-def result_rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
+def result_rows(result: Mapping[str, Any]) -> Iterator[list[str]]:
     """The largest sizes of every collective, worded."""
-    kinds = dict.fromkeys((entry["scope"], entry["collective"]) for entry in found["results"])
+    kinds = dict.fromkeys((entry["scope"], entry["collective"]) for entry in result["results"])
     for scope, name in sorted(kinds, key=lambda kind: ("world intra inter".find(kind[0]), COLLECTIVES.index(kind[1]))):
-        same = [entry for entry in found["results"] if (entry["scope"], entry["collective"]) == (scope, name)]
-        nominal = nominal_of(found, scope)
+        same = [entry for entry in result["results"] if (entry["scope"], entry["collective"]) == (scope, name)]
+        nominal = nominal_of(result, scope)
         for entry in sorted(same, key=lambda entry: -int(entry["bytes"]))[:SHOWN_SIZES]:
             share = f"{entry['busbw_gb_s'] / nominal:.0%}" if nominal else ""
             speed = [f"{entry['algbw_gb_s']:.4g}", f"{entry['busbw_gb_s']:.4g}", share]
@@ -68,9 +68,9 @@ def result_rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
             yield [scope, name, show_size(entry["bytes"]), *speed, *took]
 
 
-def pair_rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
+def pair_rows(result: Mapping[str, Any]) -> Iterator[list[str]]:
     """The slowest pairs one way, each beside the median of all pairs."""
-    sized = sorted(found.get("per_pair", []), key=lambda entry: int(entry["bytes"]))
+    sized = sorted(result.get("per_pair", []), key=lambda entry: int(entry["bytes"]))
     ways = {tuple(entry["nodes"]): entry for entry in sized if entry["collective"] == "p2p"}.values()  # the largest of each
     middle = statistics.median([entry["busbw_gb_s"] for entry in ways] or [0.0])
     for entry in sorted(ways, key=lambda entry: float(entry["busbw_gb_s"]))[:SHOWN_PAIRS]:
@@ -78,17 +78,17 @@ def pair_rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
         yield [*entry["nodes"], show_size(entry["bytes"]), f"{entry['busbw_gb_s']:.4g}", share, f"{entry['spread']:.0%}"]
 
 
-def notes(found: Mapping[str, Any]) -> Iterator[str]:
+def notes(result: Mapping[str, Any]) -> Iterator[str]:
     """What did not end, what was left out, what else went wrong."""
-    for entry in found.get("hung", []):
+    for entry in result.get("hung", []):
         where = f" on {', '.join(entry['hosts'])}" if entry["hosts"] else ""
         size = f" of {show_size(entry['bytes'])}" if entry["bytes"] else ""
         text = f": {entry['message']}" if entry["message"] else ""
         yield f"did not end: {entry['collective']} ({entry['scope']}){size}{where}{text}"
-    for entry in found.get("problems", []):
+    for entry in result.get("problems", []):
         yield f"{entry['node']}: {entry['message']}"
     kinds: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
-    for entry in found.get("left_out", []):
+    for entry in result.get("left_out", []):
         kinds.setdefault((entry["scope"], entry["collective"], "memory" in entry["reason"]), []).append(entry)
     for (scope, name, _), entries in kinds.items():
         sizes = ", ".join(show_size(entry["bytes"]) for entry in sorted(entries, key=lambda entry: -int(entry["bytes"]))[:4])

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from clustertune.cluster.schema import Cluster
+from clustertune.console import duration
 from clustertune.errors import UserError
 from clustertune.host.system import GIB
-from clustertune.plan.constants import Constants, duration
+from clustertune.plan.constants import Constants
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.predict import Footprint, Plan, held, make_plan, make_shape, real_length
@@ -78,7 +79,7 @@ def candidates(
 
 def _bases(start: Resolved) -> tuple[str, ...]:
     """How the base may be loaded: as it is where all of it is trained."""
-    if start.recipe.lora is None:
+    if start.lora is None:
         return ("",)
     own = quantization.of(start.train_args)
     return ("bf16", "nf4") if own is None or own.get("load_in_4bit") else ("bf16", "")

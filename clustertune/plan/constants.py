@@ -141,13 +141,6 @@ def quantity(value: float, unit: str) -> str:
     return f"{number(value)} {unit}".rstrip()
 
 
-def duration(seconds: float) -> str:
-    """``41 s``, ``12 min``, ``8.4 h``: as precise as an estimate is."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
-
-
 def total(terms: list[Term]) -> float:
     """The sum of the values of terms that share a unit."""
     return sum(term.value for term in terms)

@@ -67,8 +67,8 @@ def known_lengths(resolved: Resolved) -> Lengths | None:
     counts, args = resolved.recipe.data.expect, resolved.train_args
     if counts is not None and counts.mean_tokens:
         return Lengths((max(1, round(counts.mean_tokens)),), "data.expect.mean_tokens")
-    steps, batch = resolved.recipe.expect.steps, int(resolved.recipe.train["global_batch_size"])
-    if counts is None or not counts.train or not steps or not args.get("packing") or args["max_steps"] > 0:
+    steps, batch = resolved.recipe.expect.steps, resolved.global_batch_size
+    if counts is None or not counts.train or not steps or not args["packing"] or args["max_steps"] > 0:
         return None
     epochs = args["num_train_epochs"]
     mean = steps * batch * args["max_length"] * PACKED_SHARE / (counts.train * epochs)

@@ -765,7 +765,7 @@ def row_bytes(resolved: Resolved) -> int:
 
     DeepSpeed makes its float32 copies later, of what lies in its place by then.
     """
-    return 2 + 4 if resolved.distribution.is_fsdp and resolved.recipe.lora is None else 2
+    return 2 + 4 if resolved.distribution.is_fsdp and resolved.lora is None else 2
 
 
 def rows_in_flight(resolved: Resolved, counted: ParameterCount, ranks: int, shards: int) -> float:

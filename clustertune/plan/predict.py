@@ -231,10 +231,10 @@ def make_shape(resolved: Resolved, used: Strategy, *, cudnn: bool = False) -> Mo
             fix = "name plain linear modules in lora.target_modules, such as [q_proj, v_proj]"
             raise UserError(Problem(text, file=f"{resolved.name}/recipe.yaml", key="lora", fix=fix))
         adapters = found
-    targets = (lora or {}).get("target_modules") or ()
+    targets = (lora["target_modules"] if lora else None) or ()
     names = tuple(str(name).split(".")[-1] for name in targets) if not isinstance(targets, str) else _all_linear(counted)
     rank, dropout = (lora["r"], lora["lora_dropout"]) if lora else (0, 0.0)
-    wrapped = tuple(sorted({linear.name for _, linear in adapted_experts(resolved.architecture, lora or {})}))
+    wrapped = tuple(sorted({linear.name for _, linear in adapted_experts(resolved.architecture, lora)})) if lora else ()
     trained = adapters if lora is not None else counted.total
     return ModelShape(counted, used, trained, adapters, rank, names, wrapped, dropout, cudnn)
 

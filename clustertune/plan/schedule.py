@@ -81,8 +81,8 @@ def rows(resolved: Resolved, lengths: Lengths | None) -> PackedRows:
     train, held = float(counts.train), counts.eval
     if held is None:
         held = round(train * data.eval_fraction / (1 - data.eval_fraction))
-    packing = bool(resolved.train_args.get("packing"))
-    packs_eval = packing if (stated := resolved.train_args.get("eval_packing")) is None else stated
+    packing = bool(resolved.train_args["packing"])
+    packs_eval = packing if (stated := resolved.train_args["eval_packing"]) is None else stated
     if not packing:
         return PackedRows(
             train, _packed(held, lengths, longest) if packs_eval else held, f"{counts.train:,} conversations, a sequence each"
@@ -149,9 +149,9 @@ def schedule(
         text = "{copy} s to copy + {write} s to write - {every} x {step} s in which training continues"
         cost = Term("save", copied + wait, SECONDS, text, values)
     evaluations = times(args, "eval", steps)
-    if evaluations is not None and args.get("eval_on_start"):
+    if evaluations is not None and args["eval_on_start"]:
         evaluations += 1
-    kept = int(args.get("save_total_limit") or 0)
+    kept = int(args["save_total_limit"] or 0)
     most = kept or 1 if saves is None else min(kept + len(milestones), saves) if kept else saves
     disk = {"checkpoints": size * most, "merged model": 2.0 * shape.counted.total}
     if shape.strategy.lora:
@@ -238,7 +238,7 @@ def find_idle_schedule(resolved: Resolved, steps: int | None = None, lengths: Le
     """
     steps, why = _known_steps(resolved, steps, lengths)
     args = resolved.train_args
-    if steps != 1 or not args.get("warmup_steps") or str(args.get("lr_scheduler_type")) in _WITHOUT_WARMUP:
+    if steps != 1 or not args["warmup_steps"] or str(args["lr_scheduler_type"]) in _WITHOUT_WARMUP:
         return []
     text = f"{float(args['warmup_steps']):g}: the training has 1 step{why}, which is the warm-up's first, with the learning "
     fix = "a smaller train.global_batch_size, or more epochs; train.warmup_steps=0 makes the one step train"
@@ -247,7 +247,7 @@ def find_idle_schedule(resolved: Resolved, steps: int | None = None, lengths: Le
 
 def steps_of(resolved: Resolved, found: PackedRows) -> tuple[int | None, str]:
     """Optimizer steps of a training, and how they are known."""
-    args, batch = resolved.train_args, int(resolved.recipe.train["global_batch_size"])
+    args, batch = resolved.train_args, resolved.global_batch_size
     most = args["max_steps"]
     if most > 0:
         return most, f"train.max_steps {most}"
@@ -289,7 +289,7 @@ def times(args: dict[str, Any], what: str, steps: int | None) -> int | None:
 
 def every_steps(args: dict[str, Any], what: str, steps: int | None) -> int | None:
     """Steps between two evaluations or saves; None for a share of steps whose number is not known."""
-    value = float(args.get(f"{what}_steps") or args["logging_steps"])  # transformers' rule for eval_steps
+    value = float(args[f"{what}_steps"] or args["logging_steps"])  # transformers' rule for eval_steps
     if value < 1:
         return None if steps is None else max(1, math.ceil(value * steps))
     return max(1, int(value))
@@ -301,7 +301,7 @@ def _evaluation(args: dict[str, Any], shape: ModelShape, machine: PlanMachine, c
     batch = args["per_device_eval_batch_size"]
     if not found.eval:
         return Term("evaluation", 0.0, SECONDS, "no eval split known", {})
-    sequences = found.eval * (args.get("num_generations_eval") or args["num_generations"] if plan.rollouts else 1)
+    sequences = found.eval * (args["num_generations_eval"] or args["num_generations"] if plan.rollouts else 1)
     passes = math.ceil(sequences / (batch * plan.data_parallel_size))
     filled = sequences / (passes * plan.data_parallel_size)
     forward = total(micro_batch(shape, machine, constants).forward) * filled / plan.micro_batch

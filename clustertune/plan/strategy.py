@@ -77,13 +77,13 @@ class Sizes:
 
 def loaded_bytes(args: Mapping[str, Any]) -> float:
     """Bytes of a parameter as it is loaded."""
-    return _SIZES.get(str((args.get("model_init_kwargs") or {}).get("dtype", DEFAULT_DTYPE)), FULL)
+    return _SIZES.get(str((args["model_init_kwargs"] or {}).get("dtype", DEFAULT_DTYPE)), FULL)
 
 
 def read_sizes(resolved: Resolved, split: Distribution) -> Sizes:
     """The sizes of a resolved recipe under a distribution."""
     args = resolved.train_args
-    dtype = str((args.get("model_init_kwargs") or {}).get("dtype", DEFAULT_DTYPE))
+    dtype = str((args["model_init_kwargs"] or {}).get("dtype", DEFAULT_DTYPE))
     loaded, mixed = loaded_bytes(args), split.mixed_precision
     config = quantization.of(args)
     base = quantization.read(config, int(resolved.architecture["hidden_size"])) if config is not None else None
@@ -94,7 +94,7 @@ def read_sizes(resolved: Resolved, split: Distribution) -> Sizes:
     if split.is_deepspeed:
         found = _zero(split, loaded, mixed, optim, compute)
     else:
-        found = _torch(split, loaded, optim, compute, base, lora=resolved.recipe.lora is not None)
+        found = _torch(split, loaded, optim, compute, base, lora=resolved.lora is not None)
     found = replace(found, notes=(*found.notes, *_optim_notes(optim)))
     return found if base is None else _quantized(found, base, split, config or {})
 
@@ -309,15 +309,15 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
     sizes = read_sizes(resolved, split)
     args, stated, trl = resolved.train_args, resolved.recipe.plan, split.kind != "Megatron"
     # TRL computes a smoothed loss, and only that, from whole logits.
-    smoothed = trl and bool(args.get("label_smoothing_factor")) and args["loss_type"] == "nll"
+    smoothed = trl and bool(args["label_smoothing_factor"]) and args["loss_type"] == "nll"
     tiles = trl and not smoothed
     kernel = kernels.attention_of(args) if trl else "flash"
     notes = [*split.notes, *sizes.notes, *_recomputation_notes(resolved)]
     notes += [WHOLE_LOSS] if smoothed else [FUSED_LOSS] if tiles and not stated.whole_logits else []
     notes += ["flex_attention is counted as flash attention"] if kernel == "flex_attention" else []
-    notes += [REFERENCE[resolved.recipe.lora is None]] if resolved.is_dpo else []
+    notes += [REFERENCE[resolved.lora is None]] if resolved.is_dpo else []
     compared = resolved.is_dpo or bool(resolved.is_grpo and args["beta"])  # with a reference
-    notes += [TF32] if sizes.compute == "fp32" and not args.get("tf32") else []
+    notes += [TF32] if sizes.compute == "fp32" and not args["tf32"] else []
     notes += [WHOLE_LOGITS] if stated.whole_logits else []
     if stated.reduce_dtype is not None:
         size = FULL if stated.reduce_dtype == "fp32" else HALF
@@ -333,9 +333,9 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
         micro_batch=args["per_device_train_batch_size"],
         accumulation=args["gradient_accumulation_steps"],
         sequence=_sequence(args),
-        packing=bool(args.get("packing") or args.get("padding_free")),
+        packing=bool(args["packing"] or args["padding_free"]),
         attention=kernel if kernel in ("eager", "sdpa") else "flash",
-        lora=resolved.recipe.lora is not None,
+        lora=resolved.lora is not None,
         fused_loss=tiles and not stated.whole_logits,
         overlap_tp=stated.overlap_tp,
         reduce_each=stated.reduce_each,
@@ -344,13 +344,13 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
         # (both hold all logits), the root keeps embedding and head gathered.
         ends_apart=split.kind == "FSDP2" and not stated.whole_logits,
         isolated=trl and kernels.packs(args),
-        grouped=args.get("train_sampling_strategy") == "group_by_length",
+        grouped=args["train_sampling_strategy"] == "group_by_length",
         tiled_loss=tiles,
-        liger=trl and bool(args.get("use_liger_kernel")),
+        liger=trl and bool(args["use_liger_kernel"]),
         holds_logits=stated.whole_logits,
         second_forward="reference" if compared else "metrics" if smoothed else "",
         answers=2 if resolved.is_dpo else 1,
-        reference_bytes=loaded_bytes(args) if compared and resolved.recipe.lora is None else 0.0,
+        reference_bytes=loaded_bytes(args) if compared and resolved.lora is None else 0.0,
         rollouts=_rollouts(args) if resolved.is_grpo else None,
     )
 
@@ -358,7 +358,7 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
 def _rollouts(args: Mapping[str, Any]) -> Rollouts:
     """TRL's rule: without ``steps_per_generation`` a generation is for one optimizer step (GRPOConfig.__post_init__)."""
     accumulation = int(args["gradient_accumulation_steps"])
-    parts = int(args.get("steps_per_generation") or accumulation)
+    parts = int(args["steps_per_generation"] or accumulation)
     answers, steps = int(args["per_device_train_batch_size"]) * parts, parts * int(args["num_iterations"]) / accumulation
     vllm = float(args["vllm_gpu_memory_utilization"]) if args["use_vllm"] else 0.0
     return Rollouts(answers, int(args[MAX_PROMPT]), int(args["max_completion_length"]), steps, vllm)
@@ -373,7 +373,7 @@ def _recomputation_notes(resolved: Resolved) -> list[str]:
     recompute = resolved.distribution.recompute
     if recompute.selective:
         return ["selective recomputation repeats the attention alone, which flash attention does anyway"]
-    if recompute.by == "none" and resolved.recipe.megatron is None and resolved.train_args.get("activation_offloading"):
+    if recompute.by == "none" and resolved.recipe.megatron is None and resolved.train_args["activation_offloading"]:
         # TRL 1.16 leaves out weights by their place before the model is sharded (trl/models/activation_offloading.py:686).
         gathered = ", the weights that FSDP gathers among them" if resolved.distribution.kind.startswith("FSDP") else ""
         return [f"train.activation_offloading moves what backward needs to host memory{gathered}: not counted"]

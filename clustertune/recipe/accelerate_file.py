@@ -85,9 +85,6 @@ DYNAMIC, BY_LAYER, BACKEND = (f"{COMPILER}.dynamo_{key}" for key in ("use_dynami
 USE_FSDP2 = f"write {TYPE}: FSDP with {FSDP2}"
 SECTIONS = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
 """By distributed type the section that accelerate reads with it alone."""
-_OWNED = "the distribution is in the recipe's accelerate.yaml"
-TRAIN_OWNED = dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "accelerator_config"), _OWNED)
-"""Fields of ``SFTConfig`` that a recipe may not set, because this file says it."""
 AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 """The axes of accelerate's mesh, in its order."""
 _DEFAULT_STAGE, _UNKNOWN_STAGE = 2, 3
@@ -171,7 +168,7 @@ def dynamo_backend(body: Mapping[str, Any]) -> str | None:
 def compiled(train: Mapping[str, Any], body: Mapping[str, Any]) -> tuple[bool, bool]:
     """Whether the model is compiled, and whether layer by layer: once, and then taken for all layers of one kind."""
     dynamo = section(body, "dynamo_config")
-    named = train.get("torch_compile") or train.get("torch_compile_backend") or train.get("torch_compile_mode")
+    named = train["torch_compile"] or train["torch_compile_backend"] or train["torch_compile_mode"]
     on = bool(named) or (dynamo_backend(body) or "NO").upper() not in ("NO", "NONE", "FALSE")
     return on, on and _is_true(dynamo.get("dynamo_use_regional_compilation", dynamo.get("use_regional_compilation")))
 

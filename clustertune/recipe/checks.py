@@ -28,7 +28,19 @@ from clustertune.recipe.parameters import (
     matches,
     narrowest,
 )
-from clustertune.recipe.schema import FORMATS, OWN_PROMPTS, REWARD_OPTIONS, Eval, Recipe, Reward, read_section
+from clustertune.recipe.schema import (
+    FORMATS,
+    OWN_PROMPTS,
+    REWARD_OPTIONS,
+    Data,
+    Eval,
+    Model,
+    RecipeFile,
+    Reward,
+    Section,
+    Slurm,
+    read_section,
+)
 from clustertune.recipe.tasks import find_task, unknown_tasks
 from clustertune.recipe.values import Values, model_facts
 from clustertune.recipe.yamlfile import KeyPath
@@ -49,9 +61,10 @@ def check_schema(values: Mapping[str, Any], location: Callable[[KeyPath], str]) 
     """What pydantic finds in the sections, and what the model and data sections demand together. ``location`` names a line."""
     yield from _find_secrets(values, ())
     try:
-        Recipe.model_validate(values)
+        RecipeFile.model_validate(values)
     except ValidationError as error:
-        yield from schema_findings(Recipe, error, _MISSING)
+        for path, text, fix in schema_findings(RecipeFile, error, _MISSING):
+            yield path, text, fix if fix or len(path) > 1 else _section_of(path[0])
     yield from _check_scores(values)
     yield from check_reward(values)
     model, data = values.get("model"), values.get("data")
@@ -67,6 +80,21 @@ def check_schema(values: Mapping[str, Any], location: Callable[[KeyPath], str]) 
         # A format that is laid over a recipe's own (data.format=alpaca) leaves its language without effect: prepare says so.
         if data.get("language") and other and location(language).rsplit(":", 1)[0] == location(form).rsplit(":", 1)[0]:
             yield language, f"{data['format']} rows carry no language", "leave it out"
+
+
+_OWN_SECTIONS: dict[str, type[Section]] = {"eval": Eval, "slurm": Slurm, "data": Data, "model": Model}
+
+
+def _section_of(name: str) -> str | None:
+    """Where a setting stands that was written at the top level, as a trainer's program takes it; None: nothing is known."""
+    keys = {
+        "train": facts("trl")["fields"],
+        "lora": facts("peft")["fields"],
+        **{section: model.model_fields for section, model in _OWN_SECTIONS.items()},
+    }
+    known = {key: section for section, names in reversed(keys.items()) for key in names}
+    close = nearest(name, known)
+    return close and f"did you mean {known[close]}.{close}?"
 
 
 _READS = {"sft": "conversations and text", "dpo": "pairs of answers", "grpo": "prompts"}
@@ -148,8 +176,6 @@ class NativeSection:
     owned: Mapping[str, str]
     removed: Mapping[str, str]
     ranges: Mapping[str, NumberRange]
-    own: frozenset[str] = frozenset()
-    """Keys of this section that the dataclass does not have."""
 
     def check(self, field: NativeField, value: Any) -> Any:
         """The value as the field takes it. Raises ValueError with what it takes."""
@@ -163,10 +189,10 @@ class NativeSection:
 def train_section(trainer: str = "sft") -> NativeSection:
     """The section ``train`` of a recipe with this ``trainer``."""
     rules = native_rules
-    owned = rules.TRAIN_OWNED | acc.TRAIN_OWNED | rules.OWNED[trainer]
+    owned = rules.TRAIN_OWNED | rules.OWNED[trainer]
     ranges = rules.TRAIN_RANGES | {"dpo": rules.DPO_RANGES, "grpo": rules.GRPO_RANGES}.get(trainer, {})
-    fields, own = train_fields(trainer), frozenset({"global_batch_size"})
-    return NativeSection("train", f"{trainer.upper()}Config", fields, owned, rules.TRAIN_REMOVED, ranges, own)
+    fields = {**train_fields(trainer), "global_batch_size": rules.GLOBAL_BATCH}
+    return NativeSection("train", f"{trainer.upper()}Config", fields, owned, rules.TRAIN_REMOVED, ranges)
 
 
 def lora_section() -> NativeSection:
@@ -179,10 +205,10 @@ def check_native(section: NativeSection, given: Mapping[str, Any]) -> tuple[dict
     """The values of a section as the foreign dataclass takes them, and everything that is wrong with them."""
     checked: dict[str, Any] = {}
     found: list[Found] = []
-    known = set(section.fields) - set(section.owned) | section.own
+    known = set(section.fields) - set(section.owned)
     for key, value in given.items():
         path, fix = (section.name, key), None
-        if key in section.own or holds_secret(value):  # a secret was reported with the schema's problems
+        if holds_secret(value):  # reported with the schema's problems
             continue
         if value is None and key not in section.fields and key in native_rules.train_fields():
             continue  # of a base for the other trainer, taken out
@@ -206,33 +232,18 @@ def check_native(section: NativeSection, given: Mapping[str, Any]) -> tuple[dict
 
 
 def check_train(train: Mapping[str, Any]) -> Iterator[Found]:
-    """What ``SFTConfig`` or clustertune refuses for the values of several keys together."""
-    if train.get("fp16"):
+    """Values of the complete section whose effect no library tells in the first minute."""
+    if train["fp16"]:
         # Its scale starts at 65536 and comes down by overflows: gradients that are not finite, which end a run here.
         text = "true: its loss scale makes steps that are not finite and leaves them out, which ends a run here"
         fix = "leave it out: bf16 is the default; float32, where a GPU has no bf16, is train.bf16=false"
         yield ("train", "fp16"), text, fix
-    if train.get("lr_scheduler_type") in {"reduce_lr_on_plateau", "greedy"} and train["eval_strategy"] == "no":
-        text = f"{train['lr_scheduler_type']} needs an eval_strategy"
-        yield ("train", "lr_scheduler_type"), text, "write eval_strategy: steps"
-    if train.get("dataloader_prefetch_factor") is not None and not train.get("dataloader_num_workers"):
-        yield ("train", "dataloader_prefetch_factor"), "needs dataloader_num_workers of at least 1", None
-    if train.get("packing") and train.get("max_length") is None:
-        yield ("train", "max_length"), "empty, while packing fills sequences to it", "write a number of tokens"
-    if train.get("save_only_model"):
-        yield ("train", "save_only_model"), "true: a run could not be resumed", "leave it out"
     steps, warm = train["max_steps"], train["warmup_steps"]
     if 0 < steps < warm:
         text = f"{warm:g}, while max_steps is {steps}: the learning rate would never be reached"
         yield ("train", "warmup_steps"), text, "write a share of all steps, such as 0.03"
     yield from _check_arguments(train)
-    yield from _check_model_init(train.get("model_init_kwargs"))
-    named = train.get("report_to")
-    known = (*facts("trl")["reporters"], "none", "all")
-    for name in [named] if isinstance(named, str) else named or []:
-        if name not in known:
-            text = f"{show_value(name)} is not a tracker of the pinned transformers"
-            yield ("train", "report_to"), text, did_you_mean(name, known)
+    yield from _check_model_init(train["model_init_kwargs"])
 
 
 _EVALUATED = ("loss", "runtime", "samples_per_second", "steps_per_second")
@@ -276,7 +287,7 @@ def _check_arguments(train: Mapping[str, Any]) -> Iterator[Found]:
     """Arguments of saving, schedule and optimizer: transformers ignores a key of ``optim_args`` that it does not know."""
     schedule, optimizer = str(train["lr_scheduler_type"]), str(train["optim"])
     known = facts("trl")["schedulers"][schedule]
-    arguments, rate = train.get("lr_scheduler_kwargs") or {}, train["learning_rate"]
+    arguments, rate = train["lr_scheduler_kwargs"] or {}, train["learning_rate"]
     if (one_of := _SCHEDULE_NEEDS.get(schedule)) and len(arguments.keys() & set(one_of)) != 1:
         # transformers says so when the optimizer is made, which is once the weights are loaded.
         text = f"the {schedule} schedule needs {'one of ' * (len(one_of) > 1)}{' and '.join(one_of)}"
@@ -288,13 +299,13 @@ def _check_arguments(train: Mapping[str, Any]) -> Iterator[Found]:
         if key not in known:
             text = f"{show_value(key)} is not an argument of the {schedule} schedule; it takes {', '.join(known) or 'none'}"
             yield ("train", "lr_scheduler_kwargs"), text, did_you_mean(key, known) if known else "leave it out"
-    metric = str(train.get("metric_for_best_model") or "loss").removeprefix("eval_")
-    if train.get("save_strategy") == "best" and metric not in _EVALUATED:
+    metric = str(train["metric_for_best_model"] or "loss").removeprefix("eval_")
+    if train["save_strategy"] == "best" and metric not in _EVALUATED:
         # Trainer looks for it after the first evaluation only.
         text = f"{show_value(train['metric_for_best_model'])} is no figure of an evaluation, and save_strategy is best"
         yield ("train", "metric_for_best_model"), text, f"one of {', '.join(_EVALUATED)}"
     taken, path = facts("trl")["optimizers"].get(optimizer), ("train", "optim_args")
-    for item in filter(None, str(train.get("optim_args") or "").replace(" ", "").split(",")):
+    for item in filter(None, str(train["optim_args"] or "").replace(" ", "").split(",")):
         key, equals, value = item.partition("=")
         if not (key and equals and value):
             yield path, f"{show_value(item)} is not of the form key=value", "write key=value, several with commas"
@@ -319,29 +330,9 @@ def _check_model_init(given: Any) -> Iterator[Found]:
             yield (*path, key), text, did_you_mean(str(value), choices)
 
 
-_DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
-"""Losses of the chosen and the rejected answer's difference, in which another divergence's constant cancels
-(trl/trainer/dpo_trainer.py:809)."""
-
-
 def check_dpo(train: Mapping[str, Any], accelerate: Mapping[str, Any], *, megatron: bool) -> Iterator[Found]:
-    """What TRL's ``DPOTrainer`` refuses in a rank, and what is not carried here with it. ``accelerate``: the file's mapping."""
-    known, losses = facts("trl")["dpo"], [str(name) for name in train.get("loss_type") or ["sigmoid"]]
-    for key, choices in {"loss_type": losses, "f_divergence_type": [train["f_divergence_type"]]}.items():
-        for word in choices:
-            if word not in known[key]:
-                yield ("train", key), f"{show_value(word)}: it takes {', '.join(known[key])}", did_you_mean(word, known[key])
-    weights = train.get("loss_weights")
-    if weights is not None and len(weights) != len(losses):
-        yield ("train", "loss_weights"), f"{len(weights)} weights of {len(losses)} losses", "write one for each in loss_type"
-    if train["f_divergence_type"] != "reverse_kl" and (other := [n for n in losses if n not in _DIFFERENCES]):
-        text = f"{train['f_divergence_type']}, which {', '.join(other)} has no form of"
-        yield ("train", "f_divergence_type"), text, f"leave it out, or take {', '.join(_DIFFERENCES)}"
-    if train.get("use_weighting") and (other := [name for name in losses if name.startswith("aot")]):
-        yield ("train", "use_weighting"), f"true: {', '.join(other)} sorts the pairs of a batch", "leave it out"
-    if "exo_pair" in losses and not train.get("label_smoothing"):
-        yield ("train", "label_smoothing"), "0, of which exo_pair takes the logarithm", "write label_smoothing: 0.001"
-    if train.get("truncation_mode") == "keep_end":
+    """What is not carried here with ``trainer: dpo``. ``accelerate``: the file's mapping."""
+    if train["truncation_mode"] == "keep_end":
         text = "keep_end: a pair would lose different parts of its prompt, and TRL takes it out in 2.0"
         yield ("train", "truncation_mode"), text, "leave it out"
     if megatron:
@@ -406,33 +397,31 @@ def _check_options(reward: Reward) -> Iterator[tuple[str, str | None]]:
         yield "schema is not a mapping", "write the JSON schema as YAML, or column: the rows' column that holds it"
 
 
-def check_grpo(
-    train: Mapping[str, Any], accelerate: Mapping[str, Any], batch: Any, world: int, *, megatron: bool
-) -> Iterator[Found]:
+def check_grpo(train: Mapping[str, Any], accelerate: Mapping[str, Any], world: int, *, megatron: bool) -> Iterator[Found]:
     """What TRL's ``GRPOTrainer`` refuses in a rank, and what is not carried here with it.
 
-    ``batch``: ``global_batch_size``; ``world``: ranks.
+    ``world``: ranks.
     """
     known = facts("trl")["grpo"]
     for key in ("loss_type", "importance_sampling_level"):
         if train[key] not in known[key]:
             fix = did_you_mean(str(train[key]), known[key])
             yield ("train", key), f"{show_value(train[key])}: it takes {', '.join(known[key])}", fix
-    if train["loss_type"] == "cispo" and train.get("epsilon_high") is None:
+    if train["loss_type"] == "cispo" and train["epsilon_high"] is None:
         yield ("train", "epsilon_high"), "missing: loss_type cispo clips at it alone", "write epsilon_high: 5.0"
     if train["vllm_mode"] != "colocate":
         yield ("train", "vllm_mode"), f"{train['vllm_mode']}: {native_rules.GRPO_OWNED['vllm_server_host']}", "leave it out"
     if train["use_vllm"] and train["top_k"] is None:
         yield ("train", "top_k"), "empty", "write 0 for all tokens"
     group, micro = train["num_generations"], int(train["per_device_train_batch_size"])
-    if native_rules.is_whole(batch):
-        steps = train.get("steps_per_generation")
+    if (batch := train.get("global_batch_size")) is not None:  # what is wrong with it was reported
+        steps = train["steps_per_generation"]
         size = batch if steps is None else micro * world * steps
         if size % group:
             text = f"{size} completions are generated at a time, which {group} (train.num_generations) does not divide"
             key = "global_batch_size" if steps is None else "steps_per_generation"
             yield ("train", key), text, f"a multiple of {group}, or another train.num_generations"
-    each, passes = train.get("num_generations_eval") or group, int(train["per_device_eval_batch_size"]) * world
+    each, passes = train["num_generations_eval"] or group, int(train["per_device_eval_batch_size"]) * world
     if train["eval_strategy"] != "no" and passes % each:
         text = f"{train['per_device_eval_batch_size']} x {world} ranks is no multiple of the {each} answers to each prompt"
         yield ("train", "per_device_eval_batch_size"), text, "write a multiple, or num_generations_eval: 1"
@@ -449,30 +438,25 @@ def check_grpo(
 
 
 def check_lora(lora: Mapping[str, Any], architecture: Mapping[str, Any] | None) -> Iterator[Found]:
-    """What PEFT or the chain (export, merge) refuses, and targets that the architecture does not have."""
+    """What the chain (export, merge) cannot do of the complete section, and targets that PEFT leaves out without a message."""
     for key, what in native_rules.LORA_UNSUPPORTED.items():
-        if lora.get(key):
+        if lora[key]:
             yield ("lora", key), f"{what} cannot be exported and merged", "leave it out"
-    if lora.get("init_lora_weights") not in (None, *native_rules.LORA_PLAIN_INIT):
+    if lora["init_lora_weights"] not in native_rules.LORA_PLAIN_INIT:
         text = f"{lora['init_lora_weights']} changes the base weights or trains otherwise"
         yield ("lora", "init_lora_weights"), text, "leave it out"
-    if lora.get("bias") not in (None, "none"):
+    if lora["bias"] != "none":
         yield ("lora", "bias"), f"{lora['bias']}: trained biases cannot be exported and merged", "write bias: none"
-    if lora.get("ensure_weight_tying"):
+    if lora["ensure_weight_tying"]:
         yield ("lora", "ensure_weight_tying"), "true: adapters of tied weights cannot be merged", "leave it out"
+    if lora["task_type"] not in (None, "CAUSAL_LM"):
+        yield ("lora", "task_type"), f"{lora['task_type']} is not what is trained here", "write CAUSAL_LM"
     if architecture is not None:
         yield from _check_embeddings(lora, architecture)
-    if lora.get("task_type") not in (None, "CAUSAL_LM"):
-        yield ("lora", "task_type"), f"{lora['task_type']} is not what is trained here", "write CAUSAL_LM"
-    target = lora.get("target_modules")
-    if isinstance(target, str) and (lora.get("layers_to_transform") is not None or lora.get("layers_pattern") is not None):
-        text = "a pattern, which PEFT takes only without layers_to_transform and layers_pattern"
-        yield ("lora", "target_modules"), text, None
-    if lora.get("layers_pattern") and lora.get("layers_to_transform") is None:
-        yield ("lora", "layers_pattern"), "needs layers_to_transform", None
-    if lora.get("target_parameters"):
+    target = lora["target_modules"]
+    if lora["target_parameters"]:
         yield from _check_parameters(lora, architecture)
-    elif target is None or target == []:
+    elif not target:
         yield ("lora", "target_modules"), "missing", "name the modules, such as [q_proj, v_proj], or all-linear"
     if target and architecture is not None:
         yield from _check_targets(lora, architecture)
@@ -481,15 +465,15 @@ def check_lora(lora: Mapping[str, Any], architecture: Mapping[str, Any] | None) 
 def _check_embeddings(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> Iterator[Found]:
     """The input embedding as a target, which the merge does not take, and copies of embeddings that are one tensor with the
     head (peft #2777): the one copy would be trained alone, and FSDP2 of accelerate 1.15 ends in a KeyError."""
-    target, excluded = lora.get("target_modules"), lora.get("exclude_modules")
+    target, excluded = lora["target_modules"], lora["exclude_modules"]
     named = [name for name in adapter_modules(architecture) if _INPUT.search(name)] or [_EMBEDDING]
-    by_layer = lora.get("layers_to_transform") not in (None, [])  # PEFT then takes layers alone
+    by_layer = lora["layers_to_transform"] not in (None, [])  # PEFT then takes layers alone
     if target and is_pattern(target) and not is_all_linear(target) and not by_layer:
         for name in named:
             if matches(target, name) and not (excluded and is_pattern(excluded) and matches(excluded, name)):
                 text = f"{show_value(target)} takes in {name}: LoRA on the input embedding cannot be merged"
                 yield ("lora", "target_modules"), text, f"leave {name} out, or name it in modules_to_save"
-    saved = lora.get("modules_to_save")
+    saved = lora["modules_to_save"]
     if isinstance(saved, list) and Values(architecture).flag("tie_word_embeddings"):
         tied = [name for name in (*named, *head_names(architecture)) if matches(saved, name)]
         if tied:
@@ -500,9 +484,6 @@ def _check_embeddings(lora: Mapping[str, Any], architecture: Mapping[str, Any]) 
 def _check_targets(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> Iterator[Found]:
     kind, target = str(architecture["model_type"]), lora["target_modules"]
     modules = adapter_modules(architecture)
-    if not is_pattern(target):
-        yield ("lora", "target_modules"), f"{show_value(target)} is not a regular expression", None
-        return
     if endless := list(_check_ends(lora, modules)):
         yield from endless
         return
@@ -513,15 +494,17 @@ def _check_targets(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> 
     if isinstance(target, str) and not is_all_linear(target) and not any(matches(target, name) for name in modules):
         yield ("lora", "target_modules"), f"{show_value(target)} matches no module of {kind}", did_you_mean(target, last)
     for key in ("target_modules", "modules_to_save", "exclude_modules"):
-        for name in names if isinstance(names := lora.get(key), list) else ():
+        for name in names if isinstance(names := lora[key], list) else ():
             if not any(matches([name], module) for module in modules):
                 yield ("lora", key), f"{kind} has no module {show_value(name)}", did_you_mean(name, last)
     targeted = [name for name in modules if is_all_linear(target) or matches(target, name)]
     targeted += [name for name, _ in adapted_experts(architecture, lora)]
     for key in ("rank_pattern", "alpha_pattern"):
-        for pattern, value in (lora.get(key) or {}).items():
-            yield from ((("lora", key), text, fix) for text, fix in _check_pattern(key, pattern, value, targeted))
-    layers, chosen = int(architecture["num_hidden_layers"]), lora.get("layers_to_transform")
+        for pattern in lora[key]:
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in targeted):
+                text = f"{show_value(pattern)} matches none of the modules that target_modules names: it has no effect"
+                yield ("lora", key), text, did_you_mean(pattern, {name.split(".")[-1] for name in targeted})
+    layers, chosen = int(architecture["num_hidden_layers"]), lora["layers_to_transform"]
     for index in [chosen] if isinstance(chosen, int) else chosen or []:
         if not 0 <= index < layers:
             text = f"{index} is not a layer: the model has {layers}, counted from 0"
@@ -529,13 +512,15 @@ def _check_targets(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> 
 
 
 def _check_ends(lora: Mapping[str, Any], modules: list[str]) -> Iterator[Found]:
-    """Patterns that go back again and again on the names of the model's modules."""
+    """Patterns that are none, or go back again and again on the names of the model's modules."""
     for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
-        value = lora.get(key)
+        value = lora[key]
         for pattern in [value] if isinstance(value, str) else value if isinstance(value, dict) else ():
-            if _PLAIN_NAME.fullmatch(pattern) or not is_pattern(pattern):
+            if _PLAIN_NAME.fullmatch(pattern):
                 continue
-            if not patterns_end(re.compile(rf"(.*\.)?({pattern})$").match, modules):
+            if not is_pattern(pattern):
+                yield ("lora", key), f"{show_value(pattern)} is not a regular expression", None
+            elif not patterns_end(re.compile(rf"(.*\.)?({pattern})$").match, modules):
                 text = f"{show_value(pattern)} takes more than {PATTERN_SECONDS:g} s to match the model's modules"
                 yield ("lora", key), text, "write it without nested repetitions, or list the names"
 
@@ -549,13 +534,12 @@ def _check_parameters(lora: Mapping[str, Any], architecture: Mapping[str, Any] |
     ``ParamWrapper`` and ``_inject_parameters``)."""
     path, kind = ("lora", "target_parameters"), str((architecture or {}).get("model_type"))
     for key, why in {
-        "lora_dropout": "PEFT has no dropout before a bare parameter",
-        "fan_in_fan_out": "PEFT does not turn bare parameters",
+        "lora_dropout": "PEFT has no dropout before a bare parameter, and says so once the base is loaded",
         "layers_to_transform": "PEFT takes the experts of all layers all the same",
     }.items():
-        if lora.get(key) not in (None, False, 0, []):
+        if lora[key]:
             yield ("lora", key), f"{show_value(lora[key])}: {why}", f"write {key}: {0 if key == 'lora_dropout' else 'null'}"
-    if isinstance(lora.get("target_modules"), str):
+    if isinstance(lora["target_modules"], str):
         text = "a pattern or all-linear may take the experts in by their former names, and with target_parameters twice"
         yield ("lora", "target_modules"), text, "write a list of names, or [] for the experts alone"
     if architecture is None:
@@ -577,20 +561,6 @@ def is_all_linear(target: object) -> bool:
     return isinstance(target, str) and target.lower() == "all-linear"
 
 
-def _check_pattern(key: str, pattern: str, value: Any, targets: list[str]) -> Iterator[tuple[str, str | None]]:
-    """An entry of ``rank_pattern`` or ``alpha_pattern``: PEFT matches the end of a module's name."""
-    allowed = native_rules.LORA_RANGES["r" if key == "rank_pattern" else "lora_alpha"]
-    kind = int if key == "rank_pattern" else int | float
-    if isinstance(value, bool) or not isinstance(value, kind) or not allowed.holds(value):
-        number = "a whole number" if key == "rank_pattern" else "a number"
-        yield f"{show_value(pattern)}: {show_value(value)} is not {number} that is {allowed}", None
-    if not is_pattern(pattern):
-        yield f"{show_value(pattern)} is not a regular expression", None
-    elif not any(re.match(rf"(.*\.)?({pattern})$", name) for name in targets):
-        text = f"{show_value(pattern)} matches none of the modules that target_modules names: it has no effect"
-        yield text, did_you_mean(pattern, {name.split(".")[-1] for name in targets})
-
-
 def is_pattern(target: str | list[str]) -> bool:
     """Whether PEFT can match with it: names, or a text that is a regular expression."""
     try:
@@ -601,12 +571,13 @@ def is_pattern(target: str | list[str]) -> bool:
 
 
 def _check_head(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> Iterator[Found]:
-    """TRL multiplies by the output projection's weight itself and refuses an adapter on it (sft_trainer.py:1066)."""
-    target, chosen, excluded = lora["target_modules"], lora.get("layers_to_transform"), lora.get("exclude_modules")
-    if chosen not in (None, []) or is_all_linear(target):
+    """TRL multiplies by the output projection's weight itself and refuses an adapter on it, once the base is loaded
+    (sft_trainer.py:1066)."""
+    target, excluded = lora["target_modules"], lora["exclude_modules"]
+    if lora["layers_to_transform"] not in (None, []) or is_all_linear(target):
         return  # PEFT takes layers alone, and leaves the head out of all-linear
     for head in head_names(architecture):
-        if matches(target, head) and not (excluded and is_pattern(excluded) and matches(excluded, head)):
+        if matches(target, head) and not (excluded and matches(excluded, head)):
             text = f"{show_value(target)} takes in {head}, of which TRL reads the weight alone: an adapter would not be trained"
             yield ("lora", "target_modules"), text, f"leave {head} out"
 
@@ -632,7 +603,7 @@ def check_quantization(train: Mapping[str, Any], lora: object) -> Iterator[Found
 
 def check_strategy(
     train: Mapping[str, Any],
-    lora: object,
+    lora: Mapping[str, Any] | None,
     accelerate: Mapping[str, Any],
     architecture: Mapping[str, Any] | None,
     *,
@@ -654,9 +625,9 @@ def check_strategy(
     if kind in ("FSDP", "DEEPSPEED") and config is not None:
         yield from _quantized(config, train, accelerate, zero)
     if kind == "FSDP" and "tp" in sizes:
-        yield from _tensor(sizes["tp"], train, lora if isinstance(lora, dict) else {}, architecture)
-    if isinstance(lora, dict) and lora.get("target_parameters"):
-        yield from _experts(train, accelerate, zero)
+        yield from _tensor(sizes["tp"], train, lora, architecture)
+    if lora and lora["target_parameters"]:
+        yield from _experts(train, accelerate)
     if kind == "FSDP" and "cp" in sizes:
         yield from _context(sizes["cp"], train, architecture)
 
@@ -690,31 +661,26 @@ def _quantized(
         yield path, "quantised weights are not split over tp", fix
 
 
-def _experts(train: Mapping[str, Any], accelerate: Mapping[str, Any], zero: int | None) -> Iterator[Found]:
-    """Where PEFT's ``ParamWrapper``, which replaces a parameter while a layer runs, does not find it whole."""
-    # Tried with PEFT 0.20: ZeRO-3 ends when the adapter is made.
-    path, fix = ("lora", "target_parameters"), acc.USE_FSDP2
-    if zero == 3:
-        yield path, "ZeRO-3 has parted the experts when PEFT asks for their sizes", fix
+def _experts(train: Mapping[str, Any], accelerate: Mapping[str, Any]) -> Iterator[Found]:
+    """Where PEFT's ``ParamWrapper``, which replaces a parameter while a layer runs, does not find it whole (PEFT 0.20)."""
+    path = ("lora", "target_parameters")
     if quantization.of(train) is not None:
         yield path, "LoRA on experts is not carried out over a quantised base", "leave the quantisation out"
     for axis in sorted({"tp", "cp"} & set(acc.parallel_sizes(accelerate))):
         yield path, f"LoRA on experts is not carried out together with {axis}", f"leave {_mesh(axis)[-1]} out"
-    if train.get("torch_compile"):
-        yield path, "the wrapped experts are not compiled", "train.torch_compile=false"
 
 
 def _tensor(
-    size: int, train: Mapping[str, Any], lora: Mapping[str, Any], architecture: Mapping[str, Any] | None
+    size: int, train: Mapping[str, Any], lora: Mapping[str, Any] | None, architecture: Mapping[str, Any] | None
 ) -> Iterator[Found]:
-    if lora.get("modules_to_save"):
+    if lora and lora["modules_to_save"]:
         text = "whole modules are not trained beside an adapter under tensor parallelism"
         yield ("lora", "modules_to_save"), text, "leave it out"
-    targets = lora.get("target_modules")
-    if isinstance(targets, str | list) and is_pattern(targets) and matches(targets, _EMBEDDING):
+    targets = lora["target_modules"] if lora else None
+    if targets and is_pattern(targets) and matches(targets, _EMBEDDING):
         text = "embed_tokens takes no adapter under tensor parallelism"
         yield ("lora", "target_modules"), text, "leave embed_tokens out"
-    if train.get("torch_compile"):
+    if train["torch_compile"]:
         text = "true: the compiled layers were not proved together with tensor parallelism"
         yield ("train", "torch_compile"), text, "train.torch_compile=false, or tp size 1"
     if architecture is None:
@@ -736,7 +702,7 @@ def _tensor(
 
 
 def _context(size: int, train: Mapping[str, Any], architecture: Mapping[str, Any] | None) -> Iterator[Found]:
-    attention = (train.get("model_init_kwargs") or {}).get("attn_implementation")
+    attention = (train["model_init_kwargs"] or {}).get("attn_implementation")
     if attention not in ("sdpa", None):
         text = f"{show_value(attention)}: context parallelism has an attention of its own, on torch's kernels"
         yield ("train", "model_init_kwargs", "attn_implementation"), text, "leave it out"
@@ -747,7 +713,7 @@ def _context(size: int, train: Mapping[str, Any], architecture: Mapping[str, Any
         "padding_free": "it joins the sequences of a batch, which context parallelism would not keep apart",
         "label_smoothing_factor": "TRL smooths unshifted labels, a part of a sequence has shifted ones",
     }.items():
-        if train.get(key):
+        if train[key]:
             fix = f"train.{key}=false, or cp size 1" if "packing" in key else "leave it out, or use cp size 1"
             yield ("train", key), f"{show_value(train[key])}: {what}", fix
     if architecture is not None:

@@ -14,24 +14,6 @@ ZERO = "zero_optimization"
 ALIGNMENT = f"{ZERO}.parameter_alignment"
 OFFLOADS = ("offload_param", "offload_optimizer")
 
-REMOVED = {
-    "nebula": "checkpoints are written through the run's own store",
-    "compression_training": "DeepSpeed has none any more: the model would train uncompressed",
-    "amp": "write bf16",
-    "sparse_attention": "write train.model_init_kwargs.attn_implementation",
-    "elasticity": "the recipe's ranks are fixed for a run; leave it out",
-    "curriculum_learning": "the order of the data is the recipe's",
-    **dict.fromkeys(
-        ("quantize_training", "sparse_gradients", "eigenvalue", "graph_harvesting", "progressive_layer_drop"),
-        "DeepSpeed has none any more",
-    ),
-    f"{ZERO}.mics_shard_size": "MiCS is gone: FSDP2 with dp_replicate in the mesh of the accelerate file shards inside a node",
-    f"{ZERO}.mics_hierarchical_params_gather": "MiCS is gone",
-    f"{ZERO}.zeropp_loco_param": "leave it out: zero_quantized_gradients without error feedback",
-}
-"""Keys that DeepSpeed refuses since they were removed (runtime/config.py, _REMOVED_TOP_LEVEL_CONFIG_KEYS and
-_REMOVED_ZERO_CONFIG_KEYS), with what takes their place."""
-
 AUTO = frozenset(
     (
         "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",

@@ -62,6 +62,7 @@ TRAIN_RANGES = {
     "num_train_epochs": NumberRange(0, 10_000, low_open=True),  # no rate ever falls in a schedule of a billion
     **dict.fromkeys(("max_grad_norm", "eval_delay"), NumberRange(0)),
     "dataloader_num_workers": NumberRange(0, 512),  # each is a process on a node that others may share
+    "global_batch_size": NumberRange(1, 10**7),
     **dict.fromkeys(
         (
             *("per_device_train_batch_size", "per_device_eval_batch_size", "eval_accumulation_steps", "save_total_limit"),
@@ -102,6 +103,10 @@ _RESUME = "a run resumes by itself from its newest whole checkpoint"
 
 TRAIN_OWNED = {
     **dict.fromkeys(("output_dir", "run_name", "logging_dir"), "the run folder decides it"),
+    **dict.fromkeys(
+        ("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "accelerator_config"),
+        "the distribution is in the recipe's accelerate.yaml",
+    ),
     **dict.fromkeys(("use_cpu", "no_cuda", "local_rank", "ddp_backend"), "the launcher says so for each machine"),
     **dict.fromkeys(
         ("dataset_num_proc", "dataset_kwargs", "dataset_text_field", "remove_unused_columns"),
@@ -318,6 +323,10 @@ class NativeField:
     """The values that it takes, where they are a closed set."""
 
 
+GLOBAL_BATCH = NativeField("global_batch_size", UNKNOWN, [["plain", "int"]], "a whole number of sequences")
+"""The one key of ``train`` that is not TRL's."""
+
+
 @cache
 def train_fields(trainer: str = "sft") -> dict[str, NativeField]:
     """The fields of TRL's ``SFTConfig``, ``DPOConfig`` or ``GRPOConfig`` with those of its bases, by the ``trainer``."""
@@ -346,18 +355,26 @@ def lora_fields() -> dict[str, NativeField]:
 
 
 def train_defaults(trainer: str = "sft") -> dict[str, Any]:
-    """What TRL takes for each key of ``train`` that a recipe leaves out, but for those that it leaves out itself (None)."""
-    return _defaults(train_fields(trainer), {*TRAIN_OWNED, *OWNED[trainer]})
+    """What TRL takes for each key of ``train`` that a recipe leaves out. The one place that knows it.
+
+    Of ``dpo`` and ``grpo`` too it has all keys of SFTConfig, so that a reader need not ask for the trainer: neither packs.
+    """
+    return _defaults(train_fields(), set(TRAIN_OWNED)) | _defaults(train_fields(trainer), {*TRAIN_OWNED, *OWNED[trainer]})
 
 
 def lora_defaults() -> dict[str, Any]:
-    """What PEFT takes for each key of ``lora`` that a recipe leaves out, but for those that it leaves out itself (None)."""
+    """What PEFT takes for each key of ``lora`` that a recipe leaves out. The one place that knows it."""
     return _defaults(lora_fields(), set(LORA_OWNED))
 
 
 def _defaults(fields: Mapping[str, NativeField], owned: Collection[str]) -> dict[str, Any]:
-    plain = {name: field.default for name, field in fields.items() if field.default is not UNKNOWN and name not in owned}
-    return {name: copy.copy(value) for name, value in plain.items() if value is not None}
+    return {name: copy.copy(field.default) for name, field in fields.items() if name not in owned}
+
+
+def filled(defaults: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+    """A section with the library's ``defaults`` in it: for a key that is null, too."""
+    given = {key: value for key, value in stated.items() if value is not None}
+    return given | {key: value for key, value in defaults.items() if key not in given}
 
 
 def _fields(found: dict[str, Any]) -> dict[str, NativeField]:

@@ -427,12 +427,12 @@ def lora_parameter_count(architecture: Mapping[str, Any], lora: Mapping[str, Any
     ``target_modules`` by PEFT's rule: a list names ends of module names, a text is a pattern for the whole name. Each target
     matrix gets r (inputs + outputs), of ``target_parameters`` each expert's; for the fused experts see :func:`_converted`.
     """
-    target = lora.get("target_modules") or []
-    if not is_counted(architecture) or any(lora.get(key) for key in _UNCOUNTED) or lora.get("bias") not in (None, "none"):
+    target = lora["target_modules"] or []
+    if not is_counted(architecture) or any(lora[key] for key in _UNCOUNTED) or lora["bias"] != "none":
         return None
-    if chosen := lora.get("target_parameters"):
+    if chosen := lora["target_parameters"]:
         rest = lora_parameter_count(architecture, {**lora, "target_parameters": None}) if target else 0
-        found = adapted_experts(architecture, {"target_parameters": chosen})
+        found = adapted_experts(architecture, {"target_modules": None, "target_parameters": chosen})
         each = [linear.copies * (linear.inputs + linear.outputs) for _, linear in found]
         return None if rest is None or not (each or target) else rest + int(lora["r"]) * sum(each)
     if not target:
@@ -479,7 +479,7 @@ def expert_parameters(architecture: Mapping[str, Any]) -> list[tuple[str, Linear
 def adapted_experts(architecture: Mapping[str, Any], lora: Mapping[str, Any]) -> list[tuple[str, Linear]]:
     """Those of them that LoRA adapts: by ``target_parameters``, or by the names that they had before transformers 5."""
     renamed = _CONVERTED.get(str(architecture["model_type"]), {})
-    target, chosen = lora.get("target_modules") or [], list(lora.get("target_parameters") or [])
+    target, chosen = lora["target_modules"] or [], list(lora["target_parameters"] or [])
     if isinstance(target, str):
         ends = set(renamed) if target.lower() == "all-linear" else set()
     else:
@@ -547,7 +547,7 @@ def _converted(
         ends = set(target)
     moved = {end: end.split(".")[-1] for end in ends if end.split(".")[-1] in renamed}
     onto = [renamed[old] for old in set(moved.values())]
-    if onto.count("gate_up_proj") == 1 or (onto and lora.get("lora_dropout")):
+    if onto.count("gate_up_proj") == 1 or (onto and lora["lora_dropout"]):
         return None  # PEFT refuses half of a fused matrix, and dropout before a bare parameter
     plain = sorted(ends - set(moved))
     trained = 0

@@ -52,8 +52,8 @@ class Quantized:
 
 
 def of(train: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The quantisation that the ``train`` section asks for."""
-    init = train.get("model_init_kwargs")
+    """The quantisation that the complete ``train`` section asks for."""
+    init = train["model_init_kwargs"]
     found = init.get("quantization_config") if isinstance(init, Mapping) else None
     return found if isinstance(found, dict) and found else None
 
@@ -91,7 +91,7 @@ def cast_away(config: Mapping[str, Any], train: Mapping[str, Any], kind: str) ->
     """
     caster = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get(kind)
     storage = str(config.get("bnb_4bit_quant_storage", "uint8"))
-    if caster is None or train.get("bf16") is False or not config.get("load_in_4bit") or storage not in ("float16", "float32"):
+    if caster is None or train["bf16"] is False or not config.get("load_in_4bit") or storage not in ("float16", "float32"):
         return None
     return f"{storage}: with train.bf16 {caster} casts it to bfloat16, which changes the 4-bit values that it holds"
 

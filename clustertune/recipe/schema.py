@@ -488,7 +488,7 @@ class Reward(Section):
 
 
 class Recipe(Section):
-    """One recipe, after its base and the overrides are laid over each other."""
+    """The sections of a recipe whose keys are clustertune's own, after its base and the overrides are laid over each other."""
 
     base: Annotated[list[str], BeforeValidator(named_bases)] | None = None
     """A file of ``recipes/_base``, without ``.yaml``, or several, the last the strongest; one level, never a chain."""
@@ -497,15 +497,10 @@ class Recipe(Section):
     trainer: Literal["sft", "dpo", "grpo"] = "sft"
     """TRL's class that trains: ``SFTTrainer`` on conversations and text, ``DPOTrainer`` on preferences, or ``GRPOTrainer`` on
     the model's own answers to prompts, by their rewards."""
-    train: dict[str, Any]
-    """Fields of TRL's ``SFTConfig``, ``DPOConfig`` or ``GRPOConfig``, and ``global_batch_size`` (sequences, preferences or
-    completions per optimizer step over all ranks), from which gradient accumulation is derived."""
     reward: Annotated[list[Reward], Field(min_length=1)] | None = None
     """What answers are judged by, with ``trainer: grpo``: names, or ``{function: NAME, weight: 1.0, ...options}``."""
     rollout: Literal["colocate", "servers"] = "colocate"
     """Where answers are generated: ``colocate`` on the GPUs that train. ``servers`` beside them is not built."""
-    lora: dict[str, Any] | None = None
-    """Fields of PEFT's ``LoraConfig``; absent: all parameters are trained."""
     accelerate: Annotated[str, form(rf"{NAME}\.yaml", "the name of a .yaml file in the recipe folder")] = "accelerate.yaml"
     """The distribution: an accelerate configuration file in the recipe folder."""
     activation_checkpointing: ActivationCheckpointing | None = None
@@ -523,3 +518,13 @@ class Recipe(Section):
     budget: Budget | None = None
     push: Push | None = None
     save: Save | None = None
+
+
+class RecipeFile(Recipe):
+    """All that a recipe may say."""
+
+    train: dict[str, Any]
+    """Fields of TRL's ``SFTConfig``, ``DPOConfig`` or ``GRPOConfig``, and ``global_batch_size`` (sequences, preferences or
+    completions per optimizer step over all ranks), from which gradient accumulation is derived."""
+    lora: dict[str, Any] | None = None
+    """Fields of PEFT's ``LoraConfig``; absent: all parameters are trained."""

@@ -126,12 +126,18 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
         yield path, value
 
 
+_OF_A_RECIPE = ("accelerate.yaml", "model.json")
+_HOW_MADE = "clustertune new NAME --model MODEL --data FILE writes a whole recipe; or copy it from one of the same model"
+
+
 def read_text(path: Path, shown: str) -> str:
     """The UTF-8 text of a small file. Raises UserError where it is absent, unreadable, too large or not text."""
     try:
         if not path.is_file():
             kind = "is not a file" if path.exists() else "does not exist"
-            raise UserError(Problem(kind, file=shown))
+            raise UserError(
+                Problem(kind, file=shown, fix=_HOW_MADE if path.name in _OF_A_RECIPE and not path.exists() else None)
+            )
         size = path.stat().st_size
         if size > MAX_BYTES:
             raise UserError(
@@ -218,6 +224,10 @@ def _syntax_hint(what: str) -> str | None:
         return "indent with spaces, not tabs"
     if "mapping values are not allowed" in what:
         return "put quotes around text that holds ': ', and check the indentation"
+    if "expected <block end>" in what:
+        return "indent the keys of one section by the same number of blanks"
+    if "expected ','" in what or "expected the node content" in what:
+        return "close every bracket, brace and quote, and put quotes around text that holds one"
     return None
 
 

@@ -11,6 +11,7 @@ from itertools import islice
 from statistics import median
 from typing import Any
 
+from clustertune.console import duration
 from clustertune.errors import ExitCode
 from clustertune.evaluate import scores as evaluation
 from clustertune.recipe.schema import OWN_PROMPTS
@@ -310,11 +311,13 @@ def recipe_rows(resolved: Any) -> list[Row]:
     """Key, value and origin of everything that the recipe sets."""
     origins = get(resolved, "origins") or {}
     rows = []
-    for key, value in flatten(get(resolved, "recipe")):
+    batch, train = get(resolved, "global_batch_size"), get(resolved, "train_args")
+    complete = {"train": {"global_batch_size": batch, **(train or {})}, "lora": get(resolved, "lora")}
+    for key, value in flatten({**(get(resolved, "recipe") or {}), **complete}):
         origin = get(origins, key)
         if origin is None:  # a value inside a mapping that was set as a whole
             origin = next((o for o in (get(origins, key.rsplit(".", n)[0]) for n in range(1, key.count(".") + 1)) if o), "")
-        if origin != "default":
+        if origin and origin != "default":  # TRL's and PEFT's own have none
             rows.append([key, plain(value), str(origin)])
     return rows
 
@@ -472,18 +475,6 @@ def size(value: Any) -> str:
             return f"{left:.0f} {unit}" if unit == "B" else f"{left:.2f} {unit}"
         left /= 1024
     raise AssertionError("the last unit takes everything")
-
-
-def duration(seconds: Any) -> str:
-    """``0.42 s``, ``41.2 s``, ``12 min 05 s``, ``8 h 24 min``."""
-    if not is_number(seconds):
-        return UNKNOWN
-    if seconds < 60:
-        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def moment(seconds: Any) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import manifest
-from clustertune.console import say
+from clustertune.console import duration, say
 from clustertune.errors import ExitCode, Problem, UserError, storing
 from clustertune.evaluate.scores import BETTER, SAME, WORSE, read_result, shown
 from clustertune.events import read_object
@@ -20,7 +20,7 @@ from clustertune.nccl_check.link_check import FOLDER, RESULT
 from clustertune.nccl_check.link_measure import SCHEMA
 from clustertune.nccl_check.link_table import pair_rows, result_rows
 from clustertune.report import content, cost, plots, telemetry
-from clustertune.report.content import UNKNOWN, duration, get, moment, number, percent, plain, size
+from clustertune.report.content import UNKNOWN, get, moment, number, percent, plain, size
 from clustertune.report.cost import AttemptCost, Cost, Expense
 from clustertune.report.metrics import Metrics, read_metrics
 from clustertune.report.state import read_stages, state_of

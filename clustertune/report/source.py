@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertune.launch.plan import read_attempts
+from clustertune.launch.attempt import read_attempts
 from clustertune.manifest import write_durably
 from clustertune.recipe.native_rules import MAX_PROMPT, row_tokens
 from clustertune.report.content import dataset_of, get, model_of
 from clustertune.report.metrics import Metrics, read_metrics
-from clustertune.resolve.resolved import recorded_precision
 
 FILE = "metrics.json"
 FIELDS = (
@@ -81,7 +80,7 @@ def describe(run: Mapping[str, Any], metrics: Metrics) -> dict[str, Any] | None:
         "model": model_of(resolved),
         "dataset": dataset_of(resolved),
         "fsdp": get(distributed, "type") == "FSDP",
-        "bf16": recorded_precision(resolved) == "bf16",
+        "bf16": get(resolved, "distribution", "mixed_precision") == "bf16",
         STEADY: round(per_step / steady, 2) if steady else None,
     }
 

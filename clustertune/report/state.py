@@ -11,8 +11,8 @@ from clustertune.checkpoint.store import list_checkpoints
 from clustertune.errors import ExitCode, UserError
 from clustertune.events import read_object
 from clustertune.launch import slurm
-from clustertune.launch.plan import read_attempts
-from clustertune.launch.submit import is_ours, read_jobs
+from clustertune.launch.attempt import read_attempts
+from clustertune.launch.stage_jobs import is_ours, read_jobs
 from clustertune.manifest import MANIFEST
 from clustertune.recipe.schema import parse_minutes
 from clustertune.report.cost import AttemptCost
@@ -248,11 +248,3 @@ def _last_outcome(run: RunDir) -> str:
         if attempt.code is not None:
             return next(iter(attempt.messages), f"attempt {attempt.plan.attempt} ended with code {attempt.code}")
     return ""
-
-
-def duration(seconds: float | None) -> str:
-    """``1:02:03``, or nothing."""
-    if seconds is None:
-        return ""
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

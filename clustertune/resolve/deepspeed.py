@@ -12,16 +12,12 @@ from clustertune.recipe.deepspeed_keys import OFFLOADS, ZERO, get
 from clustertune.recipe.findings import Found
 from clustertune.recipe.library_facts import facts
 from clustertune.recipe.load import COMMAND_LINE, did_you_mean
-from clustertune.recipe.native_rules import is_number, show_value
-from clustertune.recipe.parameters import count
-from clustertune.recipe.yamlfile import Document
+from clustertune.recipe.native_rules import is_whole, show_value
+from clustertune.recipe.yamlfile import Document, leaves
 from clustertune.resolve.distribution import mixed_precision
 from clustertune.resolve.resolved import Derived
 
 AUTO = "auto"
-NVME_BUFFER = 10**8
-"""DeepSpeed's default ``buffer_size`` (runtime/zero/offload_config.py)."""
-AT_START = "filled in when the number of steps is known"
 
 _METRICS = "leave it out: train.report_to says where metrics go"
 _EXPORT = "leave it out: no checkpoint of it can be exported"
@@ -70,35 +66,18 @@ class RecipeValues:
     """What the recipe says about the values that DeepSpeed's file says too."""
 
     train: Mapping[str, Any]
-    """The recipe's train section with TRL's defaults in it."""
-    global_batch: int
+    """The complete section ``train``."""
     accumulation: int
-    world: int
     dp: int
     """Ranks that read different sequences."""
-    architecture: Mapping[str, Any]
-    lora: bool
-    """The base is frozen."""
     stated: Collection[str] = ()
     """The keys of the train section that the recipe itself has."""
-
-    def size(self, key: str) -> int:
-        """A size of the model; 0 where the architecture does not say."""
-        found = self.architecture.get(key)
-        return found if isinstance(found, int) else 0
-
-    @property
-    def largest(self) -> int:
-        """Elements of one rank's part of the largest weight; 0 where the architecture does not say."""
-        counted = count(self.architecture)
-        guess = self.size("hidden_size") * max(self.size("vocab_size"), self.size("intermediate_size"))
-        return -(-(counted.largest if counted else guess) // self.world)
 
     def values(self) -> Iterator[tuple[str, Any, str]]:
         """DeepSpeed's key, the value that the recipe means, and where it stands."""
         micro = self.train["per_device_train_batch_size"]
         batch = f"micro batch {micro} x accumulation {self.accumulation} x {self.dp} data-parallel ranks"
-        yield "train_batch_size", self.global_batch, f"train.global_batch_size: {batch}"
+        yield "train_batch_size", self.train["global_batch_size"], f"train.global_batch_size: {batch}"
         yield "train_micro_batch_size_per_gpu", micro, "train.per_device_train_batch_size"
         yield "gradient_accumulation_steps", self.accumulation, "train.gradient_accumulation_steps"
         yield "gradient_clipping", self.train["max_grad_norm"], "train.max_grad_norm"
@@ -112,13 +91,6 @@ class RecipeValues:
         yield "scheduler.params.warmup_min_lr", 0, "transformers' default"
         yield "scheduler.params.warmup_max_lr", self.train["learning_rate"], "train.learning_rate"
 
-    def sizes(self) -> Iterator[tuple[str, int, str]]:
-        """What transformers makes of ``auto`` from the model's hidden size."""
-        if h := self.size("hidden_size"):
-            yield f"{ZERO}.reduce_bucket_size", h * h, f"hidden_size {h} squared"
-            yield f"{ZERO}.stage3_prefetch_bucket_size", int(0.9 * h * h), f"0.9 x hidden_size {h} squared"
-            yield f"{ZERO}.stage3_param_persistence_threshold", 10 * h, f"10 x hidden_size {h}"
-
 
 Wrong = Iterator[tuple[str, str, str | None]]
 """A dotted key path, what is wrong with it, and what to do."""
@@ -130,7 +102,6 @@ def find_problems(document: Document, meant: RecipeValues) -> Iterator[Found]:
     for path, message, fix in (
         *_check_names(body),
         *_check_zero(body, lambda path: document.position(tuple(path.split("."))) == COMMAND_LINE),
-        *_check_buffers(body, meant),
         *_check_meant(body, meant),
         *_check_optimizer(body, meant),
         *_check_scheduler(body, meant),
@@ -139,102 +110,47 @@ def find_problems(document: Document, meant: RecipeValues) -> Iterator[Found]:
 
 
 def filled(body: Mapping[str, Any], meant: RecipeValues) -> list[Derived]:
-    """The value of each ``auto`` in the file, with its reason."""
-    found = []
-    for key, value, reason in (*meant.values(), *meant.sizes()):
-        if get(body, key) == AUTO:
-            found.append(Derived(f"deepspeed.{key}", value, reason))
-    for key in ("scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"):
-        if get(body, key) == AUTO:
-            found.append(Derived(f"deepspeed.{key}", AUTO, AT_START))
-    gather = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
-    if get(body, gather) == AUTO:
-        found.append(Derived(f"deepspeed.{gather}", False, "accelerate's default; weights are exported from the shards"))
-    for part in OFFLOADS:
-        path = f"{ZERO}.{part}.nvme_path"
-        if get(body, path) == AUTO:
-            found.append(Derived(f"deepspeed.{path}", AUTO, "storage.scratch of the cluster file, a folder for each job"))
-    return found
+    """The recipe's value of each ``auto``, with its reason; transformers fills in the others by the model's size."""
+    return [Derived(f"deepspeed.{key}", value, reason) for key, value, reason in meant.values() if get(body, key) == AUTO]
 
 
 def _check_names(body: Mapping[str, Any]) -> Wrong:
-    """Keys that DeepSpeed does not know, values of another type, and ``auto`` that nothing fills in."""
+    """Keys of the top level, which DeepSpeed ignores where it does not know them; keys that a recipe may not set; and ``auto``
+    that nothing fills in. DeepSpeed itself checks what is in a section."""
     known = frozenset(facts("deepspeed")["keys"]) - set(_REFUSED)
-    for key, value in body.items():
-        yield from _check_key(key, value, None, known, "DeepSpeed has no such key and would ignore it")
+    for key in body:
+        if key not in known and key not in _REFUSED:
+            yield key, "DeepSpeed has no such key and would ignore it", did_you_mean(key, known)
+    for path, fix in _REFUSED.items():
+        if get(body, path) is not None:
+            yield path, "not a recipe's to set", fix
     for path, only, fix in _ONLY:
         value = get(body, path)
         if value is not None and value != only and not (value == AUTO and path in keys.AUTO):
             yield path, f"{show_value(value)}: not carried here", fix
-    for section, kinds in facts("deepspeed")["sections"].items():  # those that DeepSpeed itself checks
-        found = get(body, section)
-        if found is not None and not isinstance(found, Mapping):
-            yield section, f"{show_value(found)} contains no keys and values", None
-        for key, value in found.items() if isinstance(found, Mapping) else ():
-            yield from _check_key(f"{section}.{key}", value, kinds.get(key), kinds, "DeepSpeed has no such key")
-
-
-def _check_key(path: str, value: Any, kind: str | None, known: Collection[str], unknown: str) -> Wrong:
-    """One key: ``kind`` is its type where DeepSpeed's models say one, ``known`` the names beside it."""
-    key = path.rpartition(".")[2]
-    if path in keys.REMOVED:
-        yield path, "DeepSpeed has removed it", keys.REMOVED[path]
-    elif path in _REFUSED:
-        yield path, "not a recipe's to set", _REFUSED[path]
-    elif key not in known:
-        yield path, unknown, did_you_mean(key, known)
-    elif value == AUTO:
-        if path not in keys.AUTO:
+    for leaf, value in leaves(body):
+        if value == AUTO and (path := ".".join(leaf)) not in keys.AUTO:
             text = '"auto", which nothing fills in here: DeepSpeed would take its default'
             yield path, text, "leave it out, or write a value"
-    elif kind == "bool" and not isinstance(value, bool):
-        yield path, f"{show_value(value)} is not true or false", None
-    elif kind == "int" and not (is_number(value) and value == int(value) and value >= 0):
-        yield path, f"{show_value(value)} is not a whole number from 0", None
-    elif kind == "float" and not (is_number(value) and value >= 0):
-        yield path, f"{show_value(value)} is not a number from 0", None
 
 
 def _check_zero(body: Mapping[str, Any], from_command_line: Callable[[str], bool]) -> Wrong:
     """The stage, and what may be offloaded where (deepspeed/runtime/zero/config.py, offload_config.py)."""
     zero = body.get(ZERO)
-    if zero is None:
-        yield ZERO, "missing; accelerate refuses a file without it", 'write "zero_optimization": {"stage": 3}'
-    if not isinstance(zero, Mapping):
-        return
-    stage = zero.get("stage", 0)
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        yield f"{ZERO}.stage", f"{show_value(stage)} is not 0, 1, 2 or 3", None
+    if not isinstance(zero, Mapping) or not is_whole(stage := zero.get("stage", 0), 0):
         return
     offloads = {part: found for part in OFFLOADS if isinstance(found := zero.get(part), Mapping)}
     devices = {part: str(offload.get("device", "none")) for part, offload in offloads.items()}
     for part, text, fix in keys.offload_problems(stage, devices):
         yield f"{ZERO}.{part}.device", text, fix
     for part, device in devices.items():
-        if device not in ("none", "cpu", "nvme"):
-            yield f"{ZERO}.{part}.device", f"{show_value(device)} is not none, cpu or nvme", None
-        elif device == "nvme" and stage == 3:
+        if device == "nvme" and stage == 3:
             # The place is a fact of the cluster. The command line may name another one.
             key, given = f"{ZERO}.{part}.nvme_path", offloads[part].get("nvme_path")
             named = isinstance(given, str) and given.startswith("/") and from_command_line(key)
             if given != AUTO and not named:
                 text = "missing" if given is None else f"{show_value(given)}, the path of one site"
                 yield key, text, 'write "auto": storage.scratch of the cluster file holds it, in a folder for each job'
-
-
-def _check_buffers(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
-    """A buffer between memory and NVMe takes one rank's part of a weight (swap_tensor/partitioned_param_swapper.py)."""
-    offload = get(body, f"{ZERO}.offload_param")
-    if not isinstance(offload, Mapping) or offload.get("device") != "nvme":
-        return
-    if meant.lora:
-        # partitioned_param_coordinator.py, __prefetch_nvme_param_partitions: DeepSpeed 0.19 asks for a frozen weight twice.
-        text = "nvme, and the base is frozen (lora): DeepSpeed ends in the first steps, without a buffer for what it reads"
-        yield f"{ZERO}.offload_param.device", text, "write cpu, or leave offload_param out; offload_optimizer may be on nvme"
-    size = offload.get("buffer_size", NVME_BUFFER)
-    if is_number(size) and size < meant.largest:
-        text = f"{size:,.0f} elements, one rank's part of the largest weight has {meant.largest:,}"
-        yield f"{ZERO}.offload_param.buffer_size", text, f"write at least {meant.largest}"
 
 
 def _check_meant(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
@@ -285,10 +201,6 @@ def _check_scheduler(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
     if _SCHEDULERS.get(str(kind)) != named:
         fix = "leave the scheduler out: train.lr_scheduler_type says it"
         yield "scheduler.type", f"{show_value(kind)}, while train.lr_scheduler_type is {named}", fix
-        return
-    if get(body, "scheduler.params.warmup_type") != "linear":
+    elif get(body, "scheduler.params.warmup_type") != "linear":
         text = "not linear, as train's warm-up is: DeepSpeed's default is a logarithm"
         yield "scheduler.params.warmup_type", text, 'write "warmup_type": "linear", or leave the scheduler out'
-    for key in ("warmup_num_steps", "total_num_steps"):
-        if get(body, f"scheduler.params.{key}") not in (None, AUTO):
-            yield f"scheduler.params.{key}", "train says how many steps there are", 'write "auto"'

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clustertune.recipe import accelerate_file as acc
@@ -138,19 +138,6 @@ class Distribution:
         )
         return replace(split, **_shards(split))
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values; :meth:`from_dict` gives an equal object back."""
-        body = asdict(self)
-        body["notes"] = list(self.notes)
-        body["recompute"]["save"] = list(self.recompute.save)
-        return body
-
-    @classmethod
-    def from_dict(cls, body: Mapping[str, Any]) -> Distribution:
-        """The inverse of :meth:`as_dict`. Raises KeyError or TypeError where ``body`` is something else."""
-        recompute = {**body["recompute"], "save": tuple(body["recompute"]["save"])}
-        return cls(**{**body, "recompute": Recompute(**recompute), "notes": tuple(body["notes"])})
-
 
 def format_distribution(distributed: Any) -> str | None:
     """A run's recorded distribution (``distributed`` of run.json and of ``bench``) as ``FSDP 2 (tp 2)``.
@@ -169,9 +156,9 @@ def mixed_precision(train: Mapping[str, Any]) -> str:
 
     TRL switches bf16 on where neither it nor fp16 is given (TRL 1.16, trainer/base_config.py:108).
     """
-    if train.get("bf16") is None:
-        return "fp16" if train.get("fp16") else "bf16"
-    return "bf16" if train["bf16"] else "fp16" if train.get("fp16") else "no"
+    if train["bf16"] or (train["bf16"] is None and not train["fp16"]):
+        return "bf16"
+    return "fp16" if train["fp16"] else "no"
 
 
 def recomputed_layers(ratio: float, layers: int) -> tuple[int, ...]:
@@ -325,7 +312,7 @@ def _recompute(recipe: Recipe, train: Mapping[str, Any], layers: int) -> Recompu
     section = recipe.activation_checkpointing or ActivationCheckpointing()
     share = len(recomputed_layers(section.ratio, layers)) / layers
     # TRL's activation_offloading moves whatever backward saves: of recomputed layers that is their input.
-    offload = bool(train.get("activation_offloading"))
+    offload = bool(train["activation_offloading"])
     return Recompute("model", share, offload, tuple(section.save or ())) if share else Recompute()
 
 

@@ -10,7 +10,7 @@ from clustertune.recipe.findings import Found
 from clustertune.recipe.native_rules import row_tokens
 from clustertune.recipe.parameters import count
 from clustertune.recipe.values import Values, model_facts
-from clustertune.resolve.distribution import Distribution, mixed_precision
+from clustertune.resolve.distribution import Distribution
 from clustertune.resolve.resolved import Derived
 
 PACKED = "packed_varlen"
@@ -31,12 +31,12 @@ MODEL_TYPE_TO_APPLY_LIGER_FN). Of others transformers says "not supported" in th
 
 def attention_of(train: Mapping[str, Any]) -> str:
     """The attention implementation that the arguments name; sdpa is transformers' default where the model supports it."""
-    return str((train.get("model_init_kwargs") or {}).get("attn_implementation") or "sdpa")
+    return str((train["model_init_kwargs"] or {}).get("attn_implementation") or "sdpa")
 
 
 def packs(train: Mapping[str, Any]) -> bool:
     """Whether a micro batch is one row of conversations that TRL keeps apart: all of its packing but ``wrapped``."""
-    return bool(train.get("padding_free")) or bool(train.get("packing") and train.get("packing_strategy") != "wrapped")
+    return bool(train["padding_free"] or (train["packing"] and train["packing_strategy"] != "wrapped"))
 
 
 def cannot_pack(architecture: Mapping[str, Any]) -> str | None:  # noqa: PLR0911 - a reason each
@@ -67,7 +67,7 @@ def cannot_pack(architecture: Mapping[str, Any]) -> str | None:  # noqa: PLR0911
 def attention(train: Mapping[str, Any], architecture: Mapping[str, Any] | None) -> Derived | None:
     """What takes the place of sdpa where the recipe names no attention: ``packed_varlen`` where conversations are packed and it
     computes the model's, ``eager`` where transformers has no sdpa for the model."""
-    stated = (train.get("model_init_kwargs") or {}).get("attn_implementation")
+    stated = (train["model_init_kwargs"] or {}).get("attn_implementation")
     if stated or architecture is None:
         return None
     if packs(train) and not cannot_pack(architecture):
@@ -89,9 +89,9 @@ def needed(train: Mapping[str, Any], *, gpus: bool) -> Iterator[tuple[str, str, 
     if named.startswith("flash_attention") and gpus:
         # transformers loads a compiled kernel from the Hub by the package kernels where flash-attn is not installed.
         yield f"train.{_KEY}", named, ("flash-attn", "kernels")
-    if train.get("use_liger_kernel") and gpus:
+    if train["use_liger_kernel"] and gpus:
         yield "train.use_liger_kernel", "true", ("liger-kernel",)
-    given = train.get("report_to")
+    given = train["report_to"]
     for tracker in [given] if isinstance(given, str) else given or []:
         if tracker in TRACKERS:
             yield "train.report_to", tracker, TRACKERS[tracker]
@@ -103,24 +103,19 @@ def find_problems(
     """What the libraries refuse at the start of the ranks, or leave out without a message. ``file``: the accelerate file."""
     attention = ("train", *_KEY.split("."))
     kind = str((architecture or {}).get("model_type", ""))
-    if train.get("use_liger_kernel") and kind and kind not in LIGER_MODELS:
+    if train["use_liger_kernel"] and kind and kind not in LIGER_MODELS:
         yield ("train", "use_liger_kernel"), f"Liger has no kernels for {kind}", "leave it out"
-    if isinstance(given := train.get("liger_kernel_config"), dict) and given.get("fused_linear_cross_entropy"):
+    if isinstance(given := train["liger_kernel_config"], dict) and given.get("fused_linear_cross_entropy"):
         text = "fused_linear_cross_entropy: true takes the place of the model's forward pass, in which TRL has its own "
         yield ("train", "liger_kernel_config"), f"{text}fused loss", "leave it out: TRL computes the loss in tiles"
     named = attention_of(train)
-    if named.startswith("flash_attention") and mixed_precision(train) == "no":
-        yield attention, f"{named} computes in 16 bits only, and bf16 is false", "use sdpa, or train.bf16=true"
     if named == PACKED and architecture is not None and (why := cannot_pack(architecture)):
         yield attention, f"{PACKED}: {why}", "leave it out: sdpa is taken"
-    stated = (train.get("model_init_kwargs") or {}).get("attn_implementation")
-    if kind and stated == "sdpa" and not model_facts(kind)["sdpa"]:
-        yield attention, f"transformers has no sdpa for {kind}", "leave it out: eager is taken"
     # The Trainer hands its own backend to accelerate, which then does not look at the file's (transformers/trainer.py:796).
     filed = acc.dynamo_backend(accelerate)
-    own = train.get("torch_compile_backend") or ("inductor" if train.get("torch_compile") else None)
+    own = train["torch_compile_backend"] or ("inductor" if train["torch_compile"] else None)
     if own and filed and filed.lower() != str(own).lower():
-        key = "torch_compile_backend" if train.get("torch_compile_backend") else "torch_compile"
+        key = "torch_compile_backend" if train["torch_compile_backend"] else "torch_compile"
         shown = str(train[key]).lower() if isinstance(train[key], bool) else train[key]
         text = f"{shown}, while {file} has {acc.BACKEND}: {filed}: the file's is not read"
         yield ("train", key), text, "keep one of the two"
@@ -130,7 +125,7 @@ def mask_warnings(train: Mapping[str, Any], architecture: Mapping[str, Any]) -> 
     """What packing costs where a mask keeps conversations apart, and why it does."""
     if not packs(train) or attention_of(train) not in ("sdpa", "eager"):
         return
-    named, why = (train.get("model_init_kwargs") or {}).get("attn_implementation"), cannot_pack(architecture)
+    named, why = (train["model_init_kwargs"] or {}).get("attn_implementation"), cannot_pack(architecture)
     because = [f"the recipe names {named}"] if named else []
     because += [f"{PACKED} cannot compute it: {why}"] if why else []
     fix = "train.packing=false avoids it" if why else f"remove train.{_KEY} to use {PACKED}, which attends per conversation"

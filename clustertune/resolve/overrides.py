@@ -94,7 +94,7 @@ def distribution(resolved: Resolved, layout: RequestedLayout) -> list[str]:
 def sizes(resolved: Resolved, micro_batch: int, ratio: float, kind: str) -> list[str]:
     """The overrides of the micro batch, and of the share of layers that are recomputed under a distribution ``kind``."""
     found = []
-    if micro_batch != resolved.train_args.get("per_device_train_batch_size"):
+    if micro_batch != resolved.train_args["per_device_train_batch_size"]:
         found.append(f"train.per_device_train_batch_size={micro_batch}")
     return found + recomputation(resolved, ratio, kind)
 
@@ -107,8 +107,6 @@ def recomputation(resolved: Resolved, ratio: float, kind: str) -> list[str]:
         found = ["activation_checkpointing=null"] if section is not None else []
         wanted, known = ("full" if ratio else None), recipe.megatron.recompute_granularity if recipe.megatron else None
         return found if wanted == known else [*found, f"megatron.recompute_granularity={wanted or 'null'}"]
-    if section is not None and section.save and not ratio:
-        found = ["activation_checkpointing.save=null"]  # there is nothing of which it could be kept
     known_ratio = 1.0 if section is None else section.ratio
     return found if known_ratio == ratio and recipe.megatron is None else [f"activation_checkpointing.ratio={ratio:g}", *found]
 
@@ -122,8 +120,8 @@ def share(resolved: Resolved, ratio: float, kind: str) -> float:
 def loaded(resolved: Resolved, base: str) -> list[str]:
     """The overrides with which the base is loaded in 16 bits (``bf16``), or quantised to NF4 (``nf4``)."""
     own = quantization.of(resolved.train_args)
-    init = resolved.train_args.get("model_init_kwargs") or {}
-    half = "float16" if resolved.train_args.get("fp16") else "bfloat16"
+    init = resolved.train_args["model_init_kwargs"] or {}
+    half = "float16" if resolved.train_args["fp16"] else "bfloat16"
     found = []
     if base and str(init.get("dtype", "")) != half:
         found.append(f"train.model_init_kwargs.dtype={half}")

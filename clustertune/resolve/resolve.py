@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from clustertune.recipe import architecture as arch
 from clustertune.recipe import checks, quantization
 from clustertune.recipe.findings import Found
 from clustertune.recipe.load import COMMAND_LINE, DESCRIPTION, Layer, Layers, base_folder, find_folder, read_layers, same_model
-from clustertune.recipe.native_rules import MAX_PROMPT, row_tokens, show_value, train_defaults, usable
+from clustertune.recipe.native_rules import MAX_PROMPT, filled, lora_defaults, row_tokens, train_defaults, usable
 from clustertune.recipe.parameters import adapted_experts, expert_parameters, parameter_count
 from clustertune.recipe.schema import NAME, ActivationCheckpointing, Megatron, Recipe, Reward, read_section
 from clustertune.recipe.yamlfile import Document, KeyPath, leaves, read_text, read_yaml
@@ -29,7 +29,6 @@ from clustertune.resolve.tiny import is_small, scale_deepspeed, scale_mesh, tiny
 
 MAX_RANKS = 10**6
 _SAVING = ("save_strategy", "save_steps")
-_MESH = ("accelerate", acc.MESH)
 _SECTION = "activation_checkpointing"
 _FEW = "the gradients of adapters are few: to sum them in float32 costs next to nothing"
 
@@ -66,33 +65,14 @@ def _size(values: Mapping[str, Any]) -> dict[str, int]:
     return {f"slurm.{key}": min(usable(slurm.get(key), 1), 10_000) for key in ("nodes", "gpus_per_node")}
 
 
-def accumulation(train: Mapping[str, Any], world: int, dp: int) -> tuple[Derived | None, list[Found]]:
-    """``gradient_accumulation_steps`` = global batch / (micro batch x data-parallel ranks), or what would divide."""
-    path = ("train", "global_batch_size")
-    batch = train.get("global_batch_size")
-    if batch is None:
-        fix = "write how many sequences one optimizer step takes over all ranks, such as 32"
-        return None, [(path, "missing", fix)]
-    if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= 10**7:
-        text = f"{show_value(batch)} is not a whole number from 1"
-        return None, [(path, text, "write how many sequences one step takes")]
-    micro = int(train["per_device_train_batch_size"])
-    per_pass = micro * dp
-    if batch % per_pass == 0:
-        reason = f"global batch {batch} / (micro batch {micro} x {dp} data-parallel ranks)"
-        return Derived("train.gradient_accumulation_steps", batch // per_pass, reason), []
-    below, above = batch // per_pass * per_pass, (batch // per_pass + 1) * per_pass
-    batches = " or ".join(str(size) for size in (below, above) if size)
-    shared = max(1, world // dp)
-    fitting = [ranks * shared for ranks in range(1, min(batch // micro, 10**5) + 1) if batch % (micro * ranks) == 0]
-    near = [ranks for ranks in fitting if ranks < world][-1:] + [ranks for ranks in fitting if ranks > world][:1]
-    fix = f"write {batches}"
-    if near:
-        fix += f", or use {' or '.join(map(str, near))} ranks"
-    elif batch % micro:
-        fix += f", or a per_device_train_batch_size that divides {batch}"
-    text = f"{batch} is not a multiple of {per_pass} = per_device_train_batch_size {micro} x {dp} data-parallel ranks"
-    return None, [(path, text, fix)]
+def accumulation(train: Mapping[str, Any], dp: int) -> Derived | Found:
+    """``gradient_accumulation_steps`` = global batch / (micro batch x data-parallel ranks), or why it does not divide."""
+    batch, micro = train["global_batch_size"], train["per_device_train_batch_size"]
+    if rest := batch % (micro * dp):
+        text = f"{batch} is not a multiple of {micro * dp} = per_device_train_batch_size {micro} x {dp} data-parallel ranks"
+        return ("train", "global_batch_size"), text, f"write {max(0, batch - rest - micro * dp) + micro * dp}"
+    reason = f"global batch {batch} / (micro batch {micro} x {dp} data-parallel ranks)"
+    return Derived("train.gradient_accumulation_steps", batch // (micro * dp), reason)
 
 
 @dataclass
@@ -114,19 +94,14 @@ class _Resolution:
     chat_template: str | None = None
     reward_code: dict[str, str] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
-    """The section as it is stated, in TRL's types."""
+    """The section in TRL's types, with TRL's defaults in it."""
     lora: dict[str, Any] | None = None
+    """The same of PEFT's."""
     world: int = 1
     dp: int = 1
     derived: list[Derived] = field(default_factory=list)
     complete: bool = True
     """Whether all layers could be read: what is missing from the values is then really missing."""
-
-    @property
-    def args(self) -> dict[str, Any]:
-        """The section ``train`` with TRL's defaults in it."""
-        stated = {key: value for key, value in self.train.items() if value is not None}
-        return stated | {key: value for key, value in train_defaults(self.trainer).items() if key not in stated}
 
     @property
     def trainer(self) -> str:
@@ -223,8 +198,8 @@ class _Resolution:
         if self.tiny:
             self._lay_tiny(distribution)
         self.report(checks.check_schema(self.values, self.position))
-        self._check_train(distribution, accelerate_shown)
         self._check_lora()
+        self._check_train(distribution, accelerate_shown)
 
     def _scale_distribution(self, accelerate: Document) -> dict[str, Any]:
         """The files beside the recipe for a tiny run; what the command line says about them is left alone."""
@@ -258,35 +233,20 @@ class _Resolution:
 
     def _check_mesh(self, distribution: dict[str, Any], sizes: Mapping[str, int], shared: int) -> Iterator[Found]:
         """The sizes of the mesh against the ranks; and ``dp_shard`` of FSDP2 where the file gives other sizes and not this one:
-        the ranks that are left to shard over.
-
-        accelerate would take 1 and refuse: the product of its sizes must be the number of ranks (parallelism_config.py:372),
-        and something must be left to shard over (parallelism_config.py:325 and 381: a KeyError or a ValueError of every rank).
+        the ranks that are left to shard over. accelerate would take 1 (parallelism_config.py:372).
         """
-        world, section, fsdp = self.world, acc.section(distribution, acc.MESH), acc.distributed_type(distribution) == "FSDP"
+        section, fsdp = acc.section(distribution, acc.MESH), acc.distributed_type(distribution) == "FSDP"
         stated = fsdp and section.get(acc.SHARD_SIZE) is not None
-        copies, shards = sizes.get("dp_replicate", 1), sizes.get("dp_shard", 1)
-        replicas = 1 if fsdp and not stated else copies * shards
-        needs_shards = world > 1 and ("cp" not in sizes or "dp_replicate" in sizes)
-        if world % shared:
-            yield _MESH, f"tp x cp x sp is {shared}, which does not divide {world} ranks", f"use a multiple of {shared} ranks"
-        elif (replicas > 1 or stated) and replicas * shared != world:
-            fix = f"let dp_replicate x dp_shard x tp x cp x sp be {world}, or leave {acc.SHARD_SIZE} out: it is derived"
-            yield _MESH, f"its sizes make {replicas * shared} ranks; there are {world}", fix
-        elif stated and shards == 1 and needs_shards:
-            fix = f"use smaller sizes, and leave {acc.SHARD_SIZE} out"
-            yield _MESH, f"{acc.SHARD_SIZE} is 1: FSDP has no ranks to shard over", fix
-        elif not fsdp or stated or not section or world == 1 or self.accelerate is None:
-            return
-        elif world % (copies * shared):
-            text = f"dp_replicate {copies} x tp x cp x sp is {copies * shared}, which does not divide {world} ranks"
-            yield _MESH, text, f"use a multiple of {copies * shared} ranks"
-        elif world == copies * shared and needs_shards:
-            text = f"its sizes take all {world} ranks: FSDP has none left to shard over"
-            yield _MESH, text, "use smaller sizes or more ranks"
-        else:
-            left, shown = world // (copies * shared), " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-            reason = f"{world} ranks" + (f" / ({shown})" if shown else "")
+        fixed = shared * sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
+        if self.world % fixed or (stated and fixed != self.world):
+            fix = f"use a multiple of {fixed} ranks, or leave {acc.SHARD_SIZE} out: it is derived"
+            yield ("accelerate", acc.MESH), f"its sizes make {fixed} ranks; there are {self.world}", fix
+        elif fsdp and section and self.world == shared * sizes.get("dp_replicate", 1) > 1 and list(sizes) != ["cp"]:
+            # parallelism_config.py:325 and 381: a KeyError or a ValueError once the base is loaded.
+            yield ("accelerate", acc.MESH), "its sizes leave FSDP no ranks to shard over", "use smaller sizes or more ranks"
+        elif fsdp and not stated and section and self.world > fixed and self.accelerate is not None:
+            left, shown = self.world // fixed, " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+            reason = f"{self.world} ranks" + (f" / ({shown})" if shown else "")
             self.derived.append(Derived(f"accelerate.{acc.MESH}.{acc.SHARD_SIZE}", left, reason))
             # The mapping may be the file's own: what is derived from the ranks goes into a copy.
             body = {**distribution, acc.MESH: {**section, acc.SHARD_SIZE: left}}
@@ -298,9 +258,6 @@ class _Resolution:
         given = self.values.get("train")
         if isinstance(given, dict):
             self.report(checks.check_native(checks.train_section(self.trainer), given)[1])
-            batch = {"global_batch_size": given.get("global_batch_size"), "per_device_train_batch_size": 1}
-            if self.complete:
-                self.report(accumulation(batch, 1, 1)[1])
 
     def _lay_tiny(self, distribution: dict[str, Any]) -> None:
         self._check_beneath_tiny()
@@ -314,12 +271,12 @@ class _Resolution:
 
     def _check_lengths(self) -> None:
         positions = (self.architecture or {}).get("max_position_embeddings")
-        length, evaluation = row_tokens(self.args), self.values.get("eval")
-        if positions and length and length > positions:
+        length, evaluation = row_tokens(self.train), self.values.get("eval")
+        if positions and length > positions:
             key = "max_completion_length" if self.trainer == "grpo" else "max_length"
             text = f"{length} tokens, the model has {positions} positions (max_position_embeddings)"
             text = f"with {MAX_PROMPT} {text}" if self.trainer == "grpo" else text
-            self.report([(("train", key), text, None)])
+            self.report([(("train", key), text, f"write at most {positions}" if self.trainer != "grpo" else None)])
         answer = evaluation.get("max_gen_toks") if isinstance(evaluation, dict) else None
         if positions and isinstance(answer, int | float) and answer >= positions:
             text = f"{answer:.0f} tokens of answer leave no room for a prompt in this model's {positions} positions"
@@ -332,47 +289,54 @@ class _Resolution:
         if self.values.get("save") is not None:
             self.report(self._find_saved_twice(given))
             given = {key: value for key, value in given.items() if key not in _SAVING}
-        self.train, found = checks.check_native(checks.train_section(self.trainer), given)
-        self.report([*found, *checks.check_train(train_defaults(self.trainer) | self.train)])
-        if not isinstance(self.train.get("model_init_kwargs"), dict | None):
-            del self.train["model_init_kwargs"]  # reported; what is checked below reads keys of it
+        section = checks.train_section(self.trainer)
+        stated, found = checks.check_native(section, given)
+        self.train = filled(train_defaults(self.trainer), stated)
+        if self.complete and not {"global_batch_size"} & given.keys():
+            fix = "write how many sequences one optimizer step takes over all ranks, such as 32"
+            found.append((("train", "global_batch_size"), "missing", fix))
+        self.report([*found, *checks.check_train(self.train)])
+        if not isinstance(self.train["model_init_kwargs"], dict | None):
+            self.train["model_init_kwargs"] = None  # reported; what is checked below reads keys of it
         if self.trainer == "dpo":
-            self.report(checks.check_dpo(self.args, distribution, megatron=self.megatron is not None))
+            self.report(checks.check_dpo(self.train, distribution, megatron=self.megatron is not None))
         if self.trainer == "grpo":
-            batch = given.get("global_batch_size")
-            self.report(checks.check_grpo(self.args, distribution, batch, self.world, megatron=self.megatron is not None))
+            self.report(checks.check_grpo(self.train, distribution, self.world, megatron=self.megatron is not None))
         self._check_lengths()
-        batch = {"global_batch_size": given.get("global_batch_size")}
-        accumulated, more = accumulation(batch | self.args, self.world, self.dp)
-        if self.complete and ("per_device_train_batch_size" in self.train or "per_device_train_batch_size" not in given):
-            self.report(more)
-        self.derived += [accumulated] if accumulated is not None else []
+        accumulated = accumulation(self.train, self.dp) if "global_batch_size" in self.train else None
+        if isinstance(accumulated, Derived):
+            self.derived.append(accumulated)
+        elif accumulated and not found and self.complete:
+            self.report([accumulated])
         self._recomputation()
         lora, deep = self.values.get("lora"), self.deepspeed
-        named, wanted = acc.mixed_precision(distribution), mixed_precision(self.args)
+        named, wanted = acc.mixed_precision(distribution), mixed_precision(self.train)
         if named not in (None, wanted):
             text = f"{named}, while the recipe's train section means {wanted} (TRL's default is bf16)"
             self.report([(("accelerate", acc.PRECISION), text, "leave it out, or change train.bf16")])
-        self.report(kernels.find_problems(self.args, self.architecture, distribution, accelerate_shown))
-        self.report(checks.check_quantization(self.args, lora))
+        self.report(kernels.find_problems(self.train, self.architecture, distribution, accelerate_shown))
+        self.report(checks.check_quantization(self.train, lora))
         if self.megatron is None:
             zeros = acc.distributed_type(distribution) == "DEEPSPEED"
             zero = acc.zero_stage(distribution, deep.data if deep else None) if zeros else None
-            self.report(checks.check_strategy(self.args, lora, distribution, self.architecture, zero=zero))
-        stated = self.values.get("reduce_dtype")
-        if acc.distributed_type(distribution) == "FSDP" and wanted != "no":
-            # accelerate 1.15 takes bfloat16 for all (utils/dataclasses.py:2137).
-            reason = "accelerate's; float32 is exact, and doubles their traffic and what micro batches accumulate"
-            value, reason = ("float32", _FEW) if lora is not None else ("bfloat16", reason)
-            self.derived += [Derived("reduce_dtype", value, reason)] if stated is None else []
-        elif stated is not None:
-            text = f"{stated}, which only FSDP under mixed precision reads: elsewhere gradients are summed in the type that "
-            fix = "leave it out; under DeepSpeed write communication_data_type in its own file"
-            self.report([(("reduce_dtype",), f"{text}they have", fix)])
-        if self.megatron is None and (attention := kernels.attention(self.args, self.architecture)):
+            self.report(checks.check_strategy(self.train, self.lora, distribution, self.architecture, zero=zero))
+        self._reduce_dtype(acc.distributed_type(distribution) == "FSDP" and wanted != "no", lora=lora is not None)
+        if self.megatron is None and (attention := kernels.attention(self.train, self.architecture)):
             self.derived.append(attention)
-        if deep is not None and accumulated is not None:
-            self._fill_deepspeed(deep, batch["global_batch_size"], accumulated.value, lora=lora is not None)
+        if deep is not None and isinstance(accumulated, Derived):
+            self._fill_deepspeed(deep, accumulated.value, stated, lora=lora is not None)
+
+    def _reduce_dtype(self, is_a_choice: bool, *, lora: bool) -> None:
+        """The type in which FSDP sums gradients: accelerate 1.15 takes bfloat16 for all (utils/dataclasses.py:2137)."""
+        stated = self.values.get("reduce_dtype")
+        if is_a_choice and stated is None:
+            reason = "accelerate's; float32 is exact, and doubles their traffic and what micro batches accumulate"
+            value, reason = ("float32", _FEW) if lora else ("bfloat16", reason)
+            self.derived.append(Derived("reduce_dtype", value, reason))
+        elif stated is not None and not is_a_choice:
+            text = f"{stated}, which only FSDP under mixed precision reads: elsewhere gradients are summed in their own type"
+            fix = "leave it out; under DeepSpeed write communication_data_type in its own file"
+            self.report([(("reduce_dtype",), text, fix)])
 
     def _find_saved_twice(self, given: dict[str, Any]) -> Iterator[Found]:
         """What ``train`` says about saving in the file that has ``save``, or over it; what lies below is replaced."""
@@ -383,12 +347,11 @@ class _Resolution:
             if key in given and owner is not None and owner.origin != "tiny" and places.get(id(owner), -1) >= section:
                 yield ("train", key), "the section save is given, too", "leave one of the two out"
 
-    def _fill_deepspeed(self, document: Document, batch: Any, accumulation: int, *, lora: bool) -> None:
+    def _fill_deepspeed(self, document: Document, accumulation: int, stated: Collection[str], *, lora: bool) -> None:
         """DeepSpeed's file against the train section, and what stands in the place of its ``auto``."""
-        known, world, dp = self.architecture or {}, self.world, self.dp
-        described = deepspeed.RecipeValues(self.args, int(batch), accumulation, world, dp, known, lora, frozenset(self.train))
+        described = deepspeed.RecipeValues(self.train, accumulation, self.dp, frozenset(stated))
         self.report(deepspeed.find_problems(document, described))
-        if lora and mixed_precision(self.args) != "no" and document.data.get(deepspeed.REDUCED_IN) is None:
+        if lora and mixed_precision(self.train) != "no" and document.data.get(deepspeed.REDUCED_IN) is None:
             self.deepspeed = document = replace(document, data={**document.data, deepspeed.REDUCED_IN: "fp32"})
             self.deepspeed_overrides = {deepspeed.REDUCED_IN: "fp32", **self.deepspeed_overrides}
             self.derived.append(Derived(f"deepspeed.{deepspeed.REDUCED_IN}", "fp32", _FEW))
@@ -403,31 +366,11 @@ class _Resolution:
         elif section is None:
             value, reason = True, f"TRL's default; {_SECTION}.ratio=0 turns it off"
         else:
-            self.report(self._check_section(section))
             layers = int((self.architecture or {}).get("num_hidden_layers", 1))
             count = len(recomputed_layers(section.ratio, layers))
             saved = f"; of them {', '.join(section.save)} kept" if section.save else ""
             value, reason = bool(count), f"{_SECTION}.ratio {section.ratio:g}: {count} of {layers} layers{saved}"
         self.derived.append(Derived(f"train.{_SECTION}", value, reason))
-
-    def _check_section(self, section: ActivationCheckpointing) -> Iterator[Found]:
-        """What is wrong with the section."""
-        if not section.model_fields_set & {"ratio", "save"}:
-            yield (
-                (_SECTION,),
-                "says neither ratio nor save",
-                f"write {_SECTION}.ratio=1 for all layers, or {_SECTION}.save=[attention]",
-            )
-        saved, save = section.save or [], (_SECTION, "save")
-        if len(set(saved)) < len(saved):
-            yield save, f"[{', '.join(saved)}] names one twice", "name each once"
-        if {"matmul", "every_second_matmul"} <= set(saved):
-            yield save, "matmul keeps every product, every_second_matmul each second one", "keep one of the two"
-        if saved and section.ratio == 0:
-            yield save, "given, and ratio 0 recomputes nothing that could be kept", "leave one of the two out"
-        if "attention" in saved and (self.train.get("model_init_kwargs") or {}).get("attn_implementation") == "eager":
-            text = "attention, and eager attention is not a single operation whose result could be kept"
-            yield save, text, "use attn_implementation: sdpa or flash_attention_2, or leave attention out"
 
     def _check_megatron(self, section: Megatron, ratio: float | None) -> Iterator[Found]:
         if self.tiny:
@@ -435,7 +378,7 @@ class _Resolution:
             fix = "submit --dry-run shows command and configuration without a GPU"
             yield ("megatron", "tensor_model_parallel_size"), text, fix
         else:
-            found = megatron.find_problems(section, self.world, self.architecture, self.args)
+            found = megatron.find_problems(section, self.world)
             yield from ((("megatron", key), text, fix) for key, text, fix in found)
         for key, value in {
             "activation_checkpointing": ratio,
@@ -453,9 +396,10 @@ class _Resolution:
             self.report([(("push",), "all parameters are trained: only adapters are pushed", "leave it out")])
         if not isinstance(given, dict):
             return
-        self.lora, found = checks.check_native(checks.lora_section(), given)
+        stated, found = checks.check_native(checks.lora_section(), given)
+        self.lora = filled(lora_defaults(), stated)
         self.report(found)
-        if "target_modules" in self.lora or "target_modules" not in given:
+        if "target_modules" in stated or "target_modules" not in given:
             self.report(checks.check_lora(self.lora, self.architecture))
         if "task_type" not in given:
             self.lora["task_type"] = "CAUSAL_LM"
@@ -464,27 +408,25 @@ class _Resolution:
     def result(self) -> Resolved:
         """The checked recipe. Only after :meth:`check` found nothing."""
         assert self.architecture is not None and self.accelerate is not None
-        batch = self.values["train"]["global_batch_size"]
-        body = dict(self.values)
-        body["train"] = {"global_batch_size": batch, **self.train}
-        if self.lora is not None:
-            body["lora"] = self.lora
-        recipe = Recipe.model_validate(body)
-        train_args = self.args
+        recipe = Recipe.model_validate({key: value for key, value in self.values.items() if key not in ("train", "lora")})
+        train_args = dict(self.train)
+        batch = train_args.pop("global_batch_size")
         for item in self.derived:
             section, _, key = item.key.partition(".")
             if section == "train":
                 holder, _, last = key.rpartition(".")
                 if holder:
-                    train_args[holder] = {**train_args.get(holder, {}), last: item.value}
+                    train_args[holder] = {**(train_args[holder] or {}), last: item.value}
                 else:
                     train_args[key] = item.value
         resolved = Resolved(
             name=self.layers.folder.name,
             folder=str(self.layers.folder),
             recipe=recipe,
+            global_batch_size=batch,
             origins=self._origins(recipe),
             train_args=train_args,
+            lora=self.lora,
             world_size=self.world,
             data_parallel_size=self.dp,
             architecture=self.architecture,
@@ -508,8 +450,6 @@ class _Resolution:
             if key not in origins and not (path[0] == "expect" and self.tiny):
                 parents = (".".join(path[:end]) for end in range(len(path) - 1, 0, -1))
                 origins[key] = next((origins[p] for p in parents if p in origins), "default")
-        if "lora.task_type" not in {".".join(path) for path in self.owners} and self.lora is not None:
-            origins["lora.task_type"] = "derived"
         return origins
 
 
@@ -531,7 +471,7 @@ def _warnings(resolved: Resolved) -> list[str]:
     elif dropout and resolved.is_dpo and resolved.train_args["disable_dropout"]:
         found.append(f"lora.lora_dropout {dropout:g} has no effect: train.disable_dropout is true, DPOConfig's own")
     experts = expert_parameters(resolved.architecture)
-    if experts and resolved.recipe.lora is not None and not adapted_experts(resolved.architecture, resolved.recipe.lora):
+    if experts and resolved.lora is not None and not adapted_experts(resolved.architecture, resolved.lora):
         share = sum(linear.parameters for _, linear in experts) / (parameter_count(resolved.architecture) or 1)
         names = sorted({linear.name for _, linear in experts})
         found.append(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from clustertune.recipe import accelerate_file as acc
-from clustertune.recipe.native_rules import lora_defaults
-from clustertune.recipe.schema import CHOOSING, Recipe, is_address
+from clustertune.recipe.schema import Recipe, is_address
 from clustertune.resolve import distribution as distributions
 from clustertune.resolve.distribution import Distribution
 
@@ -55,12 +56,6 @@ def expand_home(given: str | Path) -> Path:
         return Path(given)
 
 
-def recorded_precision(record: Mapping[str, Any]) -> str:
-    """``distribution.mixed_precision`` of a recorded recipe; the first version recorded the training arguments alone."""
-    found = (record.get("distribution") or {}).get(acc.PRECISION)
-    return str(found) if found else distributions.mixed_precision(record.get("train_args") or {})
-
-
 @dataclass(frozen=True)
 class Derived:
     """A value that no file states: ``reason`` is the formula with its numbers."""
@@ -79,11 +74,16 @@ class Resolved:
     folder: str
     """The recipe folder, as an absolute path."""
     recipe: Recipe
-    origins: dict[str, str]
-    """For each key path of the recipe: ``base NAME``, ``recipe``, ``tiny``, ``override`` or ``default``."""
+    """The sections whose keys are clustertune's own."""
+    global_batch_size: int
+    """Sequences, or preferences, of an optimizer step over all ranks."""
     train_args: dict[str, Any]
     """Keyword arguments of TRL's ``SFTConfig``, ``DPOConfig`` or ``GRPOConfig`` (there with ``max_prompt_length``), after
-    derivation, with TRL's defaults; None is left out."""
+    derivation: all that a recipe may state, TRL's default where it does not."""
+    lora: dict[str, Any] | None
+    """The same of PEFT's ``LoraConfig``; None: all parameters are trained."""
+    origins: dict[str, str]
+    """For each key path that is stated: ``base NAME``, ``recipe``, ``tiny`` or ``override``; ``default`` for our own others."""
     world_size: int
     """Ranks."""
     data_parallel_size: int
@@ -109,7 +109,8 @@ class Resolved:
 
     @cached_property
     def distribution(self) -> Distribution:
-        """How the training is spread over ranks: of a record, as it was recorded."""
+        """How the training is spread over ranks."""
+        derived = next((str(item.value) for item in self.derived if item.key == "reduce_dtype"), None)
         return distributions.read(
             self.recipe,
             self.train_args,
@@ -118,13 +119,8 @@ class Resolved:
             world=self.world_size,
             data_parallel=self.data_parallel_size,
             layers=int(self.architecture.get("num_hidden_layers", 1)),
-            reduce_dtype=self.reduce_dtype,
+            reduce_dtype=self.recipe.reduce_dtype or derived,
         )
-
-    @property
-    def lora(self) -> dict[str, Any] | None:
-        """The section ``lora`` with PEFT's own defaults filled in: a key that is missing is None."""
-        return None if self.recipe.lora is None else {**lora_defaults(), **self.recipe.lora}
 
     @property
     def is_dpo(self) -> bool:
@@ -135,12 +131,6 @@ class Resolved:
     def is_grpo(self) -> bool:
         """Whether the model's own answers to prompts are trained on, by their rewards."""
         return self.recipe.trainer == "grpo"
-
-    @property
-    def reduce_dtype(self) -> str | None:
-        """``float32`` or ``bfloat16``: the type in which FSDP sums gradients; None where that is not a choice."""
-        derived = (str(item.value) for item in self.derived if item.key == "reduce_dtype")
-        return self.recipe.reduce_dtype or next(derived, None)
 
     @property
     def inputs(self) -> dict[str, Path]:
@@ -162,58 +152,35 @@ class Resolved:
         return replace(self, recipe=recipe, origins={**self.origins, "staged": "override"})
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values; :meth:`from_dict` gives an equal object back."""
-        return {
-            **{item.name: getattr(self, item.name) for item in fields(self)},
-            "recipe": self.recipe.model_dump(mode="json"),
-            "derived": [vars(item) for item in self.derived],
-            "distribution": self.distribution.as_dict(),
-        }
+        """Plain JSON values, ``distribution`` among them; :meth:`from_dict` gives an equal object back."""
+        return {**_json().dump_python(self, mode="json"), "distribution": asdict(self.distribution)}
 
     @classmethod
-    def from_dict(cls, body: dict[str, Any]) -> Resolved:
-        """The inverse of :meth:`as_dict`. Raises KeyError, TypeError or ValueError where ``body`` is something else."""
-        rest = {key: value for key, value in body.items() if key not in {"recipe", "derived", "distribution"}}
-        derived = [Derived(**item) for item in body["derived"]]
-        found = cls(recipe=Recipe.model_validate(body["recipe"]), derived=derived, **rest)
-        vars(found)["distribution"] = Distribution.from_dict(body["distribution"])
+    def from_dict(cls, body: Mapping[str, Any]) -> Resolved:
+        """The inverse of :meth:`as_dict`. Raises ValueError where ``body`` is something else."""
+        found: Resolved = _json().validate_python(body)
         return found
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) of what decides the trained weights: model, data, training, LoRA and distribution.
 
-        Left out: names and places of the recipe, what is expected, how it is scored, wall time, trackers, when to save, and the
-        shape: ranks, mesh, and so how many micro batches of a global batch fall to a rank, which a run may change between
-        attempts. Megatron's is counted.
+        A default that the recipe states counts as one that it leaves out. Left out: names and places of the recipe, what is
+        expected, how it is scored, wall time, trackers, when to save, and the shape: ranks, mesh, and so how many micro batches
+        of a global batch fall to a rank, which a run may change between attempts. Megatron's is counted.
         """
-        recipe = self.recipe.model_dump(mode="json")
-        body = {
-            "model": recipe["model"],
-            "data": {
-                key: value
-                for key, value in recipe["data"].items()
-                if key not in ("expect", "max_rejected") and (key not in CHOOSING or value is not None)
-            },
-            "train": {key: value for key, value in self.train_args.items() if self.counts(key) and key not in _SAVES},
-            "lora": recipe["lora"],
-            "world_size": self.world_size,
-            "architecture": self.architecture,
-            "accelerate": self.accelerate,
-            "chat_template": self.chat_template,
-        }
+        recipe, train = self.recipe.model_dump(mode="json"), self.train_args
+        body = {key: recipe[key] for key in ("model", "trainer", "activation_checkpointing", "reduce_dtype", "megatron")}
+        body["data"] = {key: value for key, value in recipe["data"].items() if key not in ("expect", "max_rejected")}
+        body["train"] = {key: train[key] for key in train if self.counts(key) and key not in _SAVES}
+        body |= {"global_batch_size": self.global_batch_size, "lora": self.lora, "architecture": self.architecture}
+        body |= {"accelerate": self.accelerate, "deepspeed": self.deepspeed, "chat_template": self.chat_template}
         if self.recipe.megatron is None:
-            del body["world_size"]
-            body["global_batch_size"] = self.recipe.train.get("global_batch_size")
-            body["train"].pop("gradient_accumulation_steps", None)
+            del body["train"]["gradient_accumulation_steps"]
             body["accelerate"] = acc.without_sizes(self.accelerate)
-        # Only where they are there: recipes without them keep their fingerprints, and with these their run folders.
-        recomputed = self.recipe.activation_checkpointing
-        share = recomputed.model_dump(mode="json", exclude_none=True) if recomputed is not None else None
-        extra = {"deepspeed": self.deepspeed, "megatron": recipe["megatron"], "ratio": share}
-        extra["reduce_dtype"] = recipe["reduce_dtype"]
-        extra["trainer"] = recipe["trainer"] if recipe["trainer"] != "sft" else None
-        extra |= {"reward": recipe["reward"], "reward_code": self.reward_code or None} if self.is_grpo else {}
-        body |= {key: value for key, value in extra.items() if value is not None}
+        else:
+            body["world_size"] = self.world_size
+        if self.is_grpo:
+            body |= {"reward": recipe["reward"], "reward_code": self.reward_code}
         return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def counts(self, key: str) -> bool:
@@ -222,3 +189,8 @@ class Resolved:
         if measured or key == "eval_packing":
             return True
         return key not in _WITHOUT_EFFECT and not key.startswith(_FAMILIES_WITHOUT_EFFECT)
+
+
+@cache
+def _json() -> TypeAdapter[Resolved]:
+    return TypeAdapter(Resolved)

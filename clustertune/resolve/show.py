@@ -31,7 +31,7 @@ _BY_TRAINER = {"trainer": ("dpo", "grpo"), "reward": ("grpo",), "rollout": ("grp
 def as_json(resolved: Resolved) -> dict[str, Any]:
     """The document of ``show --json``: every set value with its origin, what was derived, and the resolved sections."""
     values = {key: {"value": value, "origin": origin} for key, value, origin in _rows(resolved)}
-    stated = {".".join(key.split(".")[:2]) for key in values}  # TRL's own defaults aside
+    shown = {".".join(key.split(".")[:2]) for key in values}  # TRL's own defaults aside
     return {
         "recipe": resolved.name,
         "folder": resolved.folder,
@@ -40,7 +40,7 @@ def as_json(resolved: Resolved) -> dict[str, Any]:
         "derived": [vars(item) for item in resolved.derived],
         "world_size": resolved.world_size,
         "data_parallel_size": resolved.data_parallel_size,
-        "train_args": {key: value for key, value in resolved.train_args.items() if f"train.{key}" in stated},
+        "train_args": {key: value for key, value in resolved.train_args.items() if f"train.{key}" in shown},
         "architecture": resolved.architecture,
         "parameters": parameter_count(resolved.architecture),
         "trainable_parameters": trained_count(resolved.architecture, resolved.lora),
@@ -76,6 +76,12 @@ def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
     """Key, value and origin of everything that is set, section by section, the derived values with their formula."""
     derived = {item.key: item for item in resolved.derived if item.key != "architecture"}
     body = resolved.recipe.model_dump(mode="json")
+    stated = {".".join(key.split(".")[:2]) for key in resolved.origins}
+    for name, complete in {
+        "train": {"global_batch_size": resolved.global_batch_size, **resolved.train_args},
+        "lora": resolved.lora,
+    }.items():
+        body[name] = complete and {key: value for key, value in complete.items() if f"{name}.{key}" in stated}
     for section in SECTIONS:
         if section == "accelerate" and not resolved.accelerate:
             continue  # Megatron's recipes have no such file

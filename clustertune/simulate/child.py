@@ -1,4 +1,5 @@
-"""The process that simulates: ``python -m clustertune.simulate.child SPEC`` imports the libraries once and forks each rank.
+"""The process that simulates: ``python -m clustertune.simulate.child SPEC`` imports the libraries once and forks each rank,
+and once more the rank that resumes from what it saved.
 
 ``SPEC`` is a JSON file that :mod:`clustertune.simulate.run` writes. On stdout come lines of JSON: progress, and of each rank
 what was counted, or where it failed. What libraries print goes to stderr.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -31,16 +33,21 @@ def main() -> int:
     if spec["library"] is not None:
         from clustertune.simulate.guard import Guard
 
-        guard = Guard(Path(spec["library"]), spec["devices"])  # before torch: it asks for its hooks once
+        guard = Guard(Path(spec["library"]), spec["ranks"][0]["on_node"])  # before torch: it asks for its hooks once
     from clustertune.simulate import one_rank
 
     for one in spec["ranks"]:
-        child = os.fork()
-        if child == 0:
-            os._exit(one_rank.run(spec, one, guard, out, began))
-        _, status = os.waitpid(child, 0)
-        if os.WIFSIGNALED(status):
-            out.write(json.dumps({"rank": one["rank"], "signal": os.WTERMSIG(status)}) + "\n")
+        with tempfile.TemporaryDirectory(prefix="clustertune-simulate-") as folder:
+            # On one GPU transformers would read the bytes of whole files.
+            for resumes in (False, True) if spec["world"] > 1 else (False,):
+                child = os.fork()
+                if child == 0:
+                    os._exit(one_rank.run(spec, one, guard, out, began, Path(folder), resumes=resumes))
+                _, status = os.waitpid(child, 0)
+                if os.WIFSIGNALED(status):
+                    out.write(json.dumps({"rank": one["rank"], "signal": os.WTERMSIG(status)}) + "\n")
+                if status != 0:
+                    break
     return 0
 
 

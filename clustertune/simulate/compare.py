@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clustertune.errors import Problem
+from clustertune.plan.memory import save_copy
 from clustertune.plan.predict import Plan
 from clustertune.plan.step import RankGroup, traffic
 from clustertune.simulate.run import Simulation
@@ -43,12 +44,62 @@ def terms(plan: Plan, simulation: Simulation) -> list[Compared]:
     rest = sum(term.value for term in plan.moments[-1].parts if term.name in RESTING)
     planned = {moment.name: moment.bytes for moment in plan.moments}
     found = [Compared("at rest", rest, one["rest_bytes"])]
-    counted = {name: peak["bytes"] for name, peak in one["moments"].items() if name not in ("loading", "at rest")}
+    counted = {name: peak["bytes"] for name, peak in one["moments"].items() if name not in BESIDE}
     found += [Compared(name, planned.get(name), size) for name, size in counted.items()]
     found.append(Compared("peak", plan.peak.bytes, max(counted.values())))
-    return [*found, *_traffic(plan, simulation)]
+    return [*found, *_traffic(plan, simulation), *_saved(plan, one)]
 
 
+def _saved(plan: Plan, one: dict[str, Any]) -> Iterator[Compared]:
+    """What one rank writes at a save, reads when it resumes, and copies to host memory meanwhile."""
+    strategy, saved = plan.strategy, one["save"]
+    share = plan.schedule.checkpoint_bytes / (strategy.state_shards * strategy.tp if strategy.kind.startswith("FSDP") else 1)
+    yield Compared("checkpoint, written by this rank", share, saved["bytes"])
+    if "resume" in one and one["resume"]["checkpoint_bytes"]:
+        yield Compared("checkpoint, read by this rank", share, one["resume"]["checkpoint_bytes"])
+    if (copy := save_copy(plan.shape)) is not None:
+        ranks = strategy.ranks_per_node if strategy.kind.startswith("FSDP") else 1
+        yield Compared("copy for saves in host memory", copy.value / ranks, saved["pinned_bytes"] + saved["pageable_bytes"])
+
+
+def phases(one: dict[str, Any]) -> list[str]:
+    """The moments in the order in which they come, but for loading."""
+    return [name for name in one["moments"] if name not in (SAVE, EVALUATION, "loading")] + [
+        name for name in (SAVE, EVALUATION) if name in one["moments"]
+    ]
+
+
+def faults(simulation: Simulation) -> list[Problem]:
+    """What would go wrong on GPUs beside the sequence of collectives: threads, streams, and random numbers."""
+    found = []
+    for rank, one in simulation.ranks.items():
+        own = rank % simulation.resolved.distribution.ranks_per_node
+        for thread, devices in one["save"]["devices"].items():
+            if other := [device for device in devices if device != own]:
+                text = f"rank {rank}: thread {thread} makes a context on cuda:{other[0]}, its own device is cuda:{own}"
+                found.append(Problem(text, file=SAVE, fix="put the thread on its device before it does anything else"))
+        found += [
+            Problem(
+                f"rank {rank}: {text} ({count} times)", file=SAVE, fix="have the stream wait for an event, or the host for it"
+            )
+            for text, count in one["save"]["faults"].items()
+        ]
+        if "resume" in one:
+            found += _random(rank, one["resume"])
+    return found
+
+
+def _random(rank: int, resumed: dict[str, Any]) -> Iterator[Problem]:
+    device = resumed["device"]
+    given = [one for one in resumed["random"] if one["device"] == device]
+    if resumed["reseeded"] or not given or given[-1]["of"][:1] != [rank]:
+        text = f"rank {rank}, resumed on cuda:{device}, does not draw on from the random state that it saved"
+        yield Problem(text, file="resume", fix="save the state of the rank's own device, and set it on the device that it has")
+
+
+SAVE, EVALUATION = "save", "evaluation"
+BESIDE = ("loading", "at rest", SAVE, EVALUATION)
+"""Moments that are none of a step: the plan has a term for what rests, and bytes for a save."""
 KINDS = {"gather": ("all-gather", "reduce-scatter"), "reduce": ("all-reduce",), "exchange": ("all-to-all",), "send": ("send",)}
 """The plan's kinds of collective by what they may be called."""
 
@@ -147,4 +198,5 @@ def as_json(plan: Plan, simulation: Simulation) -> dict[str, Any]:
         "planned_step_s": plan.step.seconds,
         "ranks": ranks,
         "mismatches": [str(problem) for problem in mismatches(simulation)],
+        "faults": [str(problem) for problem in faults(simulation)],
     }

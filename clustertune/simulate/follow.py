@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from clustertune.simulate.results import Results
+
 aten = torch.ops.aten
 _ANSWERS: dict[Any, Callable[[torch.Tensor], tuple[bool, Any]]] = {
     torch.ops._c10d_functional.wait_tensor.default: lambda given: (False, given),  # a fake one makes a new tensor
@@ -42,8 +44,10 @@ _ANSWERS: dict[Any, Callable[[torch.Tensor], tuple[bool, Any]]] = {
     aten.masked_select.default: lambda given: (True, given.new_empty((given.numel(),))),
 }
 """Of an operator whose result the data decides, by its first operand: whether the host waits for it, and a plausible result."""
-LOADING, REST = "loading", "at rest"
+LOADING, REST, SAVE, EVALUATION, RESUME = "loading", "at rest", "save", "evaluation", "resume"
 """Moments that are none of a step."""
+POINTS = 1024
+"""Of a curve, at most."""
 LARGEST = 12
 """Kinds of storage that a moment names."""
 CACHE = 50 * 2**20
@@ -67,6 +71,31 @@ class Peak:
     _taken: int = 0
 
 
+@dataclass
+class Curve:
+    """Bytes over the allocations of a step: of so many in a row (``every``) the most."""
+
+    every: int = 1
+    bytes: list[int] = field(default_factory=list)
+    marks: list[tuple[int, str]] = field(default_factory=list)
+    """Where a moment begins, as a number of allocations."""
+    at: int = 0
+
+    def add(self, size: int) -> None:
+        place = self.at // self.every
+        self.at += 1
+        if place < len(self.bytes):
+            self.bytes[place] = max(self.bytes[place], size)
+            return
+        self.bytes.append(size)
+        if len(self.bytes) == POINTS:
+            self.bytes = [max(pair) for pair in zip(self.bytes[::2], self.bytes[1::2], strict=True)]
+            self.every *= 2
+
+    def as_json(self) -> dict[str, Any]:
+        return {"every": self.every, "bytes": list(self.bytes), "marks": [list(mark) for mark in self.marks]}
+
+
 class Memory:
     """Sums the storages of one device that live."""
 
@@ -78,6 +107,8 @@ class Memory:
         self._live: dict[int, tuple[Any, int, str]] = {}
         self._origin: dict[int, str] = {}
         self._purpose: list[str] = []
+        self._left_out: dict[int, Any] = {}
+        self.curve = Curve()
 
     @contextmanager
     def purpose(self, name: str) -> Iterator[None]:
@@ -92,11 +123,20 @@ class Memory:
         """Another moment begins, with what is there."""
         if moment != self.moment:
             self.moment = moment
+            self.curve.marks.append((self.curve.at, moment))
             self._peak()
 
     def forget(self) -> None:
-        """Of the moments so far only loading stays: they are those of a step in which states were made."""
-        self.moments = defaultdict(Peak, {LOADING: self.moments[LOADING]})
+        """Of the moments so far only loading and the save stay: the others are those of a step in which states were made."""
+        self.moments = defaultdict(Peak, {name: peak for name, peak in self.moments.items() if name in (LOADING, SAVE)})
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """This one is in host memory, whatever its device is called."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._left_out[key] = weakref.ref(storage, lambda _: self._left_out.pop(key, None))
+        if (known := self._live.get(key)) is not None:
+            self._drop(key, known[0])
 
     def rename(self, name: str, kept: frozenset[str] = frozenset()) -> None:
         """All that lives now, but for the ``kept``, is this from now on."""
@@ -123,6 +163,8 @@ class Memory:
             return
         storage = local.untyped_storage()
         key = storage._cdata
+        if key in self._left_out:
+            return
         known = self._live.get(key)
         if known is not None and known[0]() is not None:
             if (size := storage.nbytes()) != known[1]:
@@ -139,6 +181,7 @@ class Memory:
         self.now += difference
         self.parts[name] += difference
         self._live[key] = (reference, size, name)
+        self.curve.add(self.now)
         if difference > 0:
             self._peak()
 
@@ -221,44 +264,90 @@ class Counted:
     """Moment, operator and source line at which the host needs a value from the device."""
 
 
+@dataclass(frozen=True)
+class _Known:
+    """Of an operator."""
+
+    is_question: bool
+    is_collective: bool
+    name: str
+    text: str
+
+
+_DEVICE = torch.ops.prim.device.default
+
+
 class Follow(TorchDispatchMode):  # type: ignore[misc]
     """Answers what fake tensors cannot know, and counts everything that passes."""
 
     def __init__(self, memory: Memory, device: str, *, flops_per_s: float, bytes_per_s: float, length: int) -> None:
         """``flops_per_s`` and ``bytes_per_s``: of the GPU at its best. ``length``: tokens of a row."""
         super().__init__()
-        self.memory, self._device, self._length = memory, device, length
+        self.memory, self._device, self.length = memory, device, length
         self._flops_per_s, self._bytes_per_s = flops_per_s, bytes_per_s
         self.counted: Counted | None = None
         """Set for the step that is looked at."""
         self.calls: dict[str, list[Call]] = {"loading": []}
-        """In their order, by stage: loading, step 1, step 2 ..."""
+        """In their order, by stage: loading, step 1, save, step 2 ..."""
+        self.on_copy: Callable[[bool], None] | None = None
+        """Told of each copy to the host: whether the host waits for it."""
         self._stage, self._times = "loading", 1
         self._groups: dict[str, tuple[int, int]] = {}
+        self._known: dict[Any, _Known] = {}
+        self._results = Results()
 
-    def begin(self, stage: str, times: int) -> None:
-        """What follows belongs to this stage, and happens so many times in a real one."""
+    def begin(self, stage: str, times: int = 1) -> tuple[str, int]:
+        """What follows belongs to this stage, and happens so many times in a real one; returns what was before."""
+        before = self._stage, self._times
         self._stage, self._times = stage, times
+        return before
+
+    def meet(self, kind: str) -> None:
+        """The ranks tell each other values that are no tensors."""
+        if dist.is_initialized():
+            self.calls.setdefault(self._stage, []).append(Call(kind, dist.get_world_size(), 1, 0, self._times))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled: torch need not switch its compiler off for each operator."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # a question for the device, of fake tensors alone
+            return args[0].device
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # a question for the device, of fake tensors alone
+        known = self._known.get(func) or self._know(func)
+        if known.is_question:
             return func(*args, **kwargs)
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
-            self._collective(func.name(), args, kwargs)
+        if known.is_collective:
+            self._collective(known.name, args, kwargs)
+        if self.on_copy is not None and func is aten.copy_.default and args[1].device.type != args[0].device.type == "cpu":
+            self.on_copy(not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)))
         waits, result = self._answer(func, args, kwargs)
         if waits and self.counted is not None:
             self.counted.waits[(self.memory.moment, str(func.overloadpacket), _where())] += self._times
         if result is NotImplemented:
-            result = func(*args, **kwargs)
-        name = str(func)
-        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            result = self._results.run(func, args, kwargs)
+        if type(result) is FakeTensor:
+            leaves = [result]
+        else:
+            leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         for leaf in leaves:
-            self.memory.add(leaf, name)
+            self.memory.add(leaf, known.text)
         if self.counted is not None:
             self._count(func, args, kwargs, result, leaves)
         return result
+
+    def _know(self, func: Any) -> _Known:
+        found = _Known(
+            func.namespace == "prim",
+            func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name(),
+            func.name(),
+            str(func),
+        )
+        self._known[func] = found
+        return found
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """Whether the host waits for the device here, and a plausible value where only the data would tell."""
@@ -274,7 +363,7 @@ class Follow(TorchDispatchMode):  # type: ignore[misc]
             return on_device, first.new_empty((mask.numel(), *first.shape[mask.dim() :]))
         if func is aten.repeat_interleave.Tensor:
             size = kwargs.get("output_size")
-            found = torch.empty((size or self._length,), dtype=first.dtype, device=first.device)
+            found = torch.empty((size or self.length,), dtype=first.dtype, device=first.device)
             return on_device and size is None, found
         if func is aten._to_copy.default and on_device and not kwargs.get("non_blocking"):
             target = kwargs.get("device")

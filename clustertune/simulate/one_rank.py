@@ -1,4 +1,5 @@
-"""One rank in a process of its own: made as a training session makes it, trained for two steps, and counted."""
+"""One rank in a process of its own: made as a training session makes it, trained for two steps, saved, evaluated, and counted;
+in a second process resumed from what it saved."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ import gc
 import json
 import os
 import resource
-import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TextIO
@@ -27,15 +29,18 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 
-from clustertune.data import sequences
+from clustertune.checkpoint.store import CheckpointStore, find_checkpoint
 from clustertune.errors import UserError
+from clustertune.manifest import read_manifest
 from clustertune.plan.memory import BACKWARD, FORWARD, LOSS, REFERENCE, UPDATE
 from clustertune.resolve.resolved import Resolved
-from clustertune.simulate import base_files, fake_cuda, stand_ins
-from clustertune.simulate.follow import REST, Counted, Follow, Memory
+from clustertune.simulate import base_files, fake_cuda, phases, stand_ins
+from clustertune.simulate.fake_cuda import JOURNAL
+from clustertune.simulate.follow import EVALUATION, LOADING, REST, RESUME, SAVE, Counted, Curve, Follow, Memory
 from clustertune.simulate.guard import Guard
-from clustertune.training import accelerate_env, build, cpu_fsdp, figures, kernels, packing, recompute, sharding
+from clustertune.training import accelerate_env, build, compiling, cpu_fsdp, figures, packing, recompute, sharding
 from clustertune.training.collectives import Group
 from clustertune.training.loading import Loading
 from clustertune.training.startup import Startup
@@ -49,25 +54,39 @@ multiplied."""
 _KEPT = frozenset({"weights", "adapters", stand_ins.GATHERED})
 
 
-def run(spec: Mapping[str, Any], one: Mapping[str, Any], guard: Guard | None, out: TextIO, began: float) -> int:
-    """Simulate one rank; writes what was counted, or where it failed, as one line."""
+def run(
+    spec: Mapping[str, Any],
+    one: Mapping[str, Any],
+    guard: Guard | None,
+    out: TextIO,
+    began: float,
+    folder: Path,
+    *,
+    resumes: bool,
+) -> int:
+    """Simulate one rank, or resume it from what it saved in ``folder``; writes a line: what was counted, or where it failed."""
 
     def tell(**line: Any) -> None:
         out.write(json.dumps({"rank": one["rank"], **line}) + "\n")
 
-    with tempfile.TemporaryDirectory(prefix="clustertune-simulate-") as folder:
-        simulated = _Simulated(spec, one, guard, Path(folder), tell)
-        try:
-            found = simulated.run()
-        except UserError as error:
-            tell(error="; ".join(map(str, error.problems)), where="", during=simulated.memory.moment)
-            return 1
-        except Exception as error:
-            traceback.print_exc()
-            tell(error=f"{type(error).__name__}: {error}", where=_where(error), during=simulated.memory.moment)
-            return 1
-        tell(found={**found, "seconds": round(time.perf_counter() - began, 1)})
+    simulated = _Simulated(spec, _laid_out_again(one) if resumes else one, guard, folder, tell)
+    try:
+        found = simulated.resume() if resumes else simulated.run()
+    except UserError as error:
+        tell(error="; ".join(map(str, error.problems)), where="", during=simulated.memory.moment)
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        tell(error=f"{type(error).__name__}: {error}", where=_where(error), during=simulated.memory.moment)
+        return 1
+    tell(**{"resumed" if resumes else "found": {**found, "seconds": round(time.perf_counter() - began, 1)}})
     return 0
+
+
+def _laid_out_again(one: Mapping[str, Any]) -> dict[str, Any]:
+    """The same rank on nodes of half as many GPUs, where that divides."""
+    on_node = one["on_node"] // 2 if one["on_node"] % 2 == 0 else one["on_node"]
+    return {**one, "on_node": on_node, "local": one["rank"] % on_node}
 
 
 def _where(error: BaseException) -> str:
@@ -94,10 +113,17 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._simulated.begin_step(state.global_step)
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self._simulated.trainer.wait_for_copy()
         self._simulated.memory.enter(UPDATE)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         self._simulated.end_step(state.global_step)
+        control.should_save = True
+        control.should_evaluate = control.should_training_stop = state.global_step == STEPS
+
+
+class _Resumed(Exception):
+    """The next step would begin."""
 
 
 class _Simulated:
@@ -108,7 +134,7 @@ class _Simulated:
     def __init__(self, spec: Mapping[str, Any], one: Mapping[str, Any], guard: Guard | None, folder: Path, tell: Any) -> None:
         self.resolved, self.tell = Resolved.from_dict(spec["resolved"]), tell
         self._spec, self._guard, self._folder = spec, guard, folder
-        self._rank, self._local = int(one["rank"]), int(one["local"])
+        self._rank, self._local, self._on_node = int(one["rank"]), int(one["local"]), int(one["on_node"])
         self._device = "cuda" if guard is not None else "cpu"
         self._length = int(self.resolved.train_args["max_length"])
         self.memory = Memory(self._device)
@@ -116,31 +142,61 @@ class _Simulated:
         self._follow = Follow(
             self.memory, self._device, flops_per_s=gpu["flops_per_s"], bytes_per_s=gpu["bytes_per_s"], length=self._length
         )
-        self._layer = 0
+        self._layer = self._step = 0
+        self._told: list[str] = []
+        self._inside = False
+        """In a save or an evaluation, whose layers are none of a step."""
 
     def run(self) -> dict[str, Any]:
-        """Load, train, and return what was counted."""
-        spec = self._spec
+        """Load, train, save behind each step, evaluate, and return what was counted."""
+        parameters = base_files.write(self._folder / "base", self.resolved.architecture)
+        self.tell(progress=f"{parameters:,} parameters, {self._spec['world']} ranks")
+        with self._ready() as notes:
+            self.trainer.train()
+            self.trainer.finish_save()
+        return self._document(parameters, notes)
+
+    def resume(self) -> dict[str, Any]:
+        """Load, resume from the first save up to the begin of the next step, and return what was counted."""
+        checkpoint = find_checkpoint(self._folder / "checkpoints" / "step-000001")
+        with self._ready():
+            self.trainer.resume_with(read_manifest(checkpoint).meta)
+            with suppress(_Resumed):
+                self.trainer.train(resume_from_checkpoint=str(checkpoint))
+        return {
+            "gpus_per_node": self._on_node,
+            "device": self._local,
+            "read_bytes": self._reading.bytes,
+            "checkpoint_bytes": self._bytes.read,
+            "moments": {name: asdict(peak) for name, peak in self.memory.moments.items() if name in (LOADING, RESUME)},
+            "rest_bytes": self.memory.now,
+            "random": [{"device": device, "of": owner} for device, owner in JOURNAL.random],
+            "reseeded": JOURNAL.reseeded,
+        }
+
+    @contextmanager
+    def _ready(self) -> Iterator[list[str]]:
+        """Inside, the trainer is made and tensors are fake; gives what loading has to say."""
         self._join()
         args = self._arguments()
-        parameters = base_files.write(self._folder / "base", self.resolved.architecture)
-        self._reading = stand_ins.install(self.memory)
-        self.tell(progress=f"{parameters:,} parameters, {spec['world']} ranks")
+        self._reading = stand_ins.install(self.memory, self._follow)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._bytes = phases.install(mode, self._follow)
         loading = Loading(self.resolved.distribution, Startup(), Group()).install()
         torch.set_grad_enabled(True)
-        with FakeTensorMode(allow_non_fake_inputs=True), self._follow:
+        with mode, self._follow:
             self.trainer = self._make(args, loading)
             sharding.set_precision(self.trainer.accelerator, self.resolved.distribution.reduce_dtype)
             self.trainer.remove_callback(PrinterCallback)
             self.trainer.on_inputs = self._begin_micro_batch
-            self.trainer.train()
-        return self._document(parameters, list(dict.fromkeys(loading.notes)))
+            self._name_phases()
+            yield list(dict.fromkeys(loading.notes))
 
     # -- as a launcher and a session do --------------------------------------------------------------------------------
 
     def _join(self) -> None:
         spec, resolved = self._spec, self.resolved
-        world, on_node = spec["world"], spec["on_node"]
+        world, on_node = spec["world"], self._on_node
         ranks = {"RANK": self._rank, "LOCAL_RANK": self._local, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": on_node}
         for key, value in ranks.items():
             os.environ.pop(key, None)
@@ -154,7 +210,8 @@ class _Simulated:
             gpu = spec["gpu"]
             fake_cuda.install(
                 self._guard,
-                devices=spec["devices"],
+                rank=self._rank,
+                devices=on_node,
                 name=gpu["name"],
                 memory=gpu["memory"],
                 capability=tuple(gpu["capability"]),
@@ -167,56 +224,51 @@ class _Simulated:
 
     def _arguments(self) -> Any:
         resolved = self.resolved
-        kernels.set_environment(resolved.distribution)
+        compiling.set_environment(resolved.distribution)
         packing.register()
         fitted = build.fit_to_device(resolved.train_args, cuda=self._guard is not None)
-        values = {key: value for key, value in fitted.values.items() if key not in ("pad_token", "output_dir")}
-        values |= sequences.PAIRS if resolved.is_dpo else sequences.TRAINER
-        values |= {
-            "report_to": "none", "save_strategy": "no", "max_steps": STEPS, "eval_strategy": "no", "eval_on_start": False,
+        self._micro_batches = int(resolved.train_args["gradient_accumulation_steps"])
+        changes = {
+            "report_to": "none", "save_strategy": "no", "max_steps": STEPS + 1, "eval_strategy": "no", "eval_on_start": False,
             "dataloader_num_workers": 0, "dataloader_pin_memory": False, "dataloader_persistent_workers": False,
             "dataloader_prefetch_factor": None, "logging_steps": 1, "disable_tqdm": True,
+            "gradient_accumulation_steps": min(MICRO_BATCHES, self._micro_batches),
         }  # fmt: skip
-        if values.get("padding_free") and not values.get("packing"):
-            values["max_length"] = None
-        self._micro_batches = int(values["gradient_accumulation_steps"])
-        values["gradient_accumulation_steps"] = min(MICRO_BATCHES, self._micro_batches)
-        kind = build.configuration(resolved)
-        return kind(output_dir=str(self._folder / "out"), **build.spelt(values, kind.__dataclass_fields__))
+        return build.trl_arguments(resolved, self._folder / "out", fitted, changes)
 
     def _make(self, args: Any, loading: Loading) -> RankTrainer:
         resolved = self.resolved
-        quiet: Any = SimpleNamespace(tell=lambda *_: None)
-        quiet.on = lambda *_: quiet
+        (self._folder / "checkpoints").mkdir(exist_ok=True)
+        store = CheckpointStore(self._folder / "checkpoints", 1, None, phases.Alone(), self._told.append)
         stop = SimpleNamespace(is_set=False)
         attempt: Any = SimpleNamespace(resolved=resolved, stop=stop, heartbeat=lambda *_, **__: None, fence=lambda: None)
         kind = PreferenceTrainer if resolved.is_dpo else Trainer
         made: RankTrainer = kind(
             model=str(self._folder / "base"),
             args=args,
-            train_dataset=self._rows(args),
+            train_dataset=self._rows((STEPS + 2) * args.per_device_train_batch_size * args.gradient_accumulation_steps),
+            eval_dataset=self._rows(args.per_device_eval_batch_size),
             processing_class=_tokenizer(),
-            peft_config=LoraConfig(**resolved.recipe.lora) if resolved.recipe.lora is not None else None,
+            peft_config=LoraConfig(**resolved.lora) if resolved.lora is not None else None,
             callbacks=[_Watch(self)],
             loading=loading,
-            store=quiet,
+            store=store,
             attempt=attempt,
             on_checkpoint=lambda *_: None,
         )
         return made
 
-    def _rows(self, args: Any) -> Dataset:
-        """Full rows: four conversations each where they are packed, a prompt of a quarter where they are pairs."""
+    def _rows(self, count: int) -> Dataset:
+        """``count`` full rows for each rank: of four conversations where they are packed, of a prompt of a quarter in pairs."""
         length, part = self._length, self._length // 4
         row: dict[str, Any] = {"input_ids": [5] * length, "labels": [5] * length}
         if self.resolved.is_dpo:
             answer = [6] * (length - part)
             row = {"prompt_ids": [5] * part, "chosen_ids": answer, "rejected_ids": answer}
-        elif self.resolved.train_args.get("packing"):
+        elif self.resolved.train_args["packing"]:
             row["seq_lengths"] = [part, part, part, length - 3 * part]
-        count = (STEPS + 1) * args.per_device_train_batch_size * args.gradient_accumulation_steps * self._spec["world"]
         with torch.utils._python_dispatch._disable_current_modes():
-            return Dataset.from_list([row]).select([0] * count)
+            return Dataset.from_list([row]).select([0] * (count * self._spec["world"]))
 
     # -- moments -------------------------------------------------------------------------------------------------------
 
@@ -230,13 +282,55 @@ class _Simulated:
         figures.attach(trainer, resolved, recompute.layers_of, self._spec["gpu"]["name"])
         gc.collect()
         self.memory.rename("weights")
-        if resolved.recipe.lora is not None:
+        if resolved.lora is not None:
             self.memory.rename_storages([p for p in trainer.model.parameters() if p.requires_grad], "adapters")
         self.tell(progress=f"loaded: {self._reading.bytes / 1e9:,.2f} GB read by this rank")
         self._hook(trainer.model)
         reference = getattr(trainer, "ref_model", None)
         if reference is not None:
             self._hook(reference)
+
+    def _name_phases(self) -> None:
+        trainer = self.trainer
+        stand_ins.put(
+            trainer,
+            _save_checkpoint=self._phase(SAVE, partial(self._save, trainer._save_checkpoint)),
+            evaluate=self._phase(EVALUATION, trainer.evaluate),
+            _load_from_checkpoint=self._phase(RESUME, trainer._load_from_checkpoint),
+            _load_optimizer_and_scheduler=self._phase(RESUME, trainer._load_optimizer_and_scheduler),
+        )
+        take, JOURNAL.random = trainer._load_rng_state, []
+
+        def take_random_state(checkpoint: Any) -> None:
+            JOURNAL.random, JOURNAL.reseeded = [], False
+            take(checkpoint)
+
+        stand_ins.put(trainer, _load_rng_state=take_random_state)
+
+    def _save(self, save: Callable[..., Any], *args: Any) -> None:
+        """The same, with what rank 0 writes for all where another one is simulated."""
+        save(*args)
+        if self._rank and self.trainer.state.global_step == 1:
+            folder = self._folder / "checkpoints" / "step-000001"
+            self.trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+            self.trainer._save_scheduler(folder)
+
+    def _phase(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same, told apart from the steps."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, moment = self._follow.begin(name), self.memory.moment
+            self._inside, self._follow.on_copy = True, JOURNAL.copied if name == SAVE else None
+            self.memory.enter(name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._inside, self._follow.on_copy = False, None
+                self._follow.begin(*before)
+                if moment != LOADING:
+                    self.memory.enter(moment)
+
+        return run
 
     def _hook(self, model: Any) -> None:
         layers = recompute.layers_of(model)
@@ -256,6 +350,8 @@ class _Simulated:
 
     def _begin_layer(self, number: int, layers: int) -> None:
         memory = self.memory
+        if self._inside:
+            return
         if self.resolved.is_dpo and not torch.is_grad_enabled():
             memory.enter(REFERENCE)
         elif memory.moment == LOSS:
@@ -267,9 +363,8 @@ class _Simulated:
             self.tell(layer=number + 1, layers=layers, moment=memory.moment, step=self._step + 1)
 
     def _end_layers(self, module: Any, args: Any, output: Any) -> None:  # noqa: ARG002
-        if self.memory.moment == BACKWARD:
-            return
-        self.memory.enter(LOSS)
+        if self.memory.moment != BACKWARD and not self._inside:
+            self.memory.enter(LOSS)
 
     def _before_backward(self, module: Any, args: Any, output: Any) -> None:  # noqa: ARG002
         hidden = output[0] if isinstance(output, tuple) else output
@@ -277,10 +372,13 @@ class _Simulated:
             hidden.register_hook(lambda _: self.memory.enter(BACKWARD))
 
     def begin_step(self, step: int) -> None:
+        if self.trainer.start_step:
+            raise _Resumed
         self._step, self._micro_batch = step, 0
         if step == STEPS - 1:
             self.memory.forget()
             self._rest = self.memory.now
+            self.memory.curve = Curve()
             self.memory.enter(REST)
             self._follow.counted = Counted()
 
@@ -291,6 +389,7 @@ class _Simulated:
             gc.collect()
             self.memory.rename("optimizer states", _KEPT)
         if step == STEPS:
+            self._curve = self.memory.curve.as_json()
             self._counted, self._follow.counted = self._follow.counted, None
         self.tell(progress=f"step {step}: {self.memory.now / 2**30:,.2f} GiB at rest")
 
@@ -306,6 +405,7 @@ class _Simulated:
             "read_bytes": self._reading.bytes,
             "rest_bytes": self._rest,
             "moments": {name: asdict(peak) for name, peak in self.memory.moments.items()},
+            "curve": self._curve,
             "traffic": {stage: _sums(found) for stage, found in calls.items()},
             "simulated_micro_batches": int(self.trainer.args.gradient_accumulation_steps),
             "sequence": {stage: [[c.kind, c.ranks, c.stride, c.bytes] for c in found] for stage, found in calls.items()},
@@ -320,7 +420,19 @@ class _Simulated:
             "micro_batches": self._micro_batches,
             "sharding": self._sharding,
             "recomputed": self._recomputed,
-            "notes": notes,
+            "notes": [*notes, *dict.fromkeys(text for text in self._told if text.startswith(("note", "warning")))],
+            "save": {
+                "bytes": self._bytes.written // STEPS,
+                "pinned_bytes": self._bytes.pinned,
+                "pageable_bytes": self._bytes.pageable,
+                "devices": {name: sorted(found) for name, found in JOURNAL.devices.items()},
+                "waits": [
+                    {"thread": thread, "stream": stream, "for": other, "count": count}
+                    for (thread, stream, other), count in sorted(JOURNAL.waits.items())
+                    if thread.startswith("save")
+                ],
+                "faults": dict(JOURNAL.faults),
+            },
             "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
 

@@ -43,7 +43,7 @@ def refusals(resolved: Resolved) -> Iterator[Problem]:
         key = "train.model_init_kwargs.quantization_config"
         text = f"the kernels of {quantization.method(config)} need data and cannot be simulated"
         yield Problem(text, file=f"{resolved.name}/recipe.yaml", key=key, fix="plan it without --simulate")
-    if resolved.train_args.get("use_liger_kernel"):
+    if resolved.train_args["use_liger_kernel"]:
         text = "Liger's Triton kernels cannot be simulated"
         yield Problem(text, file=f"{resolved.name}/recipe.yaml", key="train.use_liger_kernel", fix="simulate it with false")
 
@@ -122,9 +122,7 @@ def specification(resolved: Resolved, machine: PlanMachine, ranks: Sequence[int]
         "resolved": resolved.as_dict(),
         "library": None if library is None else str(library),
         "world": resolved.world_size,
-        "on_node": on_node,
-        "devices": on_node,
-        "ranks": [{"rank": rank, "local": rank % on_node} for rank in ranks],
+        "ranks": [{"rank": rank, "local": rank % on_node, "on_node": on_node} for rank in ranks],
         "gpu": {
             "name": machine.gpu,
             "memory": machine.usable_bytes,
@@ -155,6 +153,8 @@ def _run(folder: Path, spec: dict[str, Any], tell: Callable[[dict[str, Any]], No
                 body = json.loads(line)
                 if "found" in body:
                     found[int(body["rank"])] = body["found"]
+                elif "resumed" in body:
+                    found[int(body["rank"])]["resume"] = body["resumed"]
                 elif "error" in body or "signal" in body:
                     problems.append(_failed(body))
                 else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -68,6 +69,27 @@ def _terms(plan: Plan, simulation: Simulation) -> Any:
     return found
 
 
+def _phases(one: dict[str, Any]) -> Iterator[str]:
+    """What was seen of a save, an evaluation and a resume."""
+    saved, resumed = one["save"], one.get("resume")
+    kind = "pinned" if saved["pinned_bytes"] else "pageable"
+    threads = "; ".join(
+        f"{name} on {', '.join(f'cuda:{device}' for device in devices)}" for name, devices in saved["devices"].items()
+    )
+    waits = dict.fromkeys(f"{wait['stream']} of {wait['thread']} waits for {wait['for']}" for wait in saved["waits"])
+    size = (saved["pinned_bytes"] + saved["pageable_bytes"]) / GIB
+    yield "; ".join([f"a save copies {size:.2f} GiB to {kind} host memory, and writes {saved['bytes'] / 1e9:,.2f} GB", *waits])
+    if threads:
+        yield f"threads and their devices: {threads}"
+    if resumed is not None:
+        most = max(peak["bytes"] for peak in resumed["moments"].values())
+        yield (
+            f"resumed on nodes of {resumed['gpus_per_node']} GPUs: reads {resumed['checkpoint_bytes'] / 1e9:,.2f} GB of the "
+            f"checkpoint and {resumed['read_bytes'] / 1e9:,.2f} GB of weights; {most / GIB:.2f} GiB at most, "
+            f"{resumed['rest_bytes'] / GIB:.2f} before the next step"
+        )
+
+
 def _traffic(one: dict[str, Any]) -> Any:
     found = make_table("collective", "ranks", "apart", "calls", "GiB", title="collectives of a step")
     for row in one["traffic"].get(compare.LAST_STEP, []):
@@ -101,10 +123,12 @@ def lines(plan: Plan, simulation: Simulation) -> list[str]:
         f"simulated in {one['seconds']:,.0f} s with {one['host_bytes'] / GIB:.1f} GiB of this machine's memory",
         "not in it: NCCL's buffers, workspaces of cuBLAS, fragmentation, and time (docs/simulate.md)",
     ]
+    found += _phases(one)
     if len(simulation.ranks) > 1:
         ranks = ", ".join(map(str, simulation.ranks))
         differ = compare.mismatches(simulation)
         found.append(f"ranks {ranks}: {'their collectives DIFFER' if differ else 'the same collectives in the same order'}")
         found += map(str, differ)
+    found += map(str, compare.faults(simulation))
     found += one["notes"]
     return [*found, simulation.note] if simulation.note else found

@@ -6,8 +6,9 @@ Each says what it stands for. None of them changes what is allocated, sent or wa
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import core_model_loading
 
 from clustertune.checkpoint.shards import DTYPES
-from clustertune.simulate.follow import Memory
-from clustertune.training import context, loading
+from clustertune.simulate.follow import Follow, Memory
+from clustertune.training import context, loading, packing
 from clustertune.training.collectives import Group
 from clustertune.training.loading_sources import RowReader
 
@@ -113,8 +114,8 @@ class _Kernel:
         return lambda *_, **__: None
 
 
-def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Outside of fake tensors: a mesh is real numbers."""
+def for_real(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Outside of fake tensors: a mesh, and numbers that are no part of a model, have values."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
@@ -144,7 +145,7 @@ def put(owner: Any, **values: Any) -> None:
         setattr(owner, name, value)
 
 
-def install(memory: Memory) -> Reading:
+def install(memory: Memory, follow: Follow) -> Reading:
     """Replace them all. ``memory`` learns what FSDP gathers and reduces, and what it empties behind the dispatcher."""
     put(FakeTensorMode, avoid_device_init=property(lambda _: True))
     # accelerate finds the optimizer's parameters by address (accelerator.py:4020).
@@ -167,8 +168,8 @@ def install(memory: Memory) -> Reading:
                  "_compute_coordinate_on_dim", "get_group", "size"):  # fmt: skip
         own = mesh.__dict__.get(name)
         if own is not None and not isinstance(own, staticmethod | classmethod):
-            setattr(mesh, name, _for_real(own))
-    device_mesh.init_device_mesh = _fsdp_init.init_device_mesh = torch.distributed.init_device_mesh = _for_real(
+            setattr(mesh, name, for_real(own))
+    device_mesh.init_device_mesh = _fsdp_init.init_device_mesh = torch.distributed.init_device_mesh = for_real(
         device_mesh.init_device_mesh
     )
     for name, purpose in (
@@ -177,7 +178,13 @@ def install(memory: Memory) -> Reading:
         ("foreach_reduce", REDUCED),
     ):
         setattr(_fsdp_param_group, name, _for_purpose(getattr(_fsdp_param_group, name), memory, purpose))
-    return _replace_own()
+    return _replace_own(follow)
+
+
+def _conversations(tokens: int, _: Any, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Of so many tokens each, as the rows of a simulation are made; their lengths would be values."""
+    for parts in zip(*(tensor.split(tokens) for tensor in tensors), strict=True):
+        yield tuple(part.transpose(0, 1).unsqueeze(0) for part in parts)
 
 
 def _for_purpose(function: Callable[..., Any], memory: Memory, purpose: str) -> Callable[..., Any]:
@@ -188,13 +195,23 @@ def _for_purpose(function: Callable[..., Any], memory: Memory, purpose: str) -> 
     return run
 
 
-def _replace_own() -> Reading:
+def _replace_own(follow: Follow) -> Reading:
     """The project's: bytes of files, threads, and what ranks tell each other beside training."""
     reading = Reading()
     put(RowReader, flat=lambda _, tensor, begin, end: reading.flat(tensor, begin, end))
     put(loading, ThreadPoolExecutor=Inline)
     put(core_model_loading, ThreadPoolExecutor=Inline, _materialize_copy=reading.whole)
-    put(Group, gather=lambda self, value: [value] * self.world_size, broadcast=lambda _, value: value)
-    put(Group, maximum=lambda _, values: list(values))
+
+    def meeting(kind: str, result: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def meet(self: Any, value: Any) -> Any:
+            follow.meet(kind)
+            return result(self, value)
+
+        return meet
+
+    put(Group, gather=meeting("gather of values", lambda self, value: [value] * self.world_size))
+    put(Group, broadcast=meeting("broadcast of a value", lambda _, value: value))
+    put(Group, maximum=meeting("maximum of values", lambda _, values: list(values)))
+    put(packing, _each=partial(_conversations, follow.length // 4))
     put(context, causal_lower_right=lambda *_: "lower right")
     return reading

@@ -173,7 +173,7 @@ def load_model(resolved: Resolved) -> str:
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     open_tokenizer(str(folder))
     raise_if(check_weights(folder))
-    if resolved.recipe.lora is None:
+    if resolved.lora is None:
         return f"{config.model_type}, weights are complete"
     base = read_base(folder)
     return f"{config.model_type}, {len(base.tensors)} tensors in {len(base.headers)} files"

@@ -324,8 +324,8 @@ class Collector:
                 plain.replace(path)
         for folder in (root.parents[1] / "blobs", self._out / bundle.HUB / ".locks"):
             shutil.rmtree(folder, ignore_errors=True)
-        found = zip(files, answers, strict=True)
-        return {file.name: answer for file, answer in found if isinstance(answer, FileRecord) and answer.algorithm == SHA256}
+        records = zip(files, answers, strict=True)
+        return {file.name: answer for file, answer in records if isinstance(answer, FileRecord) and answer.algorithm == SHA256}
 
     def _seal(self, parts: Sequence[BundlePart], records: dict[str, FileRecord], overrides: Sequence[str]) -> None:
         """What lies there and is none of the parts', as NLTK's other languages, goes with them; then sums and manifest."""

@@ -59,8 +59,8 @@ def locate(root: Path, stall: float) -> Path:
 
 def survey(root: Path, what: str, stall: float) -> list[SourceFile]:
     """:func:`clustertune.staging.source_files.survey` with a limit. Raises UserError."""
-    found: list[SourceFile] = within(stall, root, "survey", root, what)
-    return found
+    files: list[SourceFile] = within(stall, root, "survey", root, what)
+    return files
 
 
 def mirror(
@@ -72,10 +72,10 @@ def mirror(
     the source's folder names is copied again. A file has its name only once all of it is on the disk. Raises UserError.
     """
     shown = (f"copying {root.name}", sum(file.size for file in sources))
-    found: tuple[dict[str, FileRecord], int] = within(
+    copies: tuple[dict[str, FileRecord], int] = within(
         stall, root, "copy_files", root, out, sources, algorithm, shown=shown, target=out
     )
-    return found
+    return copies
 
 
 def hash_files(
@@ -89,8 +89,8 @@ def hash_files(
         return []
     pairs = [(path, record.algorithm if record else algorithm) for path, record in paths]
     shown = (what, sum(record.size for _, record in paths if record))
-    found: list[FileRecord | str] = within(stall, paths[0][0].parent, "hash_all", pairs, shown=shown)
-    return found
+    records: list[FileRecord | str] = within(stall, paths[0][0].parent, "hash_all", pairs, shown=shown)
+    return records
 
 
 # --- the child, seen from the parent -------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def _copy(file: SourceFile, source: Path, target: Path, algorithm: str) -> tuple
     if copied != file.size or (state.st_mtime_ns, state.st_ctime_ns) != (file.mtime_ns, file.ctime_ns):
         fix = "run the same command again when nothing writes there any more"
         raise UserError("changed while it was copied", file=str(source), fix=fix, code=ExitCode.AGAIN)
-    if (found := _record(file, part, algorithm)) is None:
+    if (record := _record(file, part, algorithm)) is None:
         part.unlink()
         where = "the name that the Hub gave it" if source.is_symlink() else "the folder's manifest"
         fix = "the file is damaged where it lies: load or make it again"
@@ -211,7 +211,7 @@ def _copy(file: SourceFile, source: Path, target: Path, algorithm: str) -> tuple
         raise UserError(text, file=str(source), fix=fix, code=ExitCode.FAILED)
     os.utime(part, ns=(file.mtime_ns, file.mtime_ns))
     part.replace(target)
-    return found, file.size
+    return record, file.size
 
 
 def _record(file: SourceFile, path: Path, algorithm: str) -> FileRecord | None:

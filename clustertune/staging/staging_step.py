@@ -21,7 +21,7 @@ from clustertune.errors import UserError
 from clustertune.events import read_object
 from clustertune.host.mounts import own_mounts
 from clustertune.launch.agent import ask_anew
-from clustertune.launch.plan import AttemptPlan
+from clustertune.launch.attempt import AttemptPlan
 from clustertune.manifest import MANIFEST, write_durably
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir

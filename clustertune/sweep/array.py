@@ -13,7 +13,7 @@ from clustertune.cluster.schema import Cluster
 from clustertune.console import say
 from clustertune.errors import Problem, UserError
 from clustertune.host.system import format_cpu_list
-from clustertune.launch import serving, shape, signal_margin, submit
+from clustertune.launch import serving, shape, signal_margin, stage_jobs
 from clustertune.process import end
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES, keep_private
@@ -41,7 +41,7 @@ def find_problems(sweep: Sweep, resolved: Sequence[Resolved], cluster: Cluster) 
 
 def make_job(
     sweep: Sweep, resolved: Sequence[Resolved], cluster: Cluster, *, at_once: int | None = None, flags: Sequence[str] = ()
-) -> submit.StageJob:
+) -> stage_jobs.StageJob:
     """The job array for the points that are left; ``at_once`` limits how many run side by side.
 
     ``flags`` follow ``--sweep DIR``. All points have the training's shape. Raises UserError where shapes differ.
@@ -52,12 +52,12 @@ def make_job(
         raise UserError(text, file=sweep.name, fix="a sweep for each: " + "; ".join(map(str, shapes)))
     limit = f"%{at_once}" if at_once else ""
     folder = sweep.path.absolute()
-    logs = submit.escape_pattern(folder / "logs")
+    logs = stage_jobs.escape_pattern(folder / "logs")
     arguments = ["--sweep", str(folder), "--from", STAGES[0], "--to", sweep.last]
-    return submit.StageJob(
+    return stage_jobs.StageJob(
         stage="sweep",
         shape=shapes.pop(),
-        script=submit.render(
+        script=stage_jobs.render(
             f"{sweep.name}-sweep",
             shape.train_shape(resolved[0], cluster),
             max(item.recipe.slurm.signal_seconds for item in resolved),
@@ -69,7 +69,7 @@ def make_job(
     )
 
 
-def send(sweep: Sweep, resolved: Sequence[Resolved], cluster: Cluster, job: submit.StageJob) -> str:
+def send(sweep: Sweep, resolved: Sequence[Resolved], cluster: Cluster, job: stage_jobs.StageJob) -> str:
     """Submit the array and keep its id in ``jobs/jobs.json``; returns the id. Refused where tasks of the sweep are queued.
 
     What every task runs is recorded in its point's ``run.json`` before: an edit while it waits changes nothing.
@@ -77,12 +77,12 @@ def send(sweep: Sweep, resolved: Sequence[Resolved], cluster: Cluster, job: subm
     keep_private(cluster)
     with lock.held(sweep.path / "jobs" / "lock", "submits this sweep", shown=sweep.path, fix="wait for it"):
         sweep.write()
-        submit.require_none_live(sweep.path, "tasks of this sweep", "clustertune sweep --results")
+        stage_jobs.require_none_live(sweep.path, "tasks of this sweep", "clustertune sweep --results")
         for point in sweep.left():
             run = chain.open_run(resolved[point.index], point.run_dir, chain.command_line())
             item = resolved[point.index]
             run.describe(item, cluster, {"train": job.shape}, serving.evaluation(item, cluster))
-        entries = submit.submit_all(sweep.path, [job])
+        entries = stage_jobs.submit_all(sweep.path, [job])
     return str(entries[0]["id"])
 
 

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from clustertune.console import aligned
+from clustertune.console import aligned, duration
 from clustertune.errors import UserError
 from clustertune.evaluate.scores import metrics as scores_of
 from clustertune.evaluate.scores import read_result, shown
-from clustertune.launch.plan import read_attempts
+from clustertune.launch.attempt import read_attempts
 from clustertune.recipe.schema import FIRST_TASK
 from clustertune.recipe.tasks import first_task
-from clustertune.report.content import UNKNOWN, duration, number
+from clustertune.report.content import UNKNOWN, number
 from clustertune.report.cost import of_attempts
 from clustertune.report.metrics import Metrics, read_metrics
 from clustertune.report.state import read_stages, state_of

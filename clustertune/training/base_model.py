@@ -46,7 +46,7 @@ def check(source: str, revision: str | None, resolved: Resolved) -> None:
         key, text = lacking
         raise UserError(Problem(text, file=str(file), key=key, fix=FIX_NAME))
     stored, wanted = _stored(config), quantization.of(resolved.train_args)
-    reason = why_not(stored, wanted, parted_by(resolved), lora=resolved.recipe.lora is not None)
+    reason = why_not(stored, wanted, parted_by(resolved), lora=resolved.lora is not None)
     reason = reason or quantization.cast_away(stored or wanted or {}, resolved.train_args, resolved.distribution.type)
     if reason is None:
         _refuse_wrapper(config, file, resolved)

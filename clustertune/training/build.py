@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import urllib.parse
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from clustertune.errors import Problem, UserError
 from clustertune.recipe import quantization
-from clustertune.recipe.native_rules import train_defaults
 from clustertune.resolve import kernels
 from clustertune.resolve.resolved import Resolved
 
@@ -37,42 +37,40 @@ def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> TrainArgument
         return TrainArguments(values)
     notes = []
     values |= {"use_cpu": True, "dataloader_pin_memory": False}
-    if values.pop("tf32", None):
+    if values["tf32"]:
+        values["tf32"] = None
         notes.append("tf32 off: there is no GPU")
     if (named := kernels.attention_of(values)).startswith("flash_attention"):
         notes.append(f"attn_implementation sdpa: {named} needs a GPU")
         values["model_init_kwargs"] = {**values["model_init_kwargs"], "attn_implementation": "sdpa"}
-    if values.pop("use_liger_kernel", None):
-        values.pop("liger_kernel_config", None)
+    if values["use_liger_kernel"]:
+        values |= {"use_liger_kernel": False, "liger_kernel_config": None}
         notes.append("use_liger_kernel off: its kernels need a GPU")
-    if values.pop("use_vllm", None):
+    if values.get("use_vllm"):  # GRPO's alone
+        values["use_vllm"] = False
         notes.append("use_vllm off: TRL starts vLLM on GPUs; transformers generates")
-    if values.pop("activation_offloading", None):
+    if values["activation_offloading"]:
+        values["activation_offloading"] = False
         # TRL 1.16 asks for the accelerator's streams (trl/models/activation_offloading.py:152), which a CPU has not.
         notes.append("activation_offloading off: activations are in host memory already")
     return TrainArguments(values, notes)
 
 
-def configuration(resolved: Resolved) -> Any:
-    """TRL's class of training arguments that a recipe names."""
+def trl_arguments(
+    resolved: Resolved, folder: Path, fitted: TrainArguments, changes: Mapping[str, Any] = MappingProxyType({})
+) -> Any:
+    """TRL's configuration for the trainer with the arguments that it has; ``changes`` take the place of the recipe's."""
     import trl
 
-    return {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "grpo": trl.GRPOConfig}[resolved.recipe.trainer]
+    from clustertune.data import sequences
 
-
-_OLDER = {
-    "activation_checkpointing": "gradient_checkpointing",
-    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
-}
-"""What the reference's TRL and transformers (containers/reference.lock) call some arguments."""
-
-
-def spelt(values: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """The arguments by the names that the installed ``SFTConfig`` has (``known``), without those that it lacks and that have
-    the pinned TRL's default."""
-    defaults = train_defaults("dpo") | train_defaults()
-    kept = {key: value for key, value in values.items() if key in known or key in _OLDER or value != defaults.get(key)}
-    return {_OLDER[key] if key not in known and _OLDER.get(key) in known else key: value for key, value in kept.items()}
+    kind = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "grpo": trl.GRPOConfig}[resolved.recipe.trainer]
+    values = {**fitted.values, **(sequences.TRAINER if resolved.recipe.trainer == "sft" else sequences.PAIRS)}
+    values |= {"reward_weights": [reward.weight for reward in resolved.recipe.reward or ()], **changes}
+    if values["padding_free"] and not values["packing"]:
+        values["max_length"] = None  # TRL asks for it: the rows are cut already
+    del values["pad_token"]  # TRL 1.16 deprecates its own: the tokenizer carries it
+    return kind(output_dir=str(folder), **{key: value for key, value in values.items() if key in kind.__dataclass_fields__})
 
 
 def check_packages(train_args: Mapping[str, Any], *, cuda: bool = False) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch.plan import AttemptPlan
+from clustertune.launch.attempt import AttemptPlan
 
 _PEER = timedelta(hours=24)
 """How long a rank's thread waits for the others' threads. A thread that hangs is found by the heartbeat of its rank."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from clustertune.launch.plan import AttemptPlan
+from clustertune.launch.attempt import AttemptPlan
 from clustertune.process import StopFlag
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir

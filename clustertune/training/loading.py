@@ -86,13 +86,10 @@ class Loading:
         from accelerate import accelerator
         from accelerate.utils import fsdp_utils
         from transformers import PreTrainedModel
-        from transformers.utils.loading_report import LoadStateDictInfo
 
         load, fill = PreTrainedModel._load_pretrained_model, fsdp_utils.fsdp2_load_full_state_dict
         prepare = accelerator.fsdp2_prepare_model
-        # transformers 5.5.4, of the reference's stack, tells less of what it loaded: these functions were not tried with it.
-        known = "skipped_pp_keys" in LoadStateDictInfo.__dataclass_fields__
-        if not known or not set(_HELD) <= set(inspect.signature(load).parameters):
+        if not set(_HELD) <= set(inspect.signature(load).parameters):
             self._unfit = "this transformers loads models in another way"
         here = self._replaced.enter_context
         here(replaced(PreTrainedModel, _load_pretrained_model=staticmethod(self._loader(load))))

@@ -196,7 +196,7 @@ def is_isolated(small_architecture: Mapping[str, Any], attention: str) -> bool:
     from transformers import AutoConfig, AutoModelForCausalLM
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    from clustertune.training import deepspeed
+    from clustertune.training import deepspeed_engine
 
     register()
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
@@ -209,7 +209,7 @@ def is_isolated(small_architecture: Mapping[str, Any], attention: str) -> bool:
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(0)
         config = AutoConfig.for_model(small_architecture["model_type"], **keys)
-        with deepspeed.whole_models():
+        with deepspeed_engine.whole_models():
             # The grouped product of experts takes no float64.
             kernels = {"attn_implementation": attention, "experts_implementation": "eager"}
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **kernels).to(device).eval()

@@ -129,7 +129,7 @@ def apply(model: Any, resolved: Resolved) -> Recomputed:
     Raises UserError where that is another share.
     """
     section = resolved.recipe.activation_checkpointing or ActivationCheckpointing()
-    on = bool(resolved.train_args.get("activation_checkpointing"))
+    on = bool(resolved.train_args["activation_checkpointing"])
     save = resolved.distribution.recompute.save
     if on:
         choose_layers(model, section.ratio, save)

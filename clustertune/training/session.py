@@ -22,11 +22,10 @@ from clustertune.data.tokenizer import check_labels, load_tokenizer
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
 from clustertune.recipe.architecture import scale_down
-from clustertune.recipe.native_rules import MAX_PROMPT
 from clustertune.resolve.kernels import attention_of
-from clustertune.training import base_model, build, deepspeed, figures, kernels, packing, recompute, sharding, tracker
+from clustertune.training import base_model, build, compiling, deepspeed_engine, figures, packing, recompute, sharding, tracker
 from clustertune.training.collectives import Group, check_world
-from clustertune.training.events import EventLog, TrainingConsole
+from clustertune.training.event_log import EventLog, TrainingConsole
 from clustertune.training.heartbeat import Attempt
 from clustertune.training.loading import Loading
 from clustertune.training.rollouts import RolloutTrainer
@@ -65,7 +64,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self._session = session
         self._began = time.perf_counter()
         self._seconds, self._steps = 0.0, 0
-        self._compiled = kernels.Compiled()
+        self._compiled = compiling.Compiled()
         self.tokens = 0.0
         """Trained by the last log line."""
 
@@ -117,7 +116,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             self._tell_compiled(state.global_step)
 
     def _tell_compiled(self, step: int) -> None:
-        known, found = self._compiled, kernels.read()
+        known, found = self._compiled, compiling.read()
         if (found.graphs, found.given_up) == (known.graphs, known.given_up):
             return
         self._compiled = found
@@ -236,24 +235,14 @@ class Session:
         self.startup = Startup()
         self.startup.begin("process group")
         resolved, cuda = attempt.resolved, torch.cuda.is_available()
-        self.notes = attempt.notes + kernels.set_environment(resolved.distribution)
+        self.notes = attempt.notes + compiling.set_environment(resolved.distribution)
         build.check_packages(resolved.train_args, cuda=cuda)
-        deepspeed.prepare(resolved)
+        deepspeed_engine.prepare(resolved)
         packing.register()
         fitted = build.fit_to_device(resolved.train_args, cuda=cuda)
-        # TRL 1.16 deprecates its own pad_token: the tokenizer carries it.
-        values = {key: value for key, value in fitted.values.items() if key not in ("pad_token", MAX_PROMPT)}
-        kind = build.configuration(resolved)
-        values |= sequences.TRAINER if resolved.recipe.trainer == "sft" else sequences.PAIRS
-        if resolved.is_grpo:
-            values["reward_weights"] = [reward.weight for reward in resolved.recipe.reward or ()]
-        if resolved.recipe.save is not None:
-            values["save_steps"] = NEVER  # but at the end: the trainer asks the section
-        if values.get("padding_free") and not values.get("packing"):
-            values["max_length"] = None  # TRL asks for it: the rows are cut already
-        self.args = kind(output_dir=str(self.run_path), **build.spelt(values, kind.__dataclass_fields__))
-        """TRL's, of :func:`build.configuration`."""
-        self.notes += deepspeed.fit_to_cpu(self.args) + fitted.notes
+        # With the section save the trainer asks it, but at the end.
+        self.args = build.trl_arguments(resolved, self.run_path, fitted, {"save_steps": NEVER} if resolved.recipe.save else {})
+        self.notes += deepspeed_engine.fit_to_cpu(self.args) + fitted.notes
         self.group = Group()
         check_world(self.group, resolved.world_size, attempt.plan)
         self.apart = Group.apart()  # now, not at the first save: where it cannot be made, no weights are read
@@ -299,7 +288,7 @@ class Session:
         self.args.model_init_kwargs = init
         loading = Loading(self.resolved.distribution, self.startup, self.group).install()
         self.startup.begin("model")
-        set_seed(self.args.seed)  # TRL 1.2.0, of the reference's stack, draws LoRA's matrices without
+        set_seed(self.args.seed)
         kind: Any = {"sft": Trainer, "dpo": PreferenceTrainer, "grpo": RolloutTrainer}[recipe.trainer]
         rewards = {}
         if self.resolved.is_grpo:
@@ -312,7 +301,7 @@ class Session:
             train_dataset=train,
             eval_dataset=held_out,
             processing_class=tokenizer,
-            peft_config=LoraConfig(**recipe.lora) if recipe.lora is not None else None,
+            peft_config=LoraConfig(**self.resolved.lora) if self.resolved.lora is not None else None,
             callbacks=[self._watch],
             loading=loading,
             store=store,
@@ -364,7 +353,7 @@ class Session:
         found = sharding.inspect(trainer.model_wrapped, trainer.accelerator, self.group.gather)
         sharding.check(found, resolved.distribution)
         if (engine := trainer.engine) is not None:
-            facts["deepspeed"] = deepspeed.check(engine, resolved)
+            facts["deepspeed"] = deepspeed_engine.check(engine, resolved)
         facts["recomputed_layers"] = str(recompute.apply(trainer.model, resolved))
         figures.attach(trainer, resolved, recompute.layers_of, facts["gpu0"])
         steps = trainer.state.max_steps
@@ -400,8 +389,8 @@ class Session:
             sample = trainer.train_dataset.select(range(min(LABEL_SAMPLE, len(trainer.train_dataset))))
             rows = ({"input_ids": row["chosen_ids"]} for row in sample) if self.resolved.is_dpo else sample
             check_labels(rows, {tokenizer.eos_token_id})
-        trainable = sum(deepspeed.elements(p) for p in trainer.model.parameters() if p.requires_grad)
-        total = sum(deepspeed.elements(p) for p in trainer.model.parameters())
+        trainable = sum(deepspeed_engine.elements(p) for p in trainer.model.parameters() if p.requires_grad)
+        total = sum(deepspeed_engine.elements(p) for p in trainer.model.parameters())
         attention = attention_of(self.args.to_dict())
         self.facts |= {"trainable_parameters": trainable, "total_parameters": total, "attention": attention}
         self.facts |= build.machine_facts()
@@ -453,7 +442,7 @@ class Session:
         checkpoint, meta = latest if latest else (None, {})
         start = int(meta.get("step", 0))
         trainer.resume_with(meta)
-        batch = int(self.resolved.recipe.train["global_batch_size"])
+        batch = self.resolved.global_batch_size
         if meta.get("world_size", self.group.world_size) != self.group.world_size and len(trainer.train_dataset) % batch:
             self.notes.append(
                 f"the checkpoint is of {meta['world_size']} ranks, this attempt has {self.group.world_size}: the last "

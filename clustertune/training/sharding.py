@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.recipe import accelerate_file as acc
 from clustertune.resolve.distribution import Distribution
-from clustertune.training import deepspeed
+from clustertune.training import deepspeed_engine
 
 TP_SHARE = 0.5
 """Least share of the parameters that tensor parallelism splits: all but norms, adapters' small halves and odd vocabularies."""
@@ -162,7 +162,7 @@ def _parts(model: Any, *, zero: bool) -> Iterator[_Part]:
     """The parameters of a wrapped model, as this rank holds them."""
     offloading = set() if zero else _offloading_parameters(model)
     for parameter in model.parameters():
-        size = deepspeed.elements(parameter)
+        size = deepspeed_engine.elements(parameter)
         if isinstance(parameter, DTensor):
             # A DTensor may say one dtype and hold another: assigned to .data it takes over the new one's name alone.
             local = parameter.to_local()
@@ -193,9 +193,7 @@ def _offloading_parameters(model: Any) -> set[int]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            # The torch of the reference's stack has one group, or None.
-            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-            for group in filter(None, groups):
+            for group in state._fsdp_param_groups:
                 found |= {id(p.sharded_param) for p in group.fsdp_params if p.offload_to_cpu}
     return found
 

@@ -28,7 +28,7 @@ from transformers.trainer_callback import ExportableState
 from trl import DPOTrainer, SFTTrainer
 from trl.trainer import dpo_trainer
 
-from clustertune.checkpoint import values
+from clustertune.checkpoint import small_states as values
 from clustertune.checkpoint.cadence import Cadence
 from clustertune.checkpoint.saving import (
     MODEL,
@@ -48,7 +48,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.manifest import FileRecord
 from clustertune.replaced import replaced
 from clustertune.storage import free_bytes, is_full, storage_cause
-from clustertune.training import context, deepspeed, tensor
+from clustertune.training import context, deepspeed_engine, tensor
 from clustertune.training.collectives import Group
 from clustertune.training.evaluation import Base, PairMeans, TokenMeans
 from clustertune.training.figures import COLUMNS, Clock, Figures, peak_memory_bytes
@@ -58,7 +58,7 @@ from clustertune.training.loading import Loading
 
 def local(parameter: Any) -> torch.Tensor:
     """This rank's part of a parameter: of a DTensor's, of ZeRO-3's, else the parameter."""
-    if (part := deepspeed.local_part(parameter)) is not None:
+    if (part := deepspeed_engine.local_part(parameter)) is not None:
         return part
     found: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return found.detach()
@@ -215,7 +215,7 @@ class RankTrainer(Base):  # type: ignore[misc]
         """The last thing that the Trainer does between making the engine and loading a checkpoint into it."""
         made = super().create_scheduler(*args, **kwargs)
         if (engine := self.engine) is not None:
-            deepspeed.take_over(engine, self.refuse_step)
+            deepspeed_engine.take_over(engine, self.refuse_step)
         return made
 
     # -- what is measured ------------------------------------------------------------------------------------------
@@ -495,7 +495,9 @@ class RankTrainer(Base):  # type: ignore[misc]
     def _not_saved(self, step: int, what: str, *, stored: bool = True) -> UserError:
         folder = self.store.path(step)
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        need = 3 * sum(deepspeed.elements(p) * p.element_size() for p in trained)  # the parameters and AdamW's two moments
+        need = 3 * sum(
+            deepspeed_engine.elements(p) * p.element_size() for p in trained
+        )  # the parameters and AdamW's two moments
         free = free_bytes(folder)
         room = f" ({free / 1e6:.1f} MB free, it needs about {need / 1e6:.1f} MB)" if free is not None else ""
         fix = "run the same command again: it resumes from the last whole one"
@@ -729,8 +731,8 @@ class PreferenceTrainer(ReferenceTrainer, PairMeans, DPOTrainer):  # type: ignor
 def state_parts(model: Any, optimizer: Any) -> list[torch.Tensor]:
     """This rank's part of every trained parameter and of its optimizer state, in the optimizer's order."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    if deepspeed.is_zero(inner):
-        return list(deepspeed.state_tensors(inner))
+    if deepspeed_engine.is_zero(inner):
+        return list(deepspeed_engine.state_tensors(inner))
     parameters = [p for p in model.parameters() if p.requires_grad]
     found = [*parameters, *(value for p in parameters for _, value in sorted(inner.state.get(p, {}).items()))]
     return [local(tensor) for tensor in found if isinstance(tensor, torch.Tensor)]

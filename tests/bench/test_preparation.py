@@ -36,7 +36,7 @@ def test_full_size_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         data.format == "messages" and data.input == str(preparation.made_file(Path("runs/bench/x/1"))) and data.expect is None
     )
-    assert found.measured.architecture == found.whole.architecture and found.measured.train_args.get("pad_token") is None
+    assert found.measured.architecture == found.whole.architecture and found.measured.train_args["pad_token"] is None
     assert found.made is not None
     assert found.made[0] >= 7 * 32 * 2048, "enough tokens for every packed sequence of every step"
     assert found.lengths is not None and 400 < found.lengths.mean(2048) < 600, "a quarter of the longest"

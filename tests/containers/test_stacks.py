@@ -1,4 +1,4 @@
-"""What the code must take of an image: it is mounted there and not installed, and the reference's stack is an older one."""
+"""What the code must take of an image: it is mounted there and not installed."""
 
 from __future__ import annotations
 
@@ -7,23 +7,6 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from clustertune.merge import streaming
-from clustertune.training import build
-
-WANTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}, "learning_rate": 1.0}
-OLDER = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}, "learning_rate": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("known", "given"),
-    [
-        ([*WANTED, *OLDER], WANTED),  # today's stack has both
-        (list(OLDER), OLDER),  # the reference's
-        (["learning_rate"], WANTED),  # neither: SFTConfig says so itself
-    ],
-)
-def test_arguments_are_spelt_as_the_installed_stack_does(known: list[str], given: dict[str, object]) -> None:
-    """Else the reference image trains nothing."""
-    assert build.spelt(WANTED, known) == given
 
 
 def test_a_mounted_checkout_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:

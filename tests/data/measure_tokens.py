@@ -96,13 +96,15 @@ def measure(data: Path, out: Path, max_length: int) -> dict[str, Any]:
     from clustertune.data import sequences, tokens
     from clustertune.data.prepare import prepare
     from clustertune.data.tokenizer import load_tokenizer
+    from clustertune.recipe.native_rules import train_defaults
     from clustertune.recipe.schema import Data
 
     found: dict[str, Any] = {"conversations": sum(1 for _ in data.open("rb")), "bytes": data.stat().st_size}
     memory, began = Memory(), cpu()
     prepare(Data(name="made", format="messages"), recipe_folder=data.parent, seed=1, out=out, input_path=data)
     found["read"] = {"cpu_s": round(cpu() - began, 1), "peak_mb": round(memory.stop() / 1e6)}
-    settings = {"packing": True, "max_length": max_length, "assistant_only_loss": True, "shuffle_dataset": True}
+    settings = train_defaults() | {"packing": True, "max_length": max_length, "assistant_only_loss": True}
+    settings["shuffle_dataset"] = True
     tokenizer = load_tokenizer(str(data.parent / "tokenizer"), None, None, settings)
     memory, wall = Memory(), time.perf_counter()
     made = tokens.make(out, tokenizer, settings)

@@ -17,6 +17,7 @@ from clustertune.data.local_model import CHAT_TEMPLATE, train_tokenizer
 from clustertune.data.prepare import prepare
 from clustertune.data.tokenizer import has_generation_markers
 from clustertune.errors import UserError
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.schema import Data
 
 TRL = Path(trl.__file__).parent / "chat_templates"
@@ -135,7 +136,8 @@ def test_a_template_without_marks_trains_the_answers(
 ) -> None:
     """What is prepared is what a rank maps, packed and not."""
     tokenizer.chat_template = template
-    dataset, settings = prepared(tmp_path, MULTI), {"assistant_only_loss": True, "packing": packing, "max_length": 256}
+    dataset, settings = prepared(tmp_path, MULTI), train_defaults() | {"packing": packing, "max_length": 256}
+    settings["assistant_only_loss"] = True
     tokens.make(dataset, tokenizer, settings)
     rows, _ = sequences.load(dataset / tokens.FOLDER, dataset, tokenizer, settings)
     for row in rows.select(range(2)):
@@ -154,8 +156,8 @@ def test_a_template_that_is_not_prefix_preserving_is_refused_with_both_ways_out(
     tokenizer.chat_template = template
     dataset = prepared(tmp_path, MULTI)
     with pytest.raises(UserError) as caught:
-        tokens.make(dataset, tokenizer, {"assistant_only_loss": True, "max_length": 256})
+        tokens.make(dataset, tokenizer, train_defaults() | {"assistant_only_loss": True, "max_length": 256})
     [problem] = caught.value.problems
     assert problem.file == f"{dataset / 'train.jsonl'}:1"
     assert "train.assistant_only_loss=false" in (problem.fix or "") and "model.chat_template" in (problem.fix or "")
-    tokens.make(dataset, tokenizer, {"assistant_only_loss": False, "max_length": 256})
+    tokens.make(dataset, tokenizer, train_defaults() | {"assistant_only_loss": False, "max_length": 256})

@@ -15,11 +15,12 @@ from clustertune.data import tokenizer as tokenizers
 from clustertune.data import tokens
 from clustertune.data.local_model import train_tokenizer
 from clustertune.errors import UserError
+from clustertune.recipe.native_rules import train_defaults
 
 PAIR = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
 FOREVER = "".join(f"{{%- for {name} in range(99999) %}}" for name in "abc") + "{%- endfor %}" * 3
 POWER = "{%- set x = 9 ** (9 ** 9) %}"
-SETTINGS = {"packing": False, "max_length": None, "assistant_only_loss": False}
+SETTINGS = train_defaults() | {"packing": False, "max_length": None, "assistant_only_loss": False}
 BODY = "{%- for m in messages %}{{ m.role + m.content }}{%- endfor %}"
 
 

@@ -14,12 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from clustertune.data import tokens
-from clustertune.data.chats import WEIGHTS, read
+from clustertune.data.chats import MASKS, WEIGHTS, read
 from clustertune.data.local_model import train_tokenizer
 from clustertune.data.prepare import prepare
 from clustertune.data.rows import BadRow
 from clustertune.data.sequences import Sequences
 from clustertune.errors import UserError
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.schema import Data
 
 
@@ -174,7 +175,7 @@ def test_a_rows_own_arguments_reach_the_template(run, tokenizer, name):
     rows = [WITH_OWN[name] | own for own in (OWN, {}, {"chat_template_kwargs": json.dumps(OWN["chat_template_kwargs"])})]
     got = run(rows, format=name, eval_fraction=0.01)
     assert "chat_template_kwargs" not in got.result["unused"]
-    tokens.make(got.out, tokenizer, {"packing": False, "max_length": None})
+    tokens.make(got.out, tokenizer, train_defaults() | {"packing": False, "max_length": None})
     sequences = [Sequences(got.out / "tokens", split) for split in ("train", "eval")]
     key = "prompt_ids" if name == "preference" else "input_ids"
     texts = [tokenizer.decode(found[n][key]) for found in sequences for n in range(len(found))]
@@ -198,6 +199,25 @@ def test_an_answer_that_is_not_to_be_learnt_like_the_rest_refuses_its_row(run, k
         assert read("messages", {"messages": [PAIR[0], PAIR[1] | {key: plain_value}]}) == {"messages": PAIR}
 
 
+@pytest.mark.parametrize("key", MASKS)
+def test_a_masked_answer_refuses_its_row(key):
+    for value in (1, True, "yes"):
+        with pytest.raises(BadRow, match=key):
+            read("messages", {"messages": [PAIR[0], PAIR[1] | {key: value}]})
+    for plain_value in (0, False, None, ""):
+        assert read("messages", {"messages": [PAIR[0], PAIR[1] | {key: plain_value}]}) == {"messages": PAIR}
+
+
+@pytest.mark.parametrize("label", [False, "False", "false"])
+def test_a_completion_that_is_not_wanted_is_not_learnt(label):
+    """KTO's data (TRL's unpaired preference): taken as prompt and completion the model would learn what it should leave."""
+    row = {"prompt": "q", "completion": "a"}
+    with pytest.raises(BadRow, match="label"):
+        read("prompt-completion", row | {"label": label})
+    for other in (True, "true", None, 0, "positive"):
+        assert read("prompt-completion", row | {"label": other}) == read("prompt-completion", row)
+
+
 def test_a_question_that_is_not_to_be_learnt_is_refused_where_questions_are_learnt(run, tokenizer):
     rows = {
         "messages": [{"messages": [PAIR[0] | {"weight": 0}, PAIR[1]]}] * 2,
@@ -205,7 +225,7 @@ def test_a_question_that_is_not_to_be_learnt_is_refused_where_questions_are_lear
     }
     for name, given in rows.items():
         got = run(given, format=name)
-        settings = {"packing": False, "max_length": None, "assistant_only_loss": False}
+        settings = train_defaults() | {"packing": False, "max_length": None, "assistant_only_loss": False}
         tokens.make(got.out, tokenizer, settings | {"assistant_only_loss": True})
         with pytest.raises(UserError, match="assistant_only_loss"):
             tokens.make(got.out, tokenizer, settings | {"completion_only_loss": False})
@@ -213,4 +233,31 @@ def test_a_question_that_is_not_to_be_learnt_is_refused_where_questions_are_lear
             tokens.make(got.out, tokenizer, settings)
 
 
-# --- answers of tools ---
+# --- templates that leave messages out ---
+
+PARTS_ALONE = (
+    "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}{{ part.text }}{% endfor %}{{ eos_token }}{% endfor %}"
+)
+NO_QUESTIONS = "{% for m in messages if m.role == 'assistant' %}{{ m.content + eos_token }}{% endfor %}"
+NO_TOOLS = "{% for m in messages if m.role != 'tool' %}{{ m.role + m.content + eos_token }}{% endfor %}"
+NO_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.role + m.content + eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "word"), [(PARTS_ALONE, "assistant"), (NO_QUESTIONS, "user"), (NO_TOOLS, "tool")])
+def test_a_template_that_leaves_texts_out_is_refused(run, template, word):
+    """Such as one of a model with pictures, which takes lists of parts: of a text nothing but the end would be learnt."""
+    deaf = train_tokenizer(["question"], 300, 512)
+    deaf.chat_template = template
+    used = [*PAIR, said("tool", "3"), PAIR[1]] if word == "tool" else PAIR  # a call may stand in the text: Hermes
+    for row, name in (({"messages": used}, "messages"), ({"prompt": used[:-1], "completion": used[-1:]}, "prompt-completion")):
+        got = run([row] * 2, format=name)
+        with pytest.raises(UserError, match=f"{word} messages"):
+            tokens.make(got.out, deaf, {"packing": False, "max_length": None, "assistant_only_loss": False})
+
+
+def test_system_messages_that_a_template_leaves_out_are_named(run, capsys):
+    deaf = train_tokenizer(["question"], 300, 512)
+    deaf.chat_template = NO_SYSTEM
+    got = run([{"messages": [said("system", "be kind"), *PAIR]}] * 2, format="messages")
+    tokens.make(got.out, deaf, {"packing": False, "max_length": None, "assistant_only_loss": False})
+    assert "2 examples hold system messages" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from clustertune.data import sequences, tokens
 from clustertune.data.local_model import train_tokenizer
 from clustertune.data.prepare import prepare
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.schema import Data
 
 LONG, SHORT = 90, 4
@@ -50,7 +51,7 @@ def test_no_row_is_without_a_label(strategy: dict[str, Any], tokenizer: Any, tmp
     """Of conversations whose answer lies behind ``max_length`` all strategies leave out the same; what continues them in
     another row keeps the answer. The count of trained tokens is that of the rows."""
     dataset = prepared(tmp_path, [LONG, SHORT, LONG, LONG] * 12)
-    settings = {"assistant_only_loss": True, "max_length": 64, **strategy}
+    settings = train_defaults() | {"assistant_only_loss": True, "max_length": 64, **strategy}
     made = tokens.make(dataset, tokenizer, settings)
     for split, one in made["splits"].items():
         rows = sequences.Sequences(dataset / tokens.FOLDER, split)
@@ -60,14 +61,14 @@ def test_no_row_is_without_a_label(strategy: dict[str, Any], tokenizer: Any, tmp
         packed = strategy["packing"] if split == "train" or "eval_packing" not in strategy else strategy["eval_packing"]
         continues = packed and strategy.get("packing_strategy") in ("bfd_split", "wrapped")
         assert one["dropped"] == (0 if continues else 3 * one["conversations"] // 4)
-    whole = tokens.make(dataset, tokenizer, {"assistant_only_loss": True, "max_length": 4096})
+    whole = tokens.make(dataset, tokenizer, train_defaults() | {"assistant_only_loss": True, "max_length": 4096})
     assert made["splits"]["train"]["labelled"] <= whole["splits"]["train"]["labelled"]
     assert (made["labelled_share"] < whole["labelled_share"]) == (not strategy.get("packing_strategy"))
 
 
 def test_an_eval_split_without_a_label_is_empty(tokenizer: Any, tmp_path: Path) -> None:
     """Its loss would be no number."""
-    settings = {"assistant_only_loss": True, "max_length": 64, "packing": True}
+    settings = train_defaults() | {"assistant_only_loss": True, "max_length": 64, "packing": True}
     dataset = prepared(tmp_path, [SHORT] * 12 + [LONG] * 4)
     made = tokens.make(dataset, tokenizer, settings)
     assert made["splits"]["eval"]["dropped"] == made["splits"]["eval"]["conversations"] == 4
@@ -89,7 +90,7 @@ def test_a_text_begins_with_one_bos(adds: bool, tokenizer: Any) -> None:
     made = train_tokenizer(["user assistant question answer word " * 9], 400, 4096)
     made = with_bos(made) if adds else made
     bos, eos = made.bos_token, made.eos_token
-    encoder = tokens.Encoder.of(made, {"assistant_only_loss": False})
+    encoder = tokens.Encoder.of(made, train_defaults())
     for text, expected in ((f"{bos}word{eos}", 1), (f"{bos}{bos}word", 1), ("word", int(adds)), (f"word{bos}word", 1 + adds)):
         [(ids, _)] = encoder.encode([{"text": text}])
         found = (ids & ~tokens.LABEL).tolist()
@@ -113,7 +114,8 @@ def test_a_rendered_chat_begins_with_one_bos(marked: bool, tokenizer: Any) -> No
         {"prompt": [user], "completion": [chosen]},
         {"prompt": [user], "chosen": [chosen], "rejected": [rejected]},
     ):
-        for ids, _ in tokens.Encoder.of(made, {"assistant_only_loss": "prompt" not in example}).encode([example]):
+        asked = train_defaults() | {"assistant_only_loss": "prompt" not in example}
+        for ids, _ in tokens.Encoder.of(made, asked).encode([example]):
             plain = (ids & ~tokens.LABEL).tolist()
             assert plain.count(made.bos_token_id) == 1 and plain[0] == made.bos_token_id
             learnt = made.decode([int(one & ~tokens.LABEL) for one in ids if one & tokens.LABEL])

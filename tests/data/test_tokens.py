@@ -19,11 +19,12 @@ from clustertune.data.local_model import train_tokenizer
 from clustertune.data.prepare import prepare
 from clustertune.errors import ExitCode, UserError
 from clustertune.manifest import MANIFEST, find_problems, read_manifest
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.schema import Data
 from tests.damage import flip
 
 CHUNK = 2000
-SETTINGS = {"assistant_only_loss": True, "packing": True, "max_length": 64}
+SETTINGS = train_defaults() | {"assistant_only_loss": True, "packing": True, "max_length": 64}
 
 
 def chat(number: int) -> list[dict[str, str]]:

@@ -169,6 +169,12 @@ ALONE = [
     "singularity run --nv i.sif python -m torch.distributed.run t.py",
     'bash -lc "cd /x; TORCHRUN"',
     "source env.sh; TORCHRUN 2>&1 | tee log",
+    "NNODES=$SLURM_NNODES llamafactory-cli train a.yaml",
+    "axolotl train config.yaml --launcher torchrun",
+    "NPROC_PER_NODE=8 swift sft --model m",
+    "tune run --nnodes 2 --nproc_per_node 8 lora_finetune_distributed --config c",
+    "fabric run --num-nodes=2 t.py",
+    "composer -n 8 --world_size 16 t.py",
 ]
 """What the batch shell starts, so on the first node only; TORCHRUN stands for the line above."""
 EVERYWHERE = [
@@ -204,6 +210,9 @@ EVERYWHERE = [
     "ray start --head\nsrun ray start --address=x",
     "mpirun -x PATH bash -c 'TORCHRUN'",
     "deepspeed --version",
+    "axolotl preprocess config.yaml\nsrun axolotl train config.yaml",
+    "llamafactory-cli export a.yaml",
+    "docker compose up\nsrun swift sft --model m",
     "python -m torch.distributed.run --help",
 ]
 """What starts on all nodes, reaches them by itself, or starts no training."""

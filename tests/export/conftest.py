@@ -8,6 +8,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ import torch.distributed.checkpoint as dcp
 from clustertune.checkpoint.shards import Planner, ShardWriter
 from clustertune.export.expected import build_expected
 from clustertune.manifest import MANIFEST, seal
+from clustertune.recipe.native_rules import lora_defaults
+from clustertune.resolve.resolve import resolve
 from tests.command import REPO, warm
 from tests.conftest import once
 
@@ -25,15 +28,24 @@ ARCHITECTURE: dict[str, Any] = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96,
     "tie_word_embeddings": False,
 }  # fmt: skip
-LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+LORA = lora_defaults() | {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+LORA["task_type"] = "CAUSAL_LM"
 
 Maker = Callable[..., Path]
 
 
-def write_recipe(checkpoint: Path, lora: Mapping[str, Any] | None, architecture: Mapping[str, Any] = ARCHITECTURE) -> None:
+def write_recipe(
+    checkpoint: Path,
+    lora: Mapping[str, Any] | None,
+    architecture: Mapping[str, Any] = ARCHITECTURE,
+    revision: str | None = "0" * 40,
+    train: Mapping[str, Any] = MappingProxyType({}),
+    **changes: Any,
+) -> None:
     """The ``recipe.json`` that the training writes into a checkpoint."""
-    recipe = {"model": {"name": "example/tiny", "revision": "0" * 40}, "lora": lora}
-    body = {"name": "tiny", "architecture": architecture, "recipe": recipe}
+    body = resolve("tiny-oasst2", ["train.bf16=true"]).as_dict()
+    body["recipe"]["model"] |= {"name": "example/tiny", "revision": revision}
+    body |= {"name": "tiny", "architecture": architecture, "lora": lora, "train_args": body["train_args"] | train, **changes}
     (checkpoint / "recipe.json").write_text(json.dumps(body))
 
 

@@ -33,7 +33,7 @@ def build_model(lora: dict[str, Any]) -> torch.nn.Module:
     """The PEFT model with the same random weights wherever it is built."""
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURE))
-    return get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **lora))
+    return get_peft_model(base, LoraConfig(**lora))
 
 
 def gather(model: torch.nn.Module) -> dict[str, torch.Tensor]:

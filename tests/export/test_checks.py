@@ -159,7 +159,7 @@ def test_names_and_shapes_are_those_of_a_real_model(lora: dict[str, Any], kind: 
     saved = get_peft_model_state_dict(model)
     assert expected.tensors == {name: tuple(tensor.shape) for name, tensor in saved.items()}
     assert not expected.base & saved.keys()
-    assert expected.config["init_lora_weights"] == lora.get("init_lora_weights", True)
+    assert expected.config["init_lora_weights"] == lora["init_lora_weights"]
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_the_manifest_names_how_the_base_was_stored(make_checkpoint: Maker, tmp_
     recipe = json.loads((checkpoint / "recipe.json").read_bytes())
     if quantised:
         settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-        recipe["train_args"] = {"model_init_kwargs": {"quantization_config": settings}}
+        recipe["train_args"]["model_init_kwargs"] = {"quantization_config": settings}
     (checkpoint / "recipe.json").write_text(json.dumps(recipe))
     export(seal_checkpoint(checkpoint), tmp_path / "out")
     assert read_manifest(tmp_path / "out").meta["base_quantization"] == ("bitsandbytes nf4" if quantised else "none")

@@ -22,7 +22,7 @@ from clustertune.manifest import find_problems
 from clustertune.merge import merge
 from tests.command import run
 from tests.damage import refused
-from tests.export.conftest import ARCHITECTURE, LORA, save_shards, seal_checkpoint
+from tests.export.conftest import ARCHITECTURE, LORA, save_shards, seal_checkpoint, write_recipe
 
 STOP, BASE_STOP, OTHER = "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"
 TEMPLATE = (
@@ -66,9 +66,7 @@ def make_checkpoint(folder: Path, base: Path, lora: dict[str, Any] | None, templ
         shapes = build_expected(SIZES, lora, "example/tiny", None).tensors
         tensors = {f"model.{name}": torch.randn(shape) * 1e-3 for name, shape in shapes.items()}
     save_shards(folder / "pytorch_model_fsdp_0", tensors)
-    recipe = {"model": {"name": "example/tiny", "revision": None}, "lora": lora}
-    body = {"name": "tiny", "architecture": SIZES, "recipe": recipe, "train_args": train, "chat_template": template}
-    (folder / "recipe.json").write_text(json.dumps(body))
+    write_recipe(folder, lora, SIZES, None, train, chat_template=template)
     return seal_checkpoint(folder)
 
 

@@ -96,21 +96,6 @@ def published(architecture: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: tensor.clone().contiguous() for name, tensor in revert_weight_conversion(made, state).items()}
 
 
-@pytest.mark.parametrize(
-    ("record", "dtype"),
-    [
-        ({"train_args": {}}, "bfloat16"), ({"train_args": {"bf16": False}}, "float32"),
-        ({"train_args": {"bf16": True}}, "bfloat16"), ({"distribution": {"mixed_precision": "no"}}, "float32"),
-    ],
-)  # fmt: skip
-def test_without_a_base_the_type_is_what_was_computed_in(tmp_path: Path, record: dict[str, Any], dtype: str) -> None:
-    """The first version recorded arguments alone, and one that leaves ``bf16`` out computes in bfloat16: TRL's default."""
-    checkpoint = make(tmp_path / "ck", ARCHITECTURE)
-    recipe = json.loads((checkpoint / "recipe.json").read_text())
-    (checkpoint / "recipe.json").write_text(json.dumps(recipe | record))
-    assert whole.read_trained(checkpoint).dtype == dtype
-
-
 def test_a_value_that_the_base_s_type_cannot_hold_is_not_published(tmp_path: Path, base: Path) -> None:
     """Nor a model whose base cannot be read, or whose shard has other bytes."""
     tensors = dict(model(ARCHITECTURE).state_dict())

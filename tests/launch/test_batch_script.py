@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.host.credentials import may_name_secret, names_secret
-from clustertune.launch.submit import SCRIPT
+from clustertune.launch.stage_jobs import SCRIPT
 from tests.slurm import wait_for
 
 PROGRAM = """#!/usr/bin/env bash

@@ -26,7 +26,7 @@ def checkpoint(run: RunDir, step: int, final: bool) -> Path:
 
 @pytest.fixture
 def links(tmp_path: Path) -> chain.Chain:
-    return chain.Chain(RunDir(tmp_path), SimpleNamespace(recipe=SimpleNamespace(lora={})))  # type: ignore[arg-type]
+    return chain.Chain(RunDir(tmp_path), SimpleNamespace(recipe=SimpleNamespace(), lora={}))  # type: ignore[arg-type]
 
 
 def test_an_older_checkpoint_is_not_exported_in_the_final_one_s_place(links: chain.Chain) -> None:
@@ -107,4 +107,4 @@ def test_a_run_begun_with_save_steps_goes_on_with_a_save_section(tmp_path: Path)
     assert chain.open_run(steps, folder, ["clustertune"]).resolved().recipe.save is None
     with pytest.raises(UserError, match="another --run-dir") as caught:
         chain.open_run(resolve("tiny-oasst2", ["lora.r=8", "save.every=3"]), folder, ["clustertune"])
-    assert {problem.key for problem in caught.value.problems} == {None, "recipe.lora.r"}, "nothing that may change is named"
+    assert {problem.key for problem in caught.value.problems} == {None, "lora.r"}, "nothing that may change is named"

@@ -16,7 +16,7 @@ import pytest
 from clustertune.cluster.load import load_cluster
 from clustertune.cluster.schema import Cluster, Container
 from clustertune.errors import UserError
-from clustertune.launch import step
+from clustertune.launch import srun
 from tests.command import REPO
 from tests.slurm import wait_for
 
@@ -30,7 +30,7 @@ def cluster(**keys: Any) -> Cluster:
 
 def words(machine: Cluster, run: str = "/pool/run", *, gpus: bool = True) -> list[str]:
     environ = {"PATH": "/bin", "HOME": "/h", "LD_LIBRARY_PATH": "/l", **SECRETS}
-    return step.in_step(["/v/bin/python", "-m", "x"], machine, binds=[run], nodes=2, cpus=8, gpus=gpus, environ=environ)
+    return srun.in_step(["/v/bin/python", "-m", "x"], machine, binds=[run], nodes=2, cpus=8, gpus=gpus, environ=environ)
 
 
 def test_no_secret_is_on_the_line_and_no_gpu_without_one() -> None:
@@ -149,7 +149,7 @@ def test_what_mounts_the_image_outlives_a_signal_to_all(node: Node, tmp_path: Pa
 
 def command(**changes: object) -> list[str]:
     words = {"nodes": 2, "cpus": 64, "gpus": True, "environ": {"PATH": "/bin", "HOME": "/h", **SECRETS}} | changes
-    return step.srun_command(["python", "x"], **words)  # type: ignore[arg-type]
+    return srun.srun_command(["python", "x"], **words)  # type: ignore[arg-type]
 
 
 def test_only_listed_variables_reach_the_nodes() -> None:
@@ -198,7 +198,7 @@ def test_a_warning_reaches_the_step(tmp_path: Path, number: signal.Signals, asks
 
     threading.Thread(target=warn, daemon=True).start()
     still_mine = lambda: asks != "well" or not mark.exists()  # noqa: E731
-    step.run_step([sys.executable, "-c", STEP, str(mark)], signals, still_mine, ask=ask if asks else None)
+    srun.run_step([sys.executable, "-c", STEP, str(mark)], signals, still_mine, ask=ask if asks else None)
     assert mark.read_text() == heard and signals == [number]
 
 
@@ -206,10 +206,10 @@ def test_a_warning_reaches_the_step(tmp_path: Path, number: signal.Signals, asks
 def test_a_step_is_left(monkeypatch: pytest.MonkeyPatch, failed: bool) -> None:
     """When a later start has taken over; or where srun waits for the tasks of a node that lost its power, came back at once,
     and knows nothing of them."""
-    monkeypatch.setattr(step, "END_SECONDS", 0.5)
+    monkeypatch.setattr(srun, "END_SECONDS", 0.5)
     began = time.monotonic()
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    code = step.run_step(command, [], lambda: failed or time.monotonic() - began < 1, lambda: failed)
+    code = srun.run_step(command, [], lambda: failed or time.monotonic() - began < 1, lambda: failed)
     assert code == -signal.SIGKILL
 
 
@@ -219,7 +219,7 @@ def test_the_step_ends_with_the_program(tmp_path: Path) -> None:
     child = f"import os, time; from pathlib import Path; Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)"
     if (parent := os.fork()) == 0:
         try:
-            step.run_step([sys.executable, "-c", child], [], lambda: True)
+            srun.run_step([sys.executable, "-c", child], [], lambda: True)
         finally:
             os._exit(0)
     wait_for(lambda: pid.exists() and pid.read_text(), "the step")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from clustertune.cluster.schema import Container
 from clustertune.containers import pins
 from clustertune.errors import UserError
 from clustertune.launch import image
-from clustertune.submission import Submission
+from clustertune.submission import SubmissionPlan, check, plan_submission, send
 from tests.command import REPO, run
 
 CONTENT = b"an image" * 1000
@@ -90,21 +91,21 @@ def test_submit_tells_of_an_image_before_anything_is_queued(sif: Path, tmp_path:
     text = (REPO / "ops/clusters/rno-rtxpro6000.yaml").read_text().replace("rno-rtxpro6000\n", "mine\n", 1)
     file.write_text(text.replace("image: /pool/images/train.sif", f"image: {sif}"))
 
-    def submission(path: Path) -> Submission:
-        return Submission.make("tiny-oasst2", [], True, str(file), path, None, "report")
+    def submission(path: Path) -> SubmissionPlan:
+        return plan_submission("tiny-oasst2", [], True, str(file), path, None, "report")
 
     good = submission(tmp_path / "run")
-    assert not [p for p in good.find_problems(dry_run=False) if p.key == "container.image"]
-    assert good.image is not None and good.image.sha256 == DIGEST
-    monkeypatch.setattr("clustertune.launch.submit.submit_all", lambda *words: [])
-    good.jobs = []
-    good.send(as_json=False)
+    problems, found, _ = check(good, dry_run=False)
+    assert not [p for p in problems if p.key == "container.image"]
+    assert found is not None and found.sha256 == DIGEST
+    monkeypatch.setattr("clustertune.launch.stage_jobs.submit_all", lambda *words: [])
+    send(replace(good, jobs=[]), found, as_json=False)
     recorded = json.loads((tmp_path / "run" / "run.json").read_text())["container"]
     assert recorded.items() >= {
         "runtime": "apptainer", "image": str(sif), "sha256": DIGEST, "checked": True, "bytes": len(CONTENT), "labels": {},
     }.items()  # fmt: skip
     os.truncate(sif, 100)
-    messages = [problem.message for problem in submission(tmp_path / "a,b").find_problems(dry_run=False)]
+    messages = [problem.message for problem in check(submission(tmp_path / "a,b"), dry_run=False)[0]]
     assert any("its SHA-256 is" in text for text in messages) and any("cannot be shown a path" in text for text in messages)
 
 

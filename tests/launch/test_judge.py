@@ -11,8 +11,8 @@ import pytest
 
 from clustertune.errors import ExitCode
 from clustertune.launch import judge as room
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.judge import Outcome, judge
-from clustertune.launch.plan import AttemptPlan, Node
 
 Trace = Callable[[Path], object]
 LOST = "connection closed by peer"

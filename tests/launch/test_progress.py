@@ -10,8 +10,8 @@ import pytest
 
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import progress
+from clustertune.launch.attempt import AttemptPlan, Node, newest_attempt
 from clustertune.launch.judge import Outcome
-from clustertune.launch.plan import AttemptPlan, Node, newest_attempt
 from clustertune.rundir import RunDir
 
 KILLED = Problem("rank 3 on gpu-b failed first: killed (SIGKILL: out of memory, kill -9, or a node fault)")

@@ -19,7 +19,7 @@ import pytest
 from clustertune import rank, storage
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.agent import launcher_pid_file
-from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.process import STOP_SIGNALS
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir

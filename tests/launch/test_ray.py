@@ -16,8 +16,8 @@ import pytest
 from clustertune import raytrain
 from clustertune.errors import ExitCode
 from clustertune.launch.agent import process_state
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.judge import Outcome
-from clustertune.launch.plan import AttemptPlan, Node
 from clustertune.rundir import RunDir
 from tests.command import REPO, SHORT, Done, rank_pid
 from tests.slurm import wait_for
@@ -90,7 +90,7 @@ def test_a_rank_dies_with_its_worker(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[2])\n"
         "from pathlib import Path\n"
-        "from clustertune.launch.plan import AttemptPlan\n"
+        "from clustertune.launch.attempt import AttemptPlan\n"
         "from clustertune.rundir import RunDir\n"
         "from tests.launch import test_ray as t\n"
         "run = RunDir(Path(sys.argv[1])); t.Worker(run, AttemptPlan.read(run.attempt(1)), Path('none')).join()\n"

@@ -12,9 +12,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from clustertune.cli import submit as command
+from clustertune.cli import submit_command as command
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import shape, slurm, submit
+from clustertune.launch import shape, slurm, stage_jobs
 from clustertune.report import state
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import STAGES, RunDir
@@ -28,9 +28,9 @@ SMALL = shape.JobShape(1, 0, 1, 1, 1, 5, "gpu")
 STAND_IN = '#!/bin/bash\n#SBATCH --nodes=2\nprintf "%s\\n" "$@"\n[[ $* != *fail* ]]\n'
 
 
-def jobs_for(run: Path, stages: Sequence[str] = STAGES, words: Sequence[str] = ("/r/x",)) -> list[submit.StageJob]:
+def jobs_for(run: Path, stages: Sequence[str] = STAGES, words: Sequence[str] = ("/r/x",)) -> list[stage_jobs.StageJob]:
     shapes = dict.fromkeys(STAGES, SMALL)
-    return submit.make_jobs("x", stages, shapes, run, arguments=words, flags=["--tiny"], signal_seconds=90)
+    return stage_jobs.make_jobs("x", stages, shapes, run, arguments=words, flags=["--tiny"], signal_seconds=90)
 
 
 def job_record(job: str, name: str, state: str, command: str, nodes: str = "") -> str:
@@ -80,8 +80,8 @@ class Recorder:
 def test_no_name_and_no_further_option_becomes_another(name: str, extra: list[str]) -> None:
     """A header line is split at blanks: a name with one, or what a sweep adds, would bring an option of its own."""
     with pytest.raises(UserError):
-        submit.render(name, SMALL, 60, extra=extra)
-    assert "#SBATCH --array=0-3%2\n" in submit.render("x", SMALL, 60, extra=["--array=0-3%2"])
+        stage_jobs.render(name, SMALL, 60, extra=extra)
+    assert "#SBATCH --array=0-3%2\n" in stage_jobs.render("x", SMALL, 60, extra=["--array=0-3%2"])
 
 
 def test_the_command_line(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 def test_what_is_left(finished: tuple[str, ...], first: str | None, last: str, todo: tuple[str, ...] | None) -> None:
     """What is finished is not computed again, what rests on something newer is; None: stages that cannot be are refused."""
     with contextlib.nullcontext() if todo is not None else pytest.raises(UserError):
-        assert tuple(submit.left_to_do(finished, first, last)) == todo
+        assert tuple(stage_jobs.left_to_do(finished, first, last)) == todo
 
 
 # --- submission --------------------------------------------------------------------------------------------------------
@@ -128,11 +128,11 @@ def test_what_is_left(finished: tuple[str, ...], first: str | None, last: str, t
 def test_jobs_depend_on_each_other_and_are_written_down(tmp_path: Path) -> None:
     """Each after the success of the one before; ids, scripts and times are kept for status."""
     recorder = Recorder()
-    entries = submit.submit_all(tmp_path, jobs_for(tmp_path), recorder.send, recorder.run)
+    entries = stage_jobs.submit_all(tmp_path, jobs_for(tmp_path), recorder.send, recorder.run)
     assert [entry["id"] for entry in entries] == ["101", "102", "103", "104", "105", "106"]
     depends = [next((w for w in words if w.startswith("--dependency")), None) for words in recorder.sent]
     assert depends == [None, *(f"--dependency=afterok:{n}" for n in range(101, 106))]
-    assert submit.read_jobs(tmp_path)["jobs"] == entries
+    assert stage_jobs.read_jobs(tmp_path)["jobs"] == entries
     assert (tmp_path / "logs").is_dir()
     assert [Path(entry["script"]).name for entry in entries] == [f"{stage}.sbatch" for stage in STAGES]
 
@@ -151,15 +151,15 @@ def test_a_submission_that_breaks_off_is_taken_back(
     """Half a chain would run, and its other half be missing."""
     recorder, ids = Recorder(at, error, cancel_fails), [str(101 + number) for number in range(at)]
     with pytest.raises(type(error), match=says):
-        submit.submit_all(tmp_path, jobs_for(tmp_path), recorder.send, recorder.run)
+        stage_jobs.submit_all(tmp_path, jobs_for(tmp_path), recorder.send, recorder.run)
     assert recorder.cancelled == ([] if cancel_fails else ids)
-    assert [entry["id"] for entry in submit.read_jobs(tmp_path)["jobs"]] == (ids if cancel_fails else [])
+    assert [entry["id"] for entry in stage_jobs.read_jobs(tmp_path)["jobs"]] == (ids if cancel_fails else [])
 
 
 def test_live_jobs_are_found_and_strangers_are_not(tmp_path: Path) -> None:
     """A new controller counts from 1 again: somebody else's job of the same number is none of ours."""
     recorder = Recorder()
-    submit.submit_all(tmp_path, jobs_for(tmp_path, ["prepare", "train"]), recorder.send, recorder.run)
+    stage_jobs.submit_all(tmp_path, jobs_for(tmp_path, ["prepare", "train"]), recorder.send, recorder.run)
 
     def shown(state: str, folder: Path) -> slurm.Run:
         def run(words: Sequence[str]) -> str:
@@ -168,10 +168,10 @@ def test_live_jobs_are_found_and_strangers_are_not(tmp_path: Path) -> None:
 
         return run
 
-    assert submit.live_jobs(tmp_path, shown("RUNNING", tmp_path)) == ["101", "102"]
-    assert submit.live_jobs(tmp_path, shown("REQUEUED", tmp_path)) == ["101", "102"]
-    assert submit.live_jobs(tmp_path, shown("TIMEOUT", tmp_path)) == []
-    assert submit.live_jobs(tmp_path, shown("RUNNING", tmp_path / "other")) == []
+    assert stage_jobs.live_jobs(tmp_path, shown("RUNNING", tmp_path)) == ["101", "102"]
+    assert stage_jobs.live_jobs(tmp_path, shown("REQUEUED", tmp_path)) == ["101", "102"]
+    assert stage_jobs.live_jobs(tmp_path, shown("TIMEOUT", tmp_path)) == []
+    assert stage_jobs.live_jobs(tmp_path, shown("RUNNING", tmp_path / "other")) == []
 
 
 # --- where the run lies -------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def cluster_call(cluster: Temporary) -> slurm.Run:
     return run
 
 
-def sender(cluster: Temporary) -> submit.Send:
+def sender(cluster: Temporary) -> stage_jobs.Send:
     def send(options: Sequence[str], script: str, arguments: Sequence[str]) -> str:
         return cluster_call(cluster)(["sbatch", "--parsable", *options, script, *arguments]).strip()
 
@@ -260,7 +260,7 @@ def sender(cluster: Temporary) -> submit.Send:
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A body that prints its arguments, and fails where one says so."""
     (tmp_path / "run.sbatch").write_text(STAND_IN)
-    monkeypatch.setattr(submit, "SCRIPT", tmp_path / "run.sbatch")
+    monkeypatch.setattr(stage_jobs, "SCRIPT", tmp_path / "run.sbatch")
 
 
 @pytest.mark.jobs
@@ -270,20 +270,20 @@ def test_a_chain_with_names_chosen_to_hurt(slurm_cluster: Temporary, tmp_path: P
     run = tmp_path / "a b %j %% 'q' $x ;&"
     words = ["/r/$(id) `id` 'q'", 'data.input="a, b"; echo #', "a=\u00e9\n b"]
     jobs = jobs_for(run, ["prepare", "train"], words)
-    entries = submit.submit_all(run, jobs, sender(slurm_cluster), cluster_call(slurm_cluster))
-    assert len(submit.live_jobs(run, cluster_call(slurm_cluster))) >= 1
+    entries = stage_jobs.submit_all(run, jobs, sender(slurm_cluster), cluster_call(slurm_cluster))
+    assert len(stage_jobs.live_jobs(run, cluster_call(slurm_cluster))) >= 1
     for entry, job in zip(entries, jobs, strict=True):
         assert slurm_cluster.wait(entry["id"])["JobState"] == "COMPLETED"
         log = run / "logs" / f"x-{job.stage}-{entry['id']}.log"
         assert log.read_text() == "\n".join(job.arguments) + "\n"
-    assert submit.live_jobs(run, cluster_call(slurm_cluster)) == []
+    assert stage_jobs.live_jobs(run, cluster_call(slurm_cluster)) == []
 
 
 @pytest.mark.usefixtures("stand_in")
 def test_what_follows_a_failure_is_cancelled(slurm_cluster: Temporary, tmp_path: Path) -> None:
     """Without --kill-on-invalid-dep it would wait in the queue for ever."""
     jobs = jobs_for(tmp_path / "run", ["prepare", "train"], ["fail"])
-    entries = submit.submit_all(tmp_path / "run", jobs, sender(slurm_cluster), cluster_call(slurm_cluster))
+    entries = stage_jobs.submit_all(tmp_path / "run", jobs, sender(slurm_cluster), cluster_call(slurm_cluster))
     assert [slurm_cluster.wait(entry["id"])["JobState"] for entry in entries] == ["FAILED", "CANCELLED"]
 
 
@@ -291,7 +291,7 @@ def test_slurm_takes_every_header(slurm_cluster: Temporary, tmp_path: Path) -> N
     """``sbatch --test-only`` of each shape that a stage of a recipe has on a cluster like this one."""
     cluster, script = machine(2, 1, memory_gb=1000), tmp_path / "x.sbatch"
     for wanted in {found for name in OURS for found in shape.stage_shapes(resolve(name, tiny=True), cluster).values()}:
-        script.write_text(submit.render("x", wanted, 60))
+        script.write_text(stage_jobs.render("x", wanted, 60))
         done = slurm_cluster.run(["sbatch", "--test-only", str(script)], check=False)
         assert done.returncode == 0, done.stderr
 
@@ -302,7 +302,7 @@ def test_slurm_takes_every_header(slurm_cluster: Temporary, tmp_path: Path) -> N
 def submitted(folder: Path) -> RunDir:
     """A run whose prepare, train and export were submitted as 101, 102 and 103."""
     recorder = Recorder()
-    submit.submit_all(folder, jobs_for(folder, ["prepare", "train", "export"]), recorder.send, recorder.run)
+    stage_jobs.submit_all(folder, jobs_for(folder, ["prepare", "train", "export"]), recorder.send, recorder.run)
     return RunDir(folder)
 
 
@@ -342,9 +342,9 @@ def test_on_a_real_slurm(slurm_cluster: Temporary, tmp_path: Path, monkeypatch: 
     """From the queue to the end, and what a cancelled job looks like."""
     stand_in = tmp_path / "run.sbatch"
     stand_in.write_text("#!/bin/bash\nsleep 600\n")
-    monkeypatch.setattr(submit, "SCRIPT", stand_in)
+    monkeypatch.setattr(stage_jobs, "SCRIPT", stand_in)
     run, ask = RunDir(tmp_path / "a b"), cluster_call(slurm_cluster)
-    entries = submit.submit_all(run.path, jobs_for(run.path, ["prepare", "train"]), sender(slurm_cluster), ask)
+    entries = stage_jobs.submit_all(run.path, jobs_for(run.path, ["prepare", "train"]), sender(slurm_cluster), ask)
     slurm_cluster.wait(entries[0]["id"], "RUNNING")
     found = state.read_status(run, ask)
     assert by_stage(found)["prepare"] == "RUNNING"

@@ -53,8 +53,8 @@ def run(resolved: Resolved, tmp_path: Path) -> RunDir:
 @pytest.fixture
 def loop(resolved: Resolved) -> Iterator[Loop]:
     """NVIDIA's loop, and an adapter as its export would write it."""
-    assert resolved.recipe.lora is not None
-    expected = build_expected(SMALL, resolved.recipe.lora, "m", None)
+    assert resolved.lora is not None
+    expected = build_expected(SMALL, resolved.lora, "m", None)
     adapter = {name: torch.ones(shape) for name, shape in expected.tensors.items()}
     with installed(Loop(adapter=adapter)) as found:
         yield found

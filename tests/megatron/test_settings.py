@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -11,11 +10,8 @@ from typing import Any
 import pytest
 
 from clustertune.megatron import settings
-from clustertune.recipe.schema import Megatron
-from clustertune.resolve.megatron import data_parallel, find_problems
 from clustertune.resolve.resolve import resolve
 from tests.command import REPO
-from tests.megatron.record_verdicts import CASES, MODELS, verdict
 from tests.megatron.standin import NAMES
 
 RECIPES = ("llama70b-megatron", "llama405b-megatron")
@@ -96,43 +92,6 @@ def test_what_is_not_carried_is_refused(words: list[str], key: str) -> None:
     """A setting that has no effect is a training that nobody asked for."""
     problems = settings.find_problems(resolve(LORA[0], [*LORA[1:], *words]))
     assert [problem.key for problem in problems] == [key] and all(problem.fix for problem in problems)
-
-
-VERDICTS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("verdicts.json").read_text())
-
-
-def ours(case: dict[str, Any]) -> list[str]:
-    """What our rules say about a case."""
-    model = MODELS[case["model"]]
-    architecture = {
-        "num_hidden_layers": model["num_layers"], "num_attention_heads": model["num_attention_heads"],
-        "num_key_value_heads": model["num_query_groups"], "intermediate_size": model["ffn_hidden_size"],
-        "num_local_experts": model.get("num_moe_experts", 0),
-    }  # fmt: skip
-    section = Megatron.model_validate(case["section"])
-    return [f"{key}: {text}" for key, text, _ in find_problems(section, case["world"], architecture, {"max_length": 1 << 20})]
-
-
-def test_the_record_is_what_megatron_core_says_here() -> None:
-    """Where it is installed; its wheels are for Python 3.12, and this project's own environment has none."""
-    if importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None:
-        assert [verdict(*case) for case in CASES] == VERDICTS
-
-
-@pytest.mark.parametrize("case", VERDICTS, ids=lambda case: f"{case['model']}-{case['world']}-{list(case['section'].values())}")
-def test_sizes_are_judged_as_megatron_core_judges_them(case: dict[str, Any]) -> None:
-    """What it refuses is refused before the queue; what it takes has the data-parallel size that we derive.
-
-    Where we are stricter, it is a check that comes when the model is built or its first batch runs: the layers of a stage
-    (get_num_layers_to_build in transformer_block.py), experts with tensor parallelism (moe_layer.py).
-    """
-    found = ours(case)
-    if case["refuses"] is not None:
-        assert found, case["refuses"]
-        return
-    assert case["data_parallel"] == data_parallel(Megatron.model_validate(case["section"]), case["world"])
-    later = ("are not a multiple of", "Megatron-Core wants it for experts")
-    assert all(any(reason in text for reason in later) for text in found), found
 
 
 def test_what_a_recipe_leaves_out_is_trls_own(tmp_path: Path) -> None:

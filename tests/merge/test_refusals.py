@@ -178,6 +178,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda b: rewrite(b, lambda t: t["lm_head.weight"][-1:].fill_(-float("inf"))),
         "lm_head.weight has NaN",
     ),
+    "eight bits without scales": (
+        lambda b: rewrite(b, lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)})),
+        f"{NORM} is stored in F8_E4M3",
+    ),
+    "integers without scales": (
+        lambda b: rewrite(b, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.int8)})),
+        "lm_head.weight is stored in I8",
+    ),
     "another width": (lambda b: edit_json(b / "config.json", intermediate_size=102), "mlp"),
     "another vocabulary": (lambda b: edit_json(b / "config.json", vocab_size=302), "lm_head|embed_tokens"),
     "other heads": (lambda b: edit_json(b / "config.json", num_key_value_heads=4), "k_proj"),

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from clustertune.launch.plan import AttemptPlan, Node
-from clustertune.monitor import machine
+from clustertune.launch.attempt import AttemptPlan, Node
+from clustertune.monitor import readings
 from clustertune.monitor.sampler import TelemetryWriter
 from clustertune.report.telemetry import FOLDER, TelemetryRow
 from clustertune.resolve.resolve import resolve
@@ -87,8 +87,8 @@ def _sample(folder: Path, index: int, attempt: int, now: float, gpus: int, slow:
             cold = index * gpus + gpu == slow
             figures = [88 + gpu, 61.4, 690 - 4 * gpu, 61 + gpu, 1410 if cold else 1980, 32 if cold else 4, 0, None]
             figures += [700.0 * (300 - ago), 2000, 2000, 41000, 41000]
-            row = dict(zip(machine.GPU_COLUMNS, figures, strict=True))
+            row = dict(zip(readings.GPU_COLUMNS, figures, strict=True))
             values.append(dict.fromkeys(row) if gpu == lost else row)
-        node = dict(zip(machine.COLUMNS, [0.21, 9.3, 310.5, 91234.5, 1, 2, 3, 4, 5210, 5190, 0.4], strict=True))
+        node = dict(zip(readings.COLUMNS, [0.21, 9.3, 310.5, 91234.5, 1, 2, 3, 4, 5210, 5190, 0.4], strict=True))
         problems = {str(lost): "GPU is lost"} if lost is not None else {}
         writer.add(TelemetryRow(now - ago, attempt, node, tuple(values), problems))

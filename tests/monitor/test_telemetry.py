@@ -14,7 +14,7 @@ import pytest
 
 from clustertune.errors import UserError
 from clustertune.host.probe import Probe
-from clustertune.monitor import machine, sampler
+from clustertune.monitor import readings, sampler
 from clustertune.monitor.sampler import TelemetryWriter
 from clustertune.report import telemetry
 from clustertune.report.telemetry import TelemetryRow
@@ -119,8 +119,8 @@ def recorded(root: Path, ticks: str, rx: int, sectors: int, words: int) -> Probe
 def wide_row(at: float) -> TelemetryRow:
     """As long as rows of a busy node get."""
     figures = [100, 79.11, 1000, 88, 1980, 72, 0, 0, 1_234_567_890, 61234, 61234, 412345, 412345]
-    gpu = dict(zip(machine.GPU_COLUMNS, figures, strict=True))
-    node = dict(zip(machine.COLUMNS, [0.123, 123.4, 1234.56, 123456.7, *[12345.6] * 6, 12345.67], strict=True))
+    gpu = dict(zip(readings.GPU_COLUMNS, figures, strict=True))
+    node = dict(zip(readings.COLUMNS, [0.123, 123.4, 1234.56, 123456.7, *[12345.6] * 6, 12345.67], strict=True))
     return TelemetryRow(1.7e9 + at, 12, node, (gpu,) * 8)
 
 

@@ -214,6 +214,7 @@ def measure(root: Path, cases: dict[str, dict[str, Any]], large: list[Case]) -> 
     return found
 
 
+@pytest.mark.jobs
 def test_peaks_of_real_steps(tmp_path: Path) -> None:
     """Full and LoRA, both types, with and without recomputation, a loss in tiles and whole logits.
 

@@ -71,9 +71,6 @@ def test_a_base_of_another_program_is_counted(config: dict[str, Any], weight: fl
         ([*DEEPSPEED, f"{ZERO}.zero_stage=7"], "no ZeRO stage 7"),
         ([*DEEPSPEED, f"{ZERO}={{zero_stage: 2, offload_param_device: cpu}}"], "offloaded from stage 3 on, here it is 2"),
         ([*DEEPSPEED, f"{ZERO}={{zero_stage: 2, offload_optimizer_device: nvme}}"], "of stage 3 only, here it is 2"),
-        # Embedding and loss make 128 layers of 126, as Megatron-Bridge cuts Llama 405B; without that Megatron-Core refuses.
-        (TP2, "account_for_loss_in_pipeline_split: true"),
-        ([*TP2, "megatron.account_for_embedding_in_pipeline_split=true"], "126 layers and 1 for embedding and loss"),
     ],
 )  # fmt: skip
 def test_what_the_ranks_would_refuse(overrides: list[str], says: str) -> None:

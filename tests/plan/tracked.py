@@ -166,7 +166,7 @@ def train(folder: Path) -> Tracker:
         args=SFTConfig(**values),
         train_dataset=make_rows(config, resolved.architecture["vocab_size"]),
         processing_class=make_tokenizer(),
-        peft_config=LoraConfig(**resolved.recipe.lora) if resolved.recipe.lora else None,
+        peft_config=LoraConfig(**resolved.lora) if resolved.lora else None,
         callbacks=[Follow()],
     )
     sharding.set_precision(trainer.accelerator, resolved.distribution.reduce_dtype)

@@ -52,9 +52,7 @@ def test_auto_is_what_the_recipe_says(write: Write) -> None:
     assert [found[key] for key in list(AUTO)[:3]] == [32, 1, 2]
     assert (found["gradient_clipping"], found["bf16.enabled"], found["zero_optimization.stage"]) == (1.0, True, 3)
     zero = "zero_optimization"
-    assert found[f"{zero}.reduce_bucket_size"] == 16384**2 and found[f"{zero}.stage3_param_persistence_threshold"] == 163840
-    assert "storage.scratch" in values[f"deepspeed.{zero}.offload_param.nvme_path"]["origin"]
-    assert "number of steps" in values["deepspeed.scheduler.params.total_num_steps"]["origin"]
+    assert found[f"{zero}.reduce_bucket_size"] == "auto", "transformers fills it in"
     assert values["deepspeed.zero_optimization.stage"]["origin"] == "ds.json"
     assert "micro batch 1 x accumulation 2 x 16" in values["deepspeed.train_batch_size"]["origin"]
 
@@ -63,20 +61,12 @@ def test_auto_is_what_the_recipe_says(write: Write) -> None:
     ("zero", "top", "key", "says"),
     [
         ({}, {"zero_optimisation": {}}, "zero_optimisation", "did you mean zero_optimization?"),
-        ({}, {"elasticity": {}}, "elasticity", "removed"),
-        ({"mics_shard_size": 8}, {}, "zero_optimization.mics_shard_size", "FSDP2"),
-        ({"stage3_prefetch_buket_size": 1}, {}, "zero_optimization.stage3_prefetch_buket_size", "did you mean stage3_prefetch_bucket_size?"),
-        ({"overlap_comm": "yes"}, {}, "zero_optimization.overlap_comm", "not true or false"),
         ({"overlap_comm": "auto"}, {}, "zero_optimization.overlap_comm", "nothing fills in"),
-        ({"sub_group_size": 1.5}, {}, "zero_optimization.sub_group_size", "not a whole number"),
-        ({"stage": True}, {}, "zero_optimization.stage", "not 0, 1, 2 or 3"),
         ({"stage": 2, "offload_param": {"device": "cpu"}}, {}, "zero_optimization.offload_param.device", "from stage 3"),
         ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, {}, "zero_optimization.offload_optimizer.device", "from stage 1"),
         ({"stage": 2, "offload_optimizer": NVME}, {}, "zero_optimization.offload_optimizer.device", "use cpu"),
-        ({"offload_param": {"device": "disk"}}, {}, "zero_optimization.offload_param.device", "not none, cpu or nvme"),
         ({"offload_param": {**PARAMS, "nvme_path": "/scratch"}}, {}, "zero_optimization.offload_param.nvme_path", "the path of one site"),
         ({"offload_param": {"device": "nvme", "buffer_size": 200000000}}, {}, "zero_optimization.offload_param.nvme_path", 'write "auto"'),
-        ({"offload_param": {**NVME, "buffer_size": 10**6}}, {}, "zero_optimization.offload_param.buffer_size", "largest weight has 131,334,144"),
         ({"cpu_offload": True}, {}, "zero_optimization.cpu_offload", "offload_optimizer"),
         ({"compute_grad_norm": False}, {}, "zero_optimization.compute_grad_norm", "would be taken"),
         ({"zenflow": {}}, {}, "zero_optimization.zenflow", "exported"),
@@ -88,17 +78,14 @@ def test_auto_is_what_the_recipe_says(write: Write) -> None:
         ({}, {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps", "is 2"),
         ({}, {"gradient_clipping": None}, "gradient_clipping", "would not clip"),
         ({}, {"gradient_clipping": 0.5}, "gradient_clipping", "train.max_grad_norm is 1.0"),
-        ({}, {"zero_optimization": None}, "zero_optimization", "refuses a file without it"),
         ({}, {"optimizer": {"type": "Lamb", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}}, "optimizer.type", "train.optim"),
         ({}, {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": "auto", "eps": "auto", "weight_decay": "auto"}}}, "optimizer.params.lr", "train.learning_rate is"),
         ({}, {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": "auto", "weight_decay": "auto"}}}, "optimizer.params.betas", "its own default"),
         ({}, {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}}, "scheduler.type", "lr_scheduler_type is cosine"),
         ({}, {"scheduler": {"type": "WarmupCosineLR", "params": {}}}, "scheduler.params.warmup_type", "logarithm"),
-        ({}, {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_type": "linear", "total_num_steps": 9}}}, "scheduler.params.total_num_steps", "auto"),
         ({}, {"checkpoint": {"load_universal": True}}, "checkpoint.load_universal", "hashed"),
         ({}, {"wandb": {"enabled": True}}, "wandb", "report_to"),
         ({}, {"activation_checkpointing": {}}, "activation_checkpointing", "activation_checkpointing.ratio"),
-        ({}, {"zero_optimization": {"stage": 3, "offload_param": 3}}, "zero_optimization.offload_param", "no keys and values"),
     ],
 )  # fmt: skip
 def test_each_mistake_is_named(
@@ -108,11 +95,3 @@ def test_each_mistake_is_named(
     problems = refused(write(zero, **top), FULL if "nvme" in str(zero.get("offload_param")) else [])
     assert [(p.key, p.file.split("/")[-1]) for p in problems if p.file] == [(key, "ds.json")], [str(p) for p in problems]
     assert says in str(problems[0])
-
-
-def test_a_frozen_base_does_not_lie_on_nvme(write: Write, refused: Refuse) -> None:
-    """DeepSpeed 0.19 ends with "already assigned swap buffer"; the optimizer's state may lie there."""
-    [problem] = refused(write({"offload_param": PARAMS}), [])
-    assert problem.key == "zero_optimization.offload_param.device" and "frozen" in problem.message and problem.fix
-    resolve(write({"offload_optimizer": NVME}))
-    resolve(write({"offload_param": PARAMS}), FULL)

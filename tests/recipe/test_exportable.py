@@ -26,7 +26,7 @@ REFUSED: dict[str, Any] = {"bias": "all", "task_type": "SEQ_CLS", "init_lora_wei
 
 
 def keys(lora: dict[str, Any], architecture: dict[str, Any] = LLAMA) -> set[str]:
-    return {str(found[0][1]) for found in check_lora(LORA | lora, architecture)}
+    return {str(found[0][1]) for found in check_lora(native_rules.lora_defaults() | LORA | lora, architecture)}
 
 
 def test_no_key_of_the_installed_peft_is_unknown_here() -> None:

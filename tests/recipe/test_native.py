@@ -45,13 +45,17 @@ def test_each_rule_refuses_what_it_is_for() -> None:
 @pytest.mark.parametrize(
     ("train", "key"),
     [
-        ({"fp16": True, "bf16": True}, "fp16"), ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type"),
-        ({"dataloader_prefetch_factor": 2}, "dataloader_prefetch_factor"), ({"save_only_model": True}, "save_only_model"),
-        ({"packing": True, "max_length": None}, "max_length"), ({"report_to": ["wandb", "wand"]}, "report_to"),
+        ({"fp16": True, "bf16": True}, "fp16"), ({"max_steps": 5, "warmup_steps": 6}, "warmup_steps"),
+        ({"lr_scheduler_kwargs": {"num_cycles": -3}}, "lr_scheduler_kwargs"), ({"optim_args": "betta1=0.9"}, "optim_args"),
+        ({"save_strategy": "best", "metric_for_best_model": "eval_los"}, "metric_for_best_model"),
     ],
 )  # fmt: skip
 def test_values_that_do_not_go_together(train: dict[str, Any], key: str) -> None:
     assert keys(check_train(native_rules.train_defaults() | train)) == [f"train.{key}"]
+
+
+def complete(lora: dict[str, Any]) -> dict[str, Any]:
+    return native_rules.filled(native_rules.lora_defaults(), lora)
 
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4}
@@ -67,14 +71,13 @@ QV = ["q_proj", "v_proj"]
         ({"target_modules": r"model\.layers\.4\..*q_proj"}, "target_modules"),
         ({"target_modules": QV, "modules_to_save": ["lm_hed"]}, "modules_to_save"),
         ({"target_modules": QV, "layers_to_transform": [0, 4]}, "layers_to_transform"),
-        ({"target_modules": QV, "layers_pattern": "layers"}, "layers_pattern"),
         ({"target_modules": QV, "bias": "all"}, "bias"), ({"target_modules": QV, "task_type": "SEQ_CLS"}, "task_type"),
         ({"target_modules": QV, "init_lora_weights": "pissa"}, "init_lora_weights"),
         *(({"target_modules": QV, key: True}, key) for key in native_rules.LORA_UNSUPPORTED),
     ],
 )  # fmt: skip
 def test_lora_that_the_chain_cannot_carry(lora: dict[str, Any], key: str) -> None:
-    assert keys(check_lora(lora, LLAMA)) == [f"lora.{key}"]
+    assert keys(check_lora(complete(lora), LLAMA)) == [f"lora.{key}"]
 
 
 MOE = find_model("Qwen/Qwen3-30B-A3B").architecture
@@ -95,14 +98,13 @@ EXPERTS = {"target_modules": QV, "target_parameters": ["mlp.experts.gate_up_proj
 )  # fmt: skip
 def test_lora_on_experts(architecture: dict[str, Any], changes: dict[str, Any], wrong: list[str]) -> None:
     """Names of the model's own parameters, and nothing beside them that PEFT refuses or passes over."""
-    assert keys(check_lora({**EXPERTS, **changes}, architecture)) == [f"lora.{key}" for key in wrong]
+    assert keys(check_lora(complete({**EXPERTS, **changes}), architecture)) == [f"lora.{key}" for key in wrong]
 
 
 @pytest.mark.parametrize(
     "words",
     [
         ["accelerate.parallelism_config={parallelism_config_tp_size: 2, parallelism_config_dp_shard_size: 4}"],
-        ["train.torch_compile=true"],
         ["train.model_init_kwargs={quantization_config: {load_in_4bit: true, bnb_4bit_quant_storage: bfloat16}}"],
     ],
 )
@@ -114,7 +116,7 @@ FALCON, LITE = ARCHITECTURES["tiiuae/falcon-7b"], ARCHITECTURES["deepseek-ai/Dee
 
 
 def refusals(architecture: dict[str, Any], **lora: Any) -> list[str]:
-    return [message for _, message, _ in check_lora(lora, architecture)]
+    return [message for _, message, _ in check_lora(complete(lora), architecture)]
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "lm_head"], r".*(q_proj|lm_head)", r"lm_.*", ["lm_head"]])

@@ -18,7 +18,7 @@ KEY = "train.model_init_kwargs.attn_implementation"
 
 
 def attention(resolved: Resolved) -> Any:
-    return (resolved.train_args.get("model_init_kwargs") or {}).get("attn_implementation")
+    return (resolved.train_args["model_init_kwargs"] or {}).get("attn_implementation")
 
 
 def masked(resolved: Resolved) -> list[str]:

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 from clustertune.recipe.architecture import scale_down
+from clustertune.recipe.native_rules import filled, lora_defaults
 from clustertune.recipe.parameters import (
     KNOWN,
     count,
-    layers_of,
     lora_parameter_count,
 )
-from clustertune.recipe.values import Values
 from tests.recipe.architectures import ARCHITECTURES
 
 OLD_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -59,8 +58,6 @@ def changed(name: str) -> dict[str, Any]:
 
 EVERY = {**ARCHITECTURES, **{name: changed(name) for name in VARIANTS}}
 FAMILIES = list({body["model_type"]: name for name, body in ARCHITECTURES.items()}.values())
-ONE_EACH = [*FAMILIES, *VARIANTS]
-"""One of each family, and the variants."""
 NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}, "nemotron": {"num_key_value_heads": 48}}
 """Without these transformers cannot run, or not even build, a model: their defaults are None."""
 SMALLEST = {f"defaults of {kind}": {"model_type": kind, **NEEDED.get(kind, {})} for kind in KNOWN}
@@ -117,21 +114,6 @@ def test_the_count_is_that_of_the_real_model(name: str) -> None:
     assert counted.total == sum(tensor.numel() for tensor in stored(build(body)).values())
 
 
-@pytest.mark.parametrize("name", ONE_EACH)
-def test_what_a_token_sees_is_the_configurations(name: str) -> None:
-    """Sliding windows and chunks layer by layer, as the configuration class derives them."""
-    body, made = EVERY[name], config(EVERY[name])
-    seen = [layer.attention.window for layer in layers_of(body)]
-    sliding = getattr(made, "sliding_window", None)
-    if (types := getattr(made, "layer_types", None)) is None:
-        assert seen == [sliding or None] * len(seen)
-        return
-    assert tuple(types) == Values(body).attention_types
-    sizes = {"sliding_attention": sliding, "chunked_attention": getattr(made, "attention_chunk_size", None)}
-    sizes["linear_attention"] = 64 + 128  # a chunk, and a state of 128 x 128
-    assert seen == [sizes.get(kind) for kind in types]
-
-
 def peft_count(body: dict[str, Any], lora: dict[str, Any]) -> int | None:
     """What PEFT trains; None where it refuses."""
     import torch
@@ -177,4 +159,4 @@ LORA: list[tuple[str, dict[str, Any]]] = [
 def test_lora_is_counted_as_peft_makes_it(name: str, lora: dict[str, Any]) -> None:
     """Fused experts, routers, Conv1D, latent attention; what PEFT refuses has no count."""
     body = scale_down(EVERY[name])
-    assert lora_parameter_count(body, {"r": 4, **lora}) == peft_count(body, {"r": 4, **lora})
+    assert lora_parameter_count(body, filled(lora_defaults(), {"r": 4, **lora})) == peft_count(body, {"r": 4, **lora})

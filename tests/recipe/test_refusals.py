@@ -14,14 +14,13 @@ from typer.testing import CliRunner
 
 from clustertune.cli.app import app
 from clustertune.errors import UserError
+from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import checks
-from clustertune.recipe.library_facts import facts
 from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.values import model_facts
 from clustertune.resolve import kernels, show
 from clustertune.resolve.megatron import NOT_STARTED
 from clustertune.resolve.resolve import resolve
-from clustertune.resolve.resolved import Resolved
 from tests.command import run
 from tests.conftest import TINY_LLAMA
 from tests.recipe.conftest import readable
@@ -55,13 +54,8 @@ def refused(*overrides: str, recipe: str = TINY, ranks: int | None = None) -> di
 CASES: dict[tuple[str, int | None], list[tuple[list[str], str, str]]] = {
     (TINY, None): [
         # --- which layers are recomputed, and kernels
-        ([f"{OWN}={{}}"], OWN, "neither ratio nor save"), ([f"{OWN}.save=[]"], f"{OWN}.save", ""),
-        ([f"{OWN}.save=[scores]"], f"{OWN}.save.0", "attention"),
-        ([f"{OWN}.save=[matmul,matmul]"], f"{OWN}.save", "twice"),
-        ([f"{OWN}.save=[matmul,every_second_matmul]"], f"{OWN}.save", "one of the two"),
-        ([SAVE, f"{OWN}.ratio=0"], f"{OWN}.save", "recomputes nothing"), ([SAVE, EAGER], f"{OWN}.save", "sdpa"),
+        ([f"{OWN}.save=[]"], f"{OWN}.save", ""), ([f"{OWN}.save=[scores]"], f"{OWN}.save.0", "attention"),
         (["train.liger_kernel_config={fused_linear_cross_entropy: true}"], "train.liger_kernel_config", "in tiles"),
-        ([f"{KERNEL}=flash_attention_2", "train.bf16=false"], KERNEL, "16 bits"),
         (["train.torch_compile_backend=eager", INDUCTOR], "train.torch_compile_backend", "is not read"),
     ],
     (TINY, 4): [
@@ -90,9 +84,7 @@ CASES: dict[tuple[str, int | None], list[tuple[list[str], str, str]]] = {
     ],
     (REFERENCE, None): [
         # --- Megatron and quantisation
-        (["megatron.virtual_pipeline_model_parallel_size=2"], "megatron", "there is no pipeline"),
-        (["megatron.sequence_parallel=true"], "megatron", "tensor_model_parallel_size is 1"),
-        (["megatron.context_parallel_size=2", "train.max_length=2046"], "megatron", "not a multiple of 4"),
+        (["megatron.tensor_model_parallel_size=3"], "megatron", "does not divide 16 ranks"),
         (["megatron.tensor_model_parallel_sise=2"], "megatron", "did you mean tensor_model_parallel_size?"),
         (["megatron.fp8=e5m2"], "megatron.fp8", "e4m3"),
         ([f"{QUANTIZED}=nf4"], QUANTIZED, "not a mapping"),
@@ -104,11 +96,11 @@ CASES: dict[tuple[str, int | None], list[tuple[list[str], str, str]]] = {
         ([BASE_4BIT, "lora=null"], QUANTIZED, "cannot be trained"),
         ([f"{OWN}.ratio=1.5"], f"{OWN}.ratio", "less than"),
         # --- files beside the recipe: the file has no such line
-        ([f"{MESH}_tp_size=3"], "accelerate.parallelism_config", "does not divide"),
-        ([f"{MESH}_dp_replicate_size=3"], "accelerate.parallelism_config", "does not divide"),
-        ([f"{MESH}_dp_replicate_size=16"], "accelerate.parallelism_config", "none left to shard over"),
+        ([f"{MESH}_tp_size=3"], "accelerate.parallelism_config", "make 3 ranks; there are 16"),
+        ([f"{MESH}_dp_replicate_size=3"], "accelerate.parallelism_config", "make 3 ranks; there are 16"),
+        ([f"{MESH}_dp_replicate_size=16"], "accelerate.parallelism_config", "no ranks to shard over"),
         ([f"{MESH}_dp_shard_size=1"], "accelerate.parallelism_config", "its sizes make 1 ranks; there are 16"),
-        ([f"{MESH}_dp_shard_size=1", f"{MESH}_tp_size=16"], "parallelism_config", "FSDP has no ranks to shard over"),
+        ([f"{MESH}_dp_shard_size=1", f"{MESH}_tp_size=16"], "parallelism_config", "no ranks to shard over"),
         (["deepspeed.zero_optimization.stage=3"], "deepspeed.zero_optimization.stage", "no DeepSpeed file"),
     ],
     # What accelerate says about a stated mesh it says on the nodes, once the base is loaded (parallelism_config.py:325 and on).
@@ -117,7 +109,7 @@ CASES: dict[tuple[str, int | None], list[tuple[list[str], str, str]]] = {
         (PAIRS, "parallelism_config_tp_size", "computed by one rank"),
     ],
     ("llama8b-longcontext-32k", None): [
-        ([f"{MESH}_dp_shard_size=1", f"{MESH}_dp_replicate_size=2"], "parallelism_config", "FSDP has no ranks to shard over"),
+        ([f"{MESH}_dp_shard_size=1", f"{MESH}_dp_replicate_size=2"], "parallelism_config", "no ranks to shard over"),
         (PAIRS, "parallelism_config_cp_size", "computed by one rank"),
     ],
     ("llama70b-zero3-offload", None): [(PAIRS, "distributed_type", "no reference model")],
@@ -270,19 +262,9 @@ def test_what_is_taken() -> None:
 )  # fmt: skip
 def test_whether_and_how_a_model_is_compiled(train: dict[str, Any], dynamo: dict[str, Any], expected: tuple[bool, ...]) -> None:
     """Both homes of the native key are read as the Trainer and accelerate read them."""
-    found = replace(resolve(TINY), train_args=train, accelerate={"dynamo_config": dynamo})
-    assert (found.distribution.compiled, found.distribution.compiled_by_layer) == expected
-    warnings = " ".join(kernels.warnings(found.distribution))
-    assert ("as a whole" in warnings) == (expected == (True, False)), "a start of minutes"
-
-
-def test_packages_are_asked_for_where_there_are_gpus_only() -> None:
-    """A laptop trains with sdpa and without Liger, and needs neither package."""
-    train = {"use_liger_kernel": True, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
-    assert not list(kernels.needed(train, gpus=False))
-    found = {key: packages for key, _, packages in kernels.needed(train, gpus=True)}
-    assert found["train.use_liger_kernel"] == ("liger-kernel",)
-    assert found["train.model_init_kwargs.attn_implementation"] == ("flash-attn", "kernels")
+    assert acc.compiled(train_defaults() | train, {"dynamo_config": dynamo}) == expected
+    found = replace(resolve(TINY).distribution, compiled=expected[0], compiled_by_layer=expected[1])
+    assert ("as a whole" in " ".join(kernels.warnings(found))) == (expected == (True, False)), "a start of minutes"
 
 
 def test_a_ratio_says_alone_which_layers_are_recomputed() -> None:
@@ -290,21 +272,6 @@ def test_a_ratio_says_alone_which_layers_are_recomputed() -> None:
     assert values[f"{OWN}.ratio"] == {"value": 0.5, "origin": "override"}
     assert values[f"train.{OWN}"]["value"] is True and "63 of 126 layers" in values[f"train.{OWN}"]["origin"]
     assert resolve(REFERENCE, [f"{OWN}.ratio=0"]).train_args[OWN] is False
-
-
-def test_every_size_that_does_not_divide_is_told_at_once() -> None:
-    words = [
-        "megatron.tensor_model_parallel_size=3", "megatron.pipeline_model_parallel_size=4",
-        "megatron.virtual_pipeline_model_parallel_size=2", "megatron.expert_model_parallel_size=2",
-        "megatron.sequence_parallel=true", "activation_checkpointing.ratio=1",
-    ]  # fmt: skip
-    text = "".join(refused(*words, recipe=REFERENCE).values())
-    for says in (
-        "does not divide 16 ranks", "126 layers are not a multiple of 8 stages", "128 num_attention_heads",
-        "8 num_key_value_heads", "intermediate_size 53248", "the model has no experts", "not a multiple of 3",
-        "Megatron does not read it",
-    ):  # fmt: skip
-        assert says in text, text
 
 
 def test_a_megatron_recipe_needs_no_accelerate_file(recipes: Path) -> None:
@@ -326,14 +293,13 @@ def test_only_slurms_launcher_starts_it(command: list[str], tmp_path: Path) -> N
 # --- values that mean what they say --------------------------------------------------------------------------------------
 
 REFUSED = (
-    "lora.rank_pattern={zzz: 4}", "lora.rank_pattern={q_proj: 4.5}", "lora.rank_pattern={q_proj: 0}",
-    "lora.rank_pattern={'(': 4}", "lora.alpha_pattern={zzz: 4}", "lora.alpha_pattern={q_proj: -1}", "train.warmup_steps=20",
+    "lora.rank_pattern={zzz: 4}", "lora.rank_pattern={'(': 4}", "lora.alpha_pattern={zzz: 4}", "train.warmup_steps=20",
     "data.eval_fraction=0.999999", "train.adam_epsilon=10", "train.optim_args=foo=bar", "train.optim_args=foo",
-    "train.lr_scheduler_kwargs={foo: 1}", "train.log_level=zzz", "train.model_init_kwargs=sdpa",
+    "train.log_level=zzz", "train.model_init_kwargs=sdpa",
     "accelerate.dynamo_config.dynamo_backend=zzz", "accelerate.deepspeed_config.deepspeed_multinode_launcher=true",
     "slurm.time=00:00:00", "slurm.time='0'", "slurm.time=01:60:00", "slurm.time=1-24", "slurm.time=999-00:00:00",
     ("train.optim=sgd", "train.optim_args=betas=0.9"),
-    ("train.lr_scheduler_type=linear", "train.lr_scheduler_kwargs={num_cycles: 1}"), "train.num_train_epochs=1e9",
+    "train.num_train_epochs=1e9",
     "train.num_train_epochs=-1", "train.dataloader_num_workers=100000", "train.lr_scheduler_kwargs={num_cycles: -3}",
     "train.lr_scheduler_kwargs={num_cycles: 0}", "eval.max_gen_toks=1000000000", "slurm.stall_seconds=1",
     ("train.save_strategy=best", "train.metric_for_best_model=nope"),
@@ -409,36 +375,14 @@ def test_scores_of_tasks_that_are_not_evaluated() -> None:
 
 OF_DPO = {
     "packing": "true", "completion_only_loss": "true", "padding_free": "true", "precompute_ref_log_probs": "true",
-    "sync_ref_model": "true", "label_smoothing_factor": "0.1", "truncation_mode": "keep_end", "loss_type": "[sigmoids]",
-    "loss_weights": "[1.0, 0.5]", "f_divergence_type": "kl", "beta": "0", "ld_alpha": "1.5",
+    "sync_ref_model": "true", "label_smoothing_factor": "0.1", "truncation_mode": "keep_end", "beta": "0", "ld_alpha": "1.5",
 }  # fmt: skip
 """Key of ``train`` -> value."""
-TOGETHER = {"label_smoothing": ["loss_type=[exo_pair]"], "use_weighting": ["use_weighting=true", "loss_type=[aot]"]}
 
 
-def test_what_trl_refuses_in_a_rank_is_refused_before() -> None:
-    for key, words in {**{key: [f"{key}={value}"] for key, value in OF_DPO.items()}, **TOGETHER}.items():
-        assert list(refused(*(f"train.{word}" for word in words), recipe="tiny-dpo")) == [f"train.{key}"]
-
-
-def test_each_loss_of_trl_is_taken() -> None:
-    for loss in facts("trl")["dpo"]["loss_type"]:
-        smoothed = ["train.label_smoothing=0.01"] if loss == "exo_pair" else []
-        assert resolve("tiny-dpo", [f"train.loss_type=[{loss}]", *smoothed]).train_args["loss_type"] == [loss]
-    with pytest.raises(UserError, match="aot_unpaired"):
-        resolve("tiny-dpo", ["train.loss_type=[aot_unpaired]", "train.f_divergence_type=forward_kl"])
-
-
-def test_it_is_recorded_and_another_run() -> None:
-    """The same keys under the other trainer would resume from its checkpoints."""
-    made = resolve("tiny-dpo")
-    again = Resolved.from_dict(json.loads(json.dumps(made.as_dict())))
-    assert again.is_dpo and again.fingerprint() == made.fingerprint()
-    other = made.as_dict()
-    other["recipe"]["trainer"] = "sft"
-    assert Resolved.from_dict(other).fingerprint() != made.fingerprint()
-    assert any("lora_dropout" in text for text in resolve("tiny-dpo", ["train.disable_dropout=true"]).warnings)
-    assert not any("lora_dropout" in text for text in made.warnings)
+def test_what_is_not_carried_of_preferences_is_refused() -> None:
+    for key, value in OF_DPO.items():
+        assert list(refused(f"train.{key}={value}", recipe="tiny-dpo")) == [f"train.{key}"]
 
 
 def test_the_plan_counts_both_answers_and_the_reference() -> None:

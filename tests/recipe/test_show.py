@@ -64,10 +64,10 @@ def test_every_recipe_is_read_packed_and_shown(name: str, tiny: bool) -> None:
     resolved = resolve(name, tiny=tiny)
     assert Resolved.from_dict(json.loads(json.dumps(resolved.as_dict()))) == resolved
     train = resolved.train_args
-    attention = (train.get("model_init_kwargs") or {}).get("attn_implementation")
+    attention = (train["model_init_kwargs"] or {}).get("attn_implementation")
     masks = [text for text in resolved.warnings if "attention mask" in text]
     chosen = [item.value for item in resolved.derived if item.key == "train.model_init_kwargs.attn_implementation"]
-    if not train.get("packing") or resolved.recipe.megatron is not None:
+    if not train["packing"] or resolved.recipe.megatron is not None:
         assert attention is None and not masks
     elif name == "llama405b-oasst2":
         assert attention == "sdpa" and "remove" in masks[0]
@@ -81,7 +81,7 @@ def test_every_recipe_is_read_packed_and_shown(name: str, tiny: bool) -> None:
         table, _, notes = stream.getvalue().partition("model.json:")
         assert "None" not in table and max(map(len, table.splitlines())) <= width
         assert not re.search(r"\de[+-]\d", notes.splitlines()[0])
-        assert resolved.recipe.lora is not None or "trained (100 %)" in notes
+        assert resolved.lora is not None or "trained (100 %)" in notes
         assert ("accelerate.yaml" in table + notes) == ((REPO / "recipes" / name / "accelerate.yaml").is_file())
 
 

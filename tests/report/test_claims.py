@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from clustertune.monitor.page import draw
+from clustertune.monitor.live_page import draw
 from clustertune.monitor.status import Watcher
-from clustertune.report import compare, plots
+from clustertune.report import comparison, plots
 from clustertune.report.page import build
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
@@ -57,7 +57,7 @@ def test_a_tiny_run_on_processors_claims_no_published_model_no_gpu_and_no_money(
     live, row = draw(found), found.summary(run.path)
     assert "Process-hours" in live and "US dollars" not in live and "GPU-hours" not in live
     assert row["gpu_hours"] is None and row["usd"] is None and found.as_dict()["usd"] is None
-    entry = compare.read(run.path)
+    entry = comparison.read(run.path)
     assert entry.values["usd"] is None and entry.values["gpu_hours"] is None
     assert "random weights" in entry.values["model"] and entry.values["dataset"] == "tiny-oasst2"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.report import compare, source
+from clustertune.report import comparison, source
 from tests.command import run
 
 RECORDED = Path(__file__).with_name("recorded")
@@ -29,9 +29,9 @@ def written(path: Path, body: Any) -> Path:
 def made_run(path: Path, seconds: list[float], *, code: int | None = 0, **recipe: Any) -> Path:
     """A run folder with steps of these seconds; ``code`` None: killed."""
     path.mkdir()
-    args = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_length": 512, "bf16": True}
+    args = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_length": 512}
     resolved = {
-        "name": "mistral", "world_size": 4, "train_args": args,
+        "name": "mistral", "world_size": 4, "train_args": args, "distribution": {"mixed_precision": "bf16"},
         "recipe": {"model": {"name": "m"}, "data": {"name": "d"}}, **recipe,
     }  # fmt: skip
     told = {
@@ -55,13 +55,13 @@ def made_run(path: Path, seconds: list[float], *, code: int | None = 0, **recipe
 
 def test_the_sources_own_figures(tmp_path: Path) -> None:
     """A second node made each GPU 11 times slower: the table must say so, and that warm-up hides in both."""
-    found = compare.compare([written(tmp_path / "one.json", ONE), written(tmp_path / "two.json", TWO)])
-    rows = {row[0]: row[1:] for row in compare.cells(found)}
+    found = comparison.compare([written(tmp_path / "one.json", ONE), written(tmp_path / "two.json", TWO)])
+    rows = {row[0]: row[1:] for row in comparison.cells(found)}
     assert rows["World size"] == ["8", "16"] and rows["Tokens / sec / rank, warm-up too"] == ["1,080", "94.5"]
     assert rows["Rate of a rank against the first"] == ["100%", "9%"] and rows["Wall time of all steps"] == ["4.74 s", "54.2 s"]
-    assert sum(compare.OF_THE_SOURCE in note for note in found.notes) == 2
+    assert sum(comparison.OF_THE_SOURCE in note for note in found.notes) == 2
     assert not any("differs" in note for note in found.notes)
-    text = compare.markdown(found)
+    text = comparison.markdown(found)
     assert text.startswith("| Metric | one | two |\n| --- | --- | --- |\n| World size | 8 | 16 |\n")
 
 
@@ -79,7 +79,7 @@ def test_the_metrics_of_a_run_are_the_sources_fields_and_the_steady_rate(tmp_pat
 def test_runs_and_sources_stand_together(tmp_path: Path) -> None:
     """Each kind is read; what makes them differ is said, not refused."""
     paths = [written(tmp_path / "one.json", ONE), made_run(tmp_path / "killed", [2.0, 1.0, 1.0, 1.0], code=None), RECORDED]
-    found = compare.compare(paths)
+    found = comparison.compare(paths)
     body = found.as_dict()
     kinds = [entry["kind"] for entry in body["runs"]]
     assert kinds == ["metrics", "run", "run"]
@@ -98,10 +98,10 @@ def test_other_hardware_is_said_and_one_name_twice_told_apart(tmp_path: Path) ->
     body = json.loads((cpu / "run.json").read_text())
     body["distributed"] |= {"gpu0": None, "device": "cpu"}
     written(cpu / "run.json", body)
-    found = compare.compare([gpu, cpu])
+    found = comparison.compare([gpu, cpu])
     assert any(note.startswith("GPU differs") and "no GPU" in note for note in found.notes)
     twice = [written(tmp_path / "a.json", ONE), written(tmp_path / "x" / "a.json", TWO)]
-    assert [entry.name for entry in compare.compare(twice).entries] == ["a", "a (2)"]
+    assert [entry.name for entry in comparison.compare(twice).entries] == ["a", "a (2)"]
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from clustertune.errors import UserError
-from clustertune.report import compare, forms
+from clustertune.report import comparison, forms
 from clustertune.report.metrics import read_metrics
 from tests.command import run
 from tests.report.test_compare import ONE, made_run, written
@@ -59,7 +59,7 @@ def test_a_document_with_wrong_values_is_named(name: str, at: int, tmp_path: Pat
             assert [found.key for found in forms.find_problems(put(body, key, WRONG[of][at]), form, "x", "y")] == [key]
         written(file, wrong)
         with pytest.raises(UserError) if keys else contextlib.nullcontext() as caught:
-            compare.read(path)
+            comparison.read(path)
         problems = {problem.key: problem for problem in caught.value.problems} if caught else {}
         assert problems.keys() == keys.keys()
         for key, of in keys.items():

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.launch.plan import AttemptPlan, Node
-from clustertune.report import compare, source
+from clustertune.launch.attempt import AttemptPlan, Node
+from clustertune.report import comparison, source
 from clustertune.report.metrics import Metrics, StepRecord, Steps
 from clustertune.resolve.resolve import resolve
 
@@ -35,7 +35,7 @@ def test_a_groups_sequences_count_once(recipe: str, ranks: int, groups: int, tok
     (tmp_path / "run.json").write_text(json.dumps(run))
     events = [{"event": "step", "attempt": 1, "step": s.step, "seconds": s.seconds} for s in steps]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert compare.read(tmp_path).values["steady_tokens_per_s"] == pytest.approx(tokens / 2.0)
+    assert comparison.read(tmp_path).values["steady_tokens_per_s"] == pytest.approx(tokens / 2.0)
 
 
 def test_nodes_are_those_that_trained(tmp_path: Path) -> None:

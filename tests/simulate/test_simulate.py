@@ -13,6 +13,7 @@ import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
@@ -26,7 +27,7 @@ from clustertune.plan.memory import BACKWARD, FORWARD, LOSS, UPDATE
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
-from clustertune.simulate import compare, guard, run
+from clustertune.simulate import compare, drawing, guard, run
 from tests.tree import REPO
 
 pytestmark = pytest.mark.timeout(900)
@@ -75,11 +76,48 @@ def test_two_layers_at_full_width_and_full_world(name: str) -> None:
     hold(name)
     _, found = simulated(name)
     moments = found.first["moments"]
-    assert moments.keys() == {"loading", "at rest", FORWARD, LOSS, BACKWARD, UPDATE}
+    assert moments.keys() == {"loading", "at rest", FORWARD, LOSS, BACKWARD, UPDATE, "save", "evaluation"}
     assert found.first["recomputed"] == "2 of 2"
     shards = found.resolved.world_size
     assert found.first["read_bytes"] * shards == pytest.approx(2 * found.first["parameters"], rel=0.001)
     assert all(sum(peak["parts"].values()) == peak["bytes"] for peak in moments.values())
+    marks = dict.fromkeys(mark for _, mark in found.first["curve"]["marks"])
+    assert list(marks) == ["at rest", FORWARD, LOSS, BACKWARD, UPDATE]
+    step = max(peak["bytes"] for name, peak in moments.items() if name in marks)
+    assert max(found.first["curve"]["bytes"]) == step
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["llama405b-oasst2", "llama8b-lima"])
+def test_save_and_resume_at_full_width(name: str) -> None:
+    """With the product's own code: what is written is what is read on nodes of half as many GPUs, and what the plan says."""
+    plan, found = simulated(name)
+    terms = {one.term: one for one in compare.terms(plan, found)}
+    for name_ in ("checkpoint, written by this rank", "checkpoint, read by this rank", "copy for saves in host memory"):
+        term = terms[name_]
+        assert term.planned is not None
+        assert abs(term.planned - term.counted) < 0.001 * term.counted + 2**20, term  # headers and an index
+    saved, resumed = found.first["save"], found.first["resume"]
+    assert saved["pinned_bytes"] and not saved["pageable_bytes"]
+    assert {"MainThread", "save_0"} <= saved["devices"].keys()
+    assert [wait["for"] for wait in saved["waits"]] == ["the default stream"]
+    assert resumed["gpus_per_node"] == 4
+    assert abs(resumed["rest_bytes"] / found.first["rest_bytes"] - 1) < 0.001
+    assert compare.faults(found) == []
+
+
+def test_the_picture_is_of_the_same_numbers() -> None:
+    """Each moment's parts and the plan's terms stand in it; no script, nothing from elsewhere."""
+    plan, found = simulated("llama8b-lima")
+    picture = ElementTree.fromstring(drawing.svg(plan, found))  # noqa: S314 - made here
+    said = [one.text or "" for one in picture.iter() if one.tag.endswith("title")]
+    for name, peak in found.first["moments"].items():
+        if name != "loading":
+            for part, size in peak["parts"].items():
+                assert f"simulated: {part} {size / 2**30:.2f} GiB" in said
+    assert any(text.startswith("plan: optimizer 1.38") for text in said)
+    tags = {one.tag.rpartition("}")[2] for one in picture.iter()}
+    assert tags == {"svg", "title", "style", "rect", "text", "polygon", "line"}
 
 
 @pytest.mark.jobs
@@ -89,8 +127,11 @@ def test_two_layers_at_full_width_and_full_world(name: str) -> None:
      "qwen3-30b-a3b-lora"],
 )  # fmt: skip
 def test_more_recipes_run_at_full_width(name: str) -> None:
-    """Tensor and context parallelism, offloading, experts: all of it runs, and what rests is what the plan says."""
-    rest = next(one for one in compare.terms(*simulated(name)) if one.term == "at rest")
+    """Tensor and context parallelism, offloading, experts: all of it runs, and what rests and is sent is what the plan says."""
+    terms = compare.terms(*simulated(name))
+    sent = [one for one in terms if one.term.startswith(("all-gather", "reduce-scatter", "all-reduce"))]
+    assert sent and all(one.difference is not None and abs(one.difference) < 0.005 for one in sent), sent
+    rest = next(one for one in terms if one.term == "at rest")
     assert rest.planned is not None and abs(rest.planned - rest.counted) < 0.002 * rest.counted + 2**21  # and the batch
 
 
@@ -129,18 +170,19 @@ def test_the_plan_is_never_faster_than_the_roofline() -> None:
 # --- planted faults -----------------------------------------------------------------------------------------------------
 
 
-def damaged(tmp_path: Path, file: str, old: str, new: str) -> list[dict[str, Any]]:
-    """What the child says of a copy of the package in which one line is another."""
+def damaged(tmp_path: Path, *changes: tuple[str, str, str], rank: int = 0) -> list[dict[str, Any]]:
+    """What the child says of a copy of the package in which lines (file, old, new) are others."""
     shutil.copytree(REPO / "clustertune", tmp_path / "clustertune", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(REPO / "ops", tmp_path / "ops")
-    path = tmp_path / "clustertune" / file
-    text = path.read_text()
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new))
+    for file, old, new in changes:
+        path = tmp_path / "clustertune" / file
+        text = path.read_text()
+        assert text.count(old) == 1
+        path.write_text(text.replace(old, new))
     resolved = recipe("tiny-oasst2", depth=None)
     library, _ = guard.build()
     spec = tmp_path / "spec.json"
-    spec.write_text(json.dumps(run.specification(resolved, plan_of(resolved).machine, [0], library)))
+    spec.write_text(json.dumps(run.specification(resolved, plan_of(resolved).machine, [rank], library)))
     done = subprocess.run(
         [sys.executable, "-m", "clustertune.simulate.child", str(spec)],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=850, check=False,
@@ -148,11 +190,19 @@ def damaged(tmp_path: Path, file: str, old: str, new: str) -> list[dict[str, Any
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def counted(said: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was counted, with what the resumed rank says."""
+    body = {key: line[key] for line in said for key in ("found", "resumed") if key in line}
+    found: dict[str, Any] = body["found"]
+    return found | {"resume": body["resumed"]}
+
+
 @needs_compiler
 def test_a_tensor_on_the_wrong_device_is_found(tmp_path: Path) -> None:
     """CPU ranks train on through it; on GPUs it ends the run."""
     line = "self._losses.append(loss.detach().reshape(()))"
-    said = damaged(tmp_path, "training/trainer.py", line, line.replace("reshape(())", "reshape(1) + torch.zeros(1)"))
+    change = ("training/trainer.py", line, line.replace("reshape(())", "reshape(1) + torch.zeros(1)"))
+    said = damaged(tmp_path, change)
     assert "same device" in said[-1]["error"]
     assert said[-1]["where"].startswith("clustertune/training/trainer.py:")
 
@@ -161,7 +211,7 @@ def test_weights_that_are_not_gathered_again_are_found(tmp_path: Path) -> None:
     """Half of the gathers are missing, and all layers stay whole: the plan beside it shows both."""
     line = "    split_experts_evenly()\n    plugin = getattr(accelerator.state"
     new = line.replace("    plugin", "    accelerator.state.fsdp_plugin.reshard_after_forward = False\n    plugin")
-    found = damaged(tmp_path, "training/sharding.py", line, new)[-1]["found"]
+    found = counted(damaged(tmp_path, ("training/sharding.py", line, new)))
     plan, whole = simulated("tiny-oasst2", depth=None)
     broken = run.Simulation(whole.resolved, {0: found}, "")
     terms = [{one.term: one for one in compare.terms(plan, each)} for each in (whole, broken)]
@@ -175,9 +225,27 @@ def test_a_wait_in_each_layer_is_found(tmp_path: Path) -> None:
     old = source[source.index("def attach(trainer: Any") : source.index("    if not resolved.distribution.compiled:\n")]
     hook = "def look(module: Any, given: Any, output: Any) -> None:\n    float(output.sum())\n\n\n"
     new = hook + old + "    for one in layers(trainer.model):\n        one.register_forward_hook(look)\n"
-    found = damaged(tmp_path, "training/figures.py", old, new)[-1]["found"]
+    found = counted(damaged(tmp_path, ("training/figures.py", old, new)))
     waits = {wait["where"]: wait["count"] for wait in found["waits"] if "figures.py" in wait["where"]}
     assert max(waits.values()) >= 4 * 2  # layers, micro batches
+
+
+@needs_compiler
+def test_what_a_save_does_wrong_on_gpus_is_found(tmp_path: Path) -> None:
+    """Rank 1: its thread opens a context on GPU 0, copies while training still computes, and its random state is rank 0's."""
+    found = counted(damaged(
+        tmp_path,
+        ("checkpoint/saving.py", 'thread_name_prefix="save", **on_device', 'thread_name_prefix="save"'),
+        ("checkpoint/saving.py", "self._stream.wait_event(ready)", "pass"),
+        ("training/trainer.py", "torch.cuda.get_rng_state()  #", "torch.cuda.get_rng_state(0)  #"),
+        rank=1,
+    ))  # fmt: skip
+    resolved = recipe("tiny-oasst2", depth=None)
+    texts = [str(problem) for problem in compare.faults(run.Simulation(resolved, {1: found}, ""))]
+    assert any("save_0" in text and "cuda:0" in text for text in texts)
+    assert any("has not waited" in text for text in texts)
+    _, good = simulated("tiny-oasst2", depth=None, ranks=(1,))
+    assert compare.faults(good) == []
 
 
 # --- the command --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 from clustertune import manifest
 from clustertune.cluster.load import load_cluster
-from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from clustertune.staging import staging_step

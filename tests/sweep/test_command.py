@@ -15,7 +15,7 @@ from clustertune.check.sbatch import lint
 from clustertune.cli import sweep as command
 from clustertune.cli.app import run_command
 from clustertune.errors import ExitCode, UserError
-from clustertune.launch import submit
+from clustertune.launch import stage_jobs
 from clustertune.rundir import RunDir
 from clustertune.sweep import array
 from clustertune.sweep.points import Point, read_sweep
@@ -110,7 +110,7 @@ def test_the_job_array_of_the_reference_cluster(call: Call) -> None:
     shown = call("llama405b-oasst2", *WORDS, "--cluster", name, "--max-parallel", "2", "--dry-run")
     script, words = shown["job"]["script"], shown["job"]["command"]
     assert "#SBATCH --array=0-3%2\n" in script and "#SBATCH --nodes=2\n" in script
-    assert script.endswith(submit.split_script(submit.SCRIPT.read_text())[1])
+    assert script.endswith(stage_jobs.split_script(stage_jobs.SCRIPT.read_text())[1])
     after = words[words.index(shown["job"]["file"]) + 1 :]
     sweep_dir = str(Path(shown["sweep_dir"]).absolute())
     assert after[1:9] == ["--sweep", sweep_dir, "--from", "prepare", "--to", "train", "--cluster", name]

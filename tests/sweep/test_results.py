@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clustertune.errors import UserError
-from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.rundir import RunDir
 from clustertune.sweep.points import Sweep, make_sweep
 from clustertune.sweep.results import as_json, check_metric, collect

@@ -27,7 +27,7 @@ def infinite_loss() -> None:
 
 def killed_in_a_save() -> None:
     """Rank 1 is killed while it writes its part of the second checkpoint."""
-    from clustertune.training import deepspeed
+    from clustertune.training import deepspeed_engine
 
     def cut(_: Any, path: str, *rest: Any) -> None:
         if "global_step2" in path and "zero_pp_rank_1" in path and path.endswith("optim_states.pt"):
@@ -35,25 +35,25 @@ def killed_in_a_save() -> None:
                 out.truncate(100)
             os.kill(os.getpid(), 9)
 
-    around(deepspeed, "save_file", after=cut)
+    around(deepspeed_engine, "save_file", after=cut)
 
 
 def changed_before_it_is_loaded() -> None:
     """Rank 1's part of the newest checkpoint changes after rank 0 has looked at all of them."""
-    from clustertune.training import deepspeed
+    from clustertune.training import deepspeed_engine
 
     def change(path: str) -> None:
         if "zero_pp_rank_1" in path and path.endswith("optim_states.pt"):
             flip(Path(path), -3000)
 
-    around(deepspeed, "load_file", change)
+    around(deepspeed_engine, "load_file", change)
 
 
 def another_stage() -> None:
     """Somebody changes the stage behind the recipe's back: accelerate's own variable for files without a stage does that."""
-    from clustertune.training import deepspeed
+    from clustertune.training import deepspeed_engine
 
-    around(deepspeed, "check", lambda engine, *_: setattr(engine, "zero_optimization_stage", lambda: 1))
+    around(deepspeed_engine, "check", lambda engine, *_: setattr(engine, "zero_optimization_stage", lambda: 1))
 
 
 def whole_models() -> None:

@@ -14,11 +14,11 @@ import pytest
 from clustertune.errors import ExitCode, UserError
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
-from clustertune.training import deepspeed
+from clustertune.training import deepspeed_engine
 from tests.command import REPO
 from tests.damage import refused
 
-PARAM = deepspeed.NVME_VARIABLES["offload_param"]
+PARAM = deepspeed_engine.NVME_VARIABLES["offload_param"]
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_job_s_own_folder_holds_it(resolved: Resolved, tmp_path: Path, monkeyp
     """storage.scratch of the cluster file reaches a rank as the folder of its compilers' caches."""
     job = tmp_path / "clustertune-17"
     monkeypatch.setenv("TRITON_CACHE_DIR", str(job / "triton"))
-    assert deepspeed.set_environment(resolved, "run", cuda=True) == []
+    assert deepspeed_engine.set_environment(resolved, "run", cuda=True) == []
     assert os.environ[PARAM] == str(job / "swap") and (job / "swap").stat().st_mode & 0o777 == 0o700
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(job / "extensions") and "DS_ACCELERATOR" not in os.environ
 
@@ -54,17 +54,17 @@ def test_a_disk_that_is_too_small_or_no_folder_is_told_before_the_model_is_loade
 ) -> None:
     """With what it needs; swap files of an earlier attempt are written over and count as room."""
     monkeypatch.setenv(PARAM, str(tmp_path / "swap"))
-    need = deepspeed.swap_bytes(resolved, "offload_param")
+    need = deepspeed_engine.swap_bytes(resolved, "offload_param")
     assert need == 2 * 3_147_456
-    monkeypatch.setattr(deepspeed, "free_bytes", lambda _: need - 1)
+    monkeypatch.setattr(deepspeed_engine, "free_bytes", lambda _: need - 1)
     with refused("takes about", ExitCode.STORAGE):
-        deepspeed.set_environment(resolved, "run", cuda=True)
+        deepspeed_engine.set_environment(resolved, "run", cuda=True)
     (tmp_path / "swap" / "1_param.tensor.swp").write_bytes(b"x")
-    deepspeed.set_environment(resolved, "run", cuda=True)
+    deepspeed_engine.set_environment(resolved, "run", cuda=True)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(PARAM, str(tmp_path / "file"))
     with pytest.raises(UserError, match="offload_param cannot lie there"):
-        deepspeed.set_environment(resolved, "run", cuda=True)
+        deepspeed_engine.set_environment(resolved, "run", cuda=True)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_without_a_gpu_nothing_is_compiled(
     zero: dict[str, Any] = {"offload_param": {"device": "nvme", "nvme_path": "/x"}, "offload_optimizer": {"device": "cpu"}}
     config = {"zero_optimization": {"stage": 3, **zero}}
     plugin = SimpleNamespace(hf_ds_config=SimpleNamespace(config=config))
-    assert len(deepspeed.fit_to_cpu(SimpleNamespace(deepspeed_plugin=plugin))) == notes
+    assert len(deepspeed_engine.fit_to_cpu(SimpleNamespace(deepspeed_plugin=plugin))) == notes
     assert config["zero_optimization"]["offload_param"]["device"] == device
     assert config.get("zero_force_ds_cpu_optimizer") is (False if notes else None)
-    assert deepspeed.fit_to_cpu(SimpleNamespace(deepspeed_plugin=None)) == []
+    assert deepspeed_engine.fit_to_cpu(SimpleNamespace(deepspeed_plugin=None)) == []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.launch.plan import AttemptPlan, Node
+from clustertune.launch.attempt import AttemptPlan, Node
 from tests.command import events
 from tests.training.benches import distributed, problems
 from tests.training.forked import Forge, around

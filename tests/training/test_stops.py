@@ -17,12 +17,12 @@ from trl import SFTTrainer
 
 from clustertune.checkpoint.saving import NotSaved, digest
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch.plan import check_fence
+from clustertune.launch.attempt import check_fence
 from clustertune.process import StopFlag
-from clustertune.training import deepspeed
+from clustertune.training import deepspeed_engine
 from clustertune.training import trainer as room
 from clustertune.training.evaluation import TokenMeans
-from clustertune.training.events import EventLog
+from clustertune.training.event_log import EventLog
 from clustertune.training.figures import Clock
 from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.trainer import NothingLeft, Trainer, state_parts
@@ -183,11 +183,11 @@ def test_deepspeed_asks_before_each_step_what_it_does_not_look_at_itself(
     module.weight.grad = torch.tensor([[gradient, 1.0]])  # the bias is not trained
     engine: Any = SimpleNamespace(module=module, zero_optimization_stage=lambda: stage)
     engine.backward, engine.step = (lambda value: calls.append(float(value))), (lambda: calls.append("step"))
-    deepspeed.guard(engine, lambda *found: calls.append(found))
+    deepspeed_engine.guard(engine, lambda *found: calls.append(found))
     engine.backward(torch.tensor(loss))
     engine.step()
     assert calls == [loss, question, "step"]
-    deepspeed.guard(engine, lambda *_: taken_over())
+    deepspeed_engine.guard(engine, lambda *_: taken_over())
     with pytest.raises(UserError):
         engine.step()
     assert calls.count("step") == 1

@@ -20,6 +20,7 @@ from clustertune.plan.constants import Constants
 from clustertune.plan.machine import PlanMachine, machine
 from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import ModelShape, Strategy
+from clustertune.recipe.native_rules import filled, lora_defaults
 from clustertune.recipe.parameters import count, lora_parameter_count
 from clustertune.recipe.schema import NAME, Count, Number, Positive, Section
 from clustertune.recipe.yamlfile import Document, read_yaml
@@ -389,7 +390,7 @@ def _lora(run: PublishedRun, architecture: dict[str, Any]) -> tuple[int, int, tu
     targets = run.lora["target_modules"]
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     adapted = names if targets == "all-linear" else tuple(targets)
-    return lora_parameter_count(architecture, run.lora) or 0, int(run.lora["r"]), adapted
+    return lora_parameter_count(architecture, filled(lora_defaults(), run.lora)) or 0, int(run.lora["r"]), adapted
 
 
 def _machine(run: PublishedRun) -> PlanMachine:

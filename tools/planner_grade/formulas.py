@@ -16,6 +16,7 @@ from typing import Any
 from clustertune.cluster.hardware import load_hardware
 from clustertune.plan.constants import number
 from clustertune.recipe.counted import ParameterCount
+from clustertune.recipe.native_rules import filled, lora_defaults
 from clustertune.recipe.parameters import count, lora_parameter_count
 from tools.planner_grade.data import Claim, PublishedRun, claims_file, published_models, published_runs
 
@@ -98,7 +99,7 @@ def zero_memory(size: float, stage: float, ranks: float) -> Figure:
 
 def lora_parameters(counted: ParameterCount, architecture: Mapping[str, Any], lora: Mapping[str, Any]) -> Figure:
     """Parameters that LoRA trains: r (inputs + outputs) of each target module."""
-    kind, trained = counted.layers[0], lora_parameter_count(architecture, lora)
+    kind, trained = counted.layers[0], lora_parameter_count(architecture, filled(lora_defaults(), lora))
     assert trained is not None, "only adapters that can be counted are claimed"
     sides = [f"({f.inputs:,} + {f.outputs:,})" for f in kind.linears if f.name.split(".")[-1] in lora["target_modules"]]
     return trained, f"{lora['r']} x {kind.count} layers x ({' + '.join(sides)})"

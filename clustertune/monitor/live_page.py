@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from clustertune.console import duration
 from clustertune.manifest import require_replaceable, write_durably
-from clustertune.monitor.machine import COLUMNS, GPU_COLUMNS
+from clustertune.monitor.readings import COLUMNS, GPU_COLUMNS
 from clustertune.monitor.status import NodeStatus, RunStatus
-from clustertune.report.content import UNKNOWN, duration, moment, number, percent, size
+from clustertune.report.content import UNKNOWN, moment, number, percent, size
 from clustertune.report.cost import WARN_SHARE
 from clustertune.report.page import render, time_axis, tone_of, training_plots
 

@@ -9,7 +9,7 @@ import typer
 
 from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, existing_run, path_option
 from clustertune.cli.deferred import deferred
-from clustertune.console import aligned, reply, say
+from clustertune.console import aligned, duration, reply, say
 from clustertune.errors import UserError, raise_if
 from clustertune.rundir import STAGES, RunDir
 
@@ -49,15 +49,15 @@ def submit(
         return
     if recipe is None:
         raise UserError("a recipe is missing", file="command line", fix="clustertune submit RECIPE, or --status RUN")
-    plan = submission.Submission.make(recipe, overrides or [], tiny, cluster, run_dir, first, last)
-    problems = plan.find_problems(dry_run)
+    plan = submission.plan_submission(recipe, overrides or [], tiny, cluster, run_dir, first, last)
+    problems, image, notes = submission.check(plan, dry_run=dry_run)
     raise_if(problems)
-    for warning in plan.warnings():
+    for warning in submission.warnings(plan, notes):
         say(f"warning: {warning}")
     if dry_run:
-        plan.show(as_json, verbose)
+        submission.show(plan, as_json, verbose)
     else:
-        plan.send(as_json)
+        submission.send(plan, image, as_json)
 
 
 def _show_status(path: Path, as_json: bool) -> None:
@@ -74,7 +74,8 @@ def _render(found: states.StagesStatus) -> None:
     lines: list[tuple[str, ...]] = [names]
     for row in found.rows:
         numbers = (str(row.restarts or ""), *("" if n is None else str(n) for n in (row.attempts, row.step)))
-        lines.append((row.stage, row.job or "", row.state, states.duration(row.seconds), row.nodes, *numbers, row.reason))
+        took = "" if row.seconds is None else duration(row.seconds)
+        lines.append((row.stage, row.job or "", row.state, took, row.nodes, *numbers, row.reason))
     used = [i for i in range(len(names)) if any(line[i] for line in lines[1:])]
     for text in aligned([[line[i] for i in used] for line in lines]):
         say(text)

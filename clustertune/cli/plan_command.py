@@ -41,11 +41,12 @@ with deferred():
     from clustertune.plan import lengths as known_lengths
     from clustertune.plan import predict as prediction
     from clustertune.recipe import load as recipe_load
-    from clustertune.report import compare as runs_page
+    from clustertune.report import comparison as runs_page
     from clustertune.report import metrics
     from clustertune.resolve import overrides as recipe_source
     from clustertune.resolve import resolve
     from clustertune.simulate import compare as simulation_compare
+    from clustertune.simulate import drawing as simulation_drawing
     from clustertune.simulate import run as simulator
     from clustertune.simulate import show as simulation_show
 
@@ -75,7 +76,10 @@ class PlanArguments:
         str | None, typer.Option(metavar="all|A,B", help="One row a cluster, the cheapest first; --gpus counts as one.")
     ] = None
     out: Annotated[
-        str | None, typer.Option("--out", metavar="FILE.html", help="With --clusters: write the rows as a page.")
+        str | None,
+        typer.Option(
+            "--out", metavar="FILE", help="With --clusters: a page (HTML) of the rows. With --simulate: a picture (SVG)."
+        ),
     ] = None
     tiny: Tiny = False
     why: Annotated[
@@ -201,6 +205,10 @@ def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedClu
     else:
         scored = serving.evaluation(plans[0].resolved, calibrated.cluster)
         simulated = _simulate(plans[0], args) if args.simulate else None
+        if simulated is not None and args.out is not None:
+            out = path_argument(args.out)
+            replace_ours(out, simulation_drawing.svg(*simulated), simulation_drawing.MARK)
+            say(f"in {out}")
         _show(plans[0], bills[0], tuple(overrides), args.as_document, scored, simulated)
 
 
@@ -235,7 +243,9 @@ def _check_usage(args: PlanArguments) -> None:
         wrong("--model", "--model plans one model, without a recipe", "leave the recipe, --compare or --calibrate out")
     elif not args.calibrate and len(args.names) != wanted and args.model is None:
         text = f"{'--compare needs two recipes' if args.compare else 'one recipe is needed'}, got {len(args.names)}"
-        wrong("RECIPE", text, "clustertune plan RECIPE [section.key=value]..., or --model OWNER/NAME")
+        split = any(one.startswith("=") or one.endswith("=") for one in args.overrides)
+        fix = "clustertune plan RECIPE [section.key=value]..., or --model OWNER/NAME"
+        wrong("RECIPE", text, "write section.key=value without blanks around the =" if split else fix)
     if sum((args.compare, args.calibrate, args.advise, args.why is not None, args.clusters is not None, args.simulate)) > 1:
         text = "--compare, --calibrate, --advise, --why, --clusters and --simulate exclude each other"
         wrong(None, text, "ask one after the other")
@@ -250,8 +260,8 @@ def _check_usage(args: PlanArguments) -> None:
         wrong("--gpus", "--gpus and --cluster exclude each other: a cluster file says which GPUs there are", "leave one out")
     if args.clusters is not None and (args.cluster is not None or args.model is not None):
         wrong("--clusters", "takes the place of --cluster, and needs a recipe", "leave --cluster or --model out")
-    if args.out is not None and args.clusters is None:
-        wrong("--out", "is read only with --clusters", "add --clusters all")
+    if args.out is not None and args.clusters is None and not args.simulate:
+        wrong("--out", "is read only with --clusters and --simulate", "add --clusters all, or --simulate")
     if args.goal not in GOALS:
         wrong("--goal", f"{args.goal!r} is not a goal", recipe_load.did_you_mean(args.goal, GOALS))
     raise_if(problems)
@@ -382,5 +392,5 @@ def _lengths_seen(resolved: Resolved, steps: list[metrics.StepRecord]) -> Length
     if strategy.strategy(resolved).packing or not counted:
         return None
     last = max(counted, key=lambda s: s.step)
-    rows = last.step * int(resolved.recipe.train["global_batch_size"])
+    rows = last.step * resolved.global_batch_size
     return known_lengths.Lengths((max(1, round((last.tokens or 0) / rows)),), "tokens of metrics.jsonl")

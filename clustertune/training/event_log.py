@@ -12,8 +12,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from clustertune.console import duration
 from clustertune.manifest import open_plain
-from clustertune.plan.constants import duration
 
 
 class EventLog:

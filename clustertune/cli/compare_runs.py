@@ -33,7 +33,7 @@ def compare(
     Shows world size, wall time, tokens per second, memory, cost. Missing values are left empty and named; runs of other
     recipes or hardware are compared with a warning.
     """
-    from clustertune.report import compare as room
+    from clustertune.report import comparison as room
 
     found = room.compare([path_argument(text) for text in runs])
     reply(as_json, found.as_dict(), lambda: console.stderr.print(room.table(found), soft_wrap=True))

@@ -257,7 +257,7 @@ def check(engine: Any, resolved: Resolved) -> dict[str, Any]:
         "stage": (int(engine.zero_optimization_stage()), used.zero_stage),
         "offload_param": (_device_of(settings.offload_param), on_cpu(used.offload_params)),
         "offload_optimizer": (_device_of(settings.offload_optimizer), on_cpu(used.offload_optimizer)),
-        "train_batch_size": (int(engine.train_batch_size()), int(resolved.recipe.train["global_batch_size"])),
+        "train_batch_size": (int(engine.train_batch_size()), resolved.global_batch_size),
         "gradient_accumulation_steps": (
             int(engine.gradient_accumulation_steps()), int(resolved.train_args["gradient_accumulation_steps"]),
         ),
