@@ -315,7 +315,8 @@ class Chain:
         if recipe.model.weights == "random":
             from clustertune.data.local_model import conversation_texts, make_local_model
 
-            make_local_model(self.resolved.architecture, conversation_texts(self.run.data), self.base_folder(), seed)
+            texts, own = conversation_texts(self.run.data), self.resolved.chat_template is None
+            make_local_model(self.resolved.architecture, texts, self.base_folder(), seed, template=own)
         found = {"conversations": {split: result[split]["conversations"] for split in ("train", "eval")}}
         from_where, train_args = needs.model_source(self.run, self.resolved), self.resolved.train_args
         if recipe.megatron is not None:  # Megatron-Bridge tokenises by itself

@@ -97,7 +97,8 @@ def _fit_columns(console: Console, table: Table) -> int:
         numbers = column.justify == "right"
         parts = [size.maximum if numbers and size.maximum <= _SHORT_CELL else size.minimum for size in sizes]
         least.append(max([1, *parts, *([head.minimum] if head else [])]))
-    around = 3 * len(table.columns) - 1  # blanks between columns, as make_table's box has them
+    # Lines and blanks between columns, and at the edges where the table has them: make_table's has not.
+    around = 3 * len(table.columns) + (1 if table.pad_edge else -1)
     room = max(0, console.width - around - sum(least))
     for column, small, large in sorted(zip(table.columns, least, whole, strict=True), key=lambda one: one[2] - one[1]):
         left = sum(1 for one in table.columns if one.width is None)

@@ -62,16 +62,6 @@ def seal_fast(folder: Path, kind: str) -> None:
     (folder / manifest.MANIFEST).write_text(json.dumps(body))
 
 
-def test_a_merged_model_may_carry_the_fast_digest(tmp_path: Path) -> None:
-    seal_fast(tmp_path / "m", "merged")
-    assert manifest.find_problems(tmp_path / "m", "merged") == []
-    assert json.loads((tmp_path / "m" / manifest.MANIFEST).read_text())["files"]["f"].keys() == {"size", "xxh3_128"}
-    (tmp_path / "m" / "f").write_bytes(b"weighty")
-    assert "differs from the manifest's XXH3-128" in str(manifest.find_problems(tmp_path / "m")[0])
-    with pytest.raises(ValueError, match="not by SHA-256"):
-        _ = manifest.read_manifest(tmp_path / "m").files["f"].sha256
-
-
 @pytest.mark.parametrize("kind", ["checkpoint", "thing"])
 def test_everything_else_takes_sha256_only(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A digest that can be forged must not vouch for a pickle; without the guard it would."""

@@ -98,17 +98,21 @@ def close(path: Path) -> None:
             item.chmod(stat.S_IMODE(mode) & ~_OTHERS)
 
 
-def newest_whole(folder: Path) -> tuple[Checkpoint | None, list[tuple[Checkpoint, list[Problem]]]]:
+def newest_whole(folder: Path, skip: Collection[Path] = ()) -> tuple[Checkpoint | None, list[tuple[Checkpoint, list[Problem]]]]:
     """The newest checkpoint that is whole by its manifest and the sizes of its files, and the newer ones that are broken.
 
-    Nobody but :meth:`CheckpointStore.latest`, where all ranks share it, and the export compares the digests. Raises
-    UserError where others can write to the newest whole one: an older one in its place would be trained over again.
+    Nobody but :meth:`CheckpointStore.latest`, where all ranks share it, and the export compares the digests. ``skip``: those
+    whose digests did not agree. Raises UserError where others can write to the newest whole one, or to one that holds a link:
+    an older one in its place would be trained over again.
     """
     broken: list[tuple[Checkpoint, list[Problem]]] = []
     for checkpoint in list_checkpoints(folder):
+        if checkpoint.path in skip:
+            continue
         problems = verify(checkpoint.path, hashes=False)
-        if not problems:
+        if not problems or any(path.is_symlink() for path in checkpoint.path.rglob("*")):
             require_own(checkpoint.path)
+        if not problems:
             return checkpoint, broken
         broken.append((checkpoint, problems))
     return None, broken
@@ -175,18 +179,11 @@ class CheckpointStore:
 
     def _choose(self, damaged: list[Path]) -> Path | None:
         """The newest that is whole but for those known to be ``damaged``. Raises UserError where it must not be loaded."""
-        for checkpoint in list_checkpoints(self.folder):
-            if checkpoint.path in damaged:
-                continue
-            problems = verify(checkpoint.path, hashes=False)
-            if not problems or any(path.is_symlink() for path in checkpoint.path.rglob("*")):
-                require_own(checkpoint.path)
-            if problems:
-                damaged.append(checkpoint.path)
-                self.tell(f"checkpoint {checkpoint.path.name} is incomplete or damaged and is skipped: {problems[0]}")
-                continue
-            return checkpoint.path
-        return None
+        checkpoint, broken = newest_whole(self.folder, damaged)
+        for bad, problems in broken:
+            damaged.append(bad.path)
+            self.tell(f"checkpoint {bad.path.name} is incomplete or damaged and is skipped: {problems[0]}")
+        return checkpoint.path if checkpoint is not None else None
 
     def _on_first(self, act: Callable[[], Any]) -> Any:
         """What rank 0 does, for all ranks: its value, or the OSError or UserError that it met, raised on each of them alike."""

@@ -70,10 +70,16 @@ GROUPS = {
     "Use it": ("new", "run", "submit", "sweep", "eval", "chat", "serve", "push"),
     "Look at it": ("show", "plan", "doctor", "watch", "runs", "report", "compare", "bench"),
     "A stage by itself": ("prepare", "export", "merge", "checkpoint"),
-    "Cluster": ("show-cluster", "setup", "nccl-check", "stage", "demo-slurm", "sky"),
+    "Cluster; images of containers are made by make: build-sif, build-image": (
+        "show-cluster",
+        "setup",
+        "nccl-check",
+        "stage",
+        "demo-slurm",
+        "sky",
+    ),
 }
 """The commands as ``--help`` lists them."""
-IMAGES = "Images of containers are made by make build-sif and make build-image: docs/containers.md"
 
 
 class _Grouped(TyperGroup):
@@ -105,8 +111,6 @@ class _Grouped(TyperGroup):
             with formatter.section(title):
                 room = formatter.width - width - 4
                 formatter.write_dl([(name.ljust(width), found[name].get_short_help_str(room)) for name in names])
-        formatter.write_paragraph()
-        formatter.write_text(IMAGES)
 
 
 app = typer.Typer(

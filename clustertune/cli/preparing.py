@@ -73,7 +73,8 @@ def _tokenizer(resolved: Resolved, dataset: Path) -> Iterator[Any]:
         from clustertune.data.local_model import conversation_texts, local_tokenizer
 
         with tempfile.TemporaryDirectory() as folder:  # as the run saves and loads it
-            local_tokenizer(resolved.architecture, conversation_texts(dataset)).save_pretrained(folder)
+            texts, own = conversation_texts(dataset), resolved.chat_template is None
+            local_tokenizer(resolved.architecture, texts, template=own).save_pretrained(folder)
             yield load_tokenizer(folder, None, resolved.chat_template, resolved.train_args, chats=recipe.data.has_chats)
         return
     source = needs.model_source(RunDir(dataset), resolved)

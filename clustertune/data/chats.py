@@ -25,8 +25,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names under which chat templates take what the assistant thought before it answered."""
 SPECIAL = ("tools", "tool_calls", *REASONING)
 """What a chat template must know by name, or it leaves it out without a message."""
-TOOL_MESSAGES = "tool messages"
-"""What examples with messages of the role ``tool`` are counted as, beside those with :data:`SPECIAL`."""
+OF_ROLE = {f"{role} messages": role for role in ("system", "user", "assistant", "tool")}
+"""What examples with messages of a role are counted as, beside those with :data:`SPECIAL`."""
 PARTS = ("messages", "prompt", "completion", "chosen", "rejected")
 """Keys of an example under which messages stand."""
 _SHAREGPT = {

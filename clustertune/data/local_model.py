@@ -55,16 +55,22 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> A
     return tokenizer
 
 
-def local_tokenizer(architecture: Mapping[str, Any], texts: Iterable[str]) -> Any:
+def local_tokenizer(architecture: Mapping[str, Any], texts: Iterable[str], *, template: bool = True) -> Any:
     """The tokenizer of such a model."""
-    return train_tokenizer(texts, int(architecture["vocab_size"]), int(architecture["max_position_embeddings"]))
+    tokenizer = train_tokenizer(texts, int(architecture["vocab_size"]), int(architecture["max_position_embeddings"]))
+    if not template:
+        tokenizer.chat_template = None
+    return tokenizer
 
 
-def make_local_model(architecture: Mapping[str, Any], texts: Iterable[str], out: Path, seed: int) -> Path:
+def make_local_model(
+    architecture: Mapping[str, Any], texts: Iterable[str], out: Path, seed: int, *, template: bool = True
+) -> Path:
     """Write a bf16 model and its tokenizer to ``out``, whole (with a manifest) or not at all; a whole one is kept.
 
     ``architecture`` holds the keys of a Hugging Face ``config.json``, ``model_type`` among them. The weights are drawn
-    from ``seed`` and do not disturb the caller's random state.
+    from ``seed`` and do not disturb the caller's random state. Without ``template`` the tokenizer has no chat template, as the
+    base models have none for which a recipe names one: its template must reach the exports here too.
     """
     if not manifest.find_problems(out, KIND, hashes=False):
         return out
@@ -77,7 +83,7 @@ def make_local_model(architecture: Mapping[str, Any], texts: Iterable[str], out:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    tokenizer = local_tokenizer(architecture, texts)
+    tokenizer = local_tokenizer(architecture, texts, template=template)
     keys = {
         key: value for key, value in architecture.items() if key not in ("architectures", "model_type", "torch_dtype", "dtype")
     }

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from clustertune.console import say
-from clustertune.data.chats import SPECIAL, TOOL_MESSAGES, Trees, conversations, messages_of
+from clustertune.data.chats import SPECIAL, Trees, conversations, messages_of
 from clustertune.data.rows import Reject, Rejects, count_words
 from clustertune.data.sources import RecordSource, find_sources
 from clustertune.errors import Problem, UserError, storage_error
@@ -177,7 +177,7 @@ def _read_part(
         read.lengths.append(len(messages) or 1)
         read.fields.update({key for part in (conversation.example, *messages) for key in SPECIAL if key in part})
         read.fields.update(list(conversation.example.get("chat_template_kwargs", ())))
-        read.fields.update({TOOL_MESSAGES for message in messages if message["role"] == "tool"})
+        read.fields.update({f"{message['role']} messages" for message in messages})
     total = rejects.total_faults
     if total and (data.bad_rows == "stop" or (rejects.share > data.max_rejected and len(read.keys) > before)):
         what = f"{total:,} bad row{'s' if total > 1 else ''} of {rejects.rows:,} ({count_words(rejects.counts)})"

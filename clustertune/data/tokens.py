@@ -49,7 +49,7 @@ import numpy.typing as npt
 from clustertune import bounded, secrets
 from clustertune.console import byte_progress, say
 from clustertune.data.answers import MARKS_OR_ALL, NotPrefixPreserving, answer_spans, tokens_within
-from clustertune.data.chats import TOOL_MESSAGES, UNEQUAL
+from clustertune.data.chats import OF_ROLE, UNEQUAL
 from clustertune.data.prepare import KIND as DATASET
 from clustertune.data.prepare import SPLITS, locked
 from clustertune.data.tokenizer import MEMORY, has_generation_markers, identity, training_template, within_limits
@@ -252,12 +252,14 @@ def _tokenise(
 
 
 def _check_fields(fields: Mapping[str, int], encoder: Encoder, dataset: Path) -> None:
-    """Raise UserError where the chat template knows no tools and the data have some; reasoning may be left out on purpose."""
+    """Raise UserError where the chat template leaves out tools or messages that the data have; reasoning and system messages
+    may be left out on purpose: a warning."""
     for name, count in fields.items():
-        if encoder.shows_answers_of_tools() if name == TOOL_MESSAGES else name in encoder.template:
+        if encoder.renders(OF_ROLE[name]) if name in OF_ROLE else name in encoder.template:
             continue
-        text = f"{count:,} examples hold {name}, which the chat template does not name: it would leave them out"
-        if name in ("tools", "tool_calls", TOOL_MESSAGES):
+        does = "render as text" if name in OF_ROLE else "name"
+        text = f"{count:,} examples hold {name}, which the chat template does not {does}: it would leave them out"
+        if name in ("tools", "tool_calls", *OF_ROLE.keys() - {"system messages"}):
             fix = "name a template that renders them, or leave these examples out of the input"
             raise UserError(text, file=str(dataset), key="model.chat_template", fix=fix)
         say(f"warning: {text}")
@@ -604,12 +606,16 @@ class Encoder:
         template = training_template(tokenizer, marked=assistant_only) if tokenizer.chat_template else ""
         return cls(tokenizer, template, assistant_only, train_args["completion_only_loss"] is not False)
 
-    def shows_answers_of_tools(self) -> bool:
-        """Whether the template renders a message of the role tool; one that raises an error refuses the row by itself."""
-        turns = [{"role": role, "content": f"{role}-7f3a"} for role in ("user", "assistant", "tool", "assistant")]
+    def renders(self, role: str) -> bool:
+        """Whether the template renders the text of a role's message: one for pictures may take lists of parts alone, and leaves
+        a text out. One that raises an error refuses the row by itself."""
+        roles = {"system": ("system", "user"), "tool": ("user", "assistant", "tool", "assistant")}.get(
+            role, ("user", "assistant")
+        )
+        turns = [{"role": one, "content": f"{one}-7f3a"} for one in roles]
         render = partial(self.tokenizer.apply_chat_template, turns, tokenize=False, chat_template=self.template)
         try:
-            return "tool-7f3a" in str(within_limits(render))
+            return f"{role}-7f3a" in str(within_limits(render))
         except ValueError:
             return True
 

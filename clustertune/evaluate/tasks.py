@@ -167,13 +167,19 @@ def digest(loaded: Mapping[str, Any], settings: Eval, seed: int, tokenizing: Bou
             total.update(json.dumps(line, default=str).encode() + b"\n")
             texts |= dict.fromkeys(arg for arg in request.args if isinstance(arg, str))
         task.set_fewshot_seed(seed=seed)
-    prompts = list(texts)
-    for start in range(0, len(prompts), _TOKENIZED_AT_ONCE):
-        tokenizing.tokenize(prompts[start : start + _TOKENIZED_AT_ONCE])
+    some, size = list[str](), 0
+    for text in texts:
+        some.append(text)
+        if (size := size + len(text)) > _TOKENIZED_AT_ONCE:
+            tokenizing.tokenize(some)
+            some, size = [], 0
+    if some:
+        tokenizing.tokenize(some)
     return total.hexdigest()
 
 
-_TOKENIZED_AT_ONCE = 64
+_TOKENIZED_AT_ONCE = 1 << 20
+"""Characters: a second or two of the limit for a call, on a slow machine."""
 
 
 def _render(tokenizing: BoundedTokenizer, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

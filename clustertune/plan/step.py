@@ -16,12 +16,12 @@ pipeline outermost; the ranks of a node follow each other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from clustertune.plan import generation
 from clustertune.plan.constants import SECONDS, Constants, Term, total
 from clustertune.plan.machine import PlanMachine
-from clustertune.plan.memory import SavedActivations
+from clustertune.plan.memory import WHOLE, SavedActivations
 from clustertune.plan.strategy import ModelShape, Strategy
 from clustertune.recipe.counted import LayerKind
 
@@ -328,7 +328,9 @@ def traffic(shape: ModelShape) -> Traffic:
         gathered = Collective(_gather_name(shape), "gather", shards, size, shape.layers + 1)
         result.forward.extend([gathered, gathered] if plan.second_forward else [gathered])
         if plan.reshard:
-            result.backward.append(gathered)
+            # accelerate leaves head and last norm gathered behind the forward pass (fsdp_utils.py, "tail").
+            tail = shape.head_weights / plan.tp * plan.gather_bytes if plan.ends_apart and not plan.lora else 0.0
+            result.backward.append(replace(gathered, size=size - tail))
     _gradients(shape, result)
     _tensor(shape, result)
     _context(shape, result)
@@ -394,6 +396,14 @@ def _tensor(shape: ModelShape, result: Traffic) -> None:
         result.backward.append(Collective(name, "reduce", group, backward * size, backward))
         return
     calls = shape.layers * (4 + 2 * plan.recompute.share)
+    if plan.kind == "FSDP2" and plan.tiled_loss:  # of this project's trainer
+        # The embedding's sum; in backward one for each projection that is split by columns (training/tensor.py, _SumGradient).
+        # Recomputation ends before a layer's last sum, which nothing of it needs. Found by simulating.
+        columns = sum(
+            kind.count * sum(linear.name.rpartition(".")[2] not in WHOLE for linear in kind.linears)
+            for kind in shape.counted.layers
+        )
+        calls = shape.layers * (2 + plan.recompute.share) + columns + 1
     result.exposed.append(Collective(name, "reduce", group, calls * size, calls))
 
 
@@ -410,6 +420,11 @@ def _context(shape: ModelShape, result: Traffic) -> None:
     whole = width * plan.micro_batch * plan.sequence * ACTIVATION_BYTES / plan.tp
     calls = shape.layers
     result.forward.append(Collective("keys and values around the ring", "gather", group, whole, calls))
+    if plan.kind == "FSDP2" and plan.tiled_loss:  # gathered before attention, their gradients reduced (training/context.py)
+        again = plan.recompute.share * whole
+        result.backward.append(Collective("keys and values, gathered again", "gather", group, again, calls))
+        result.backward.append(Collective("reduce-scatter of their gradients", "gather", group, whole, calls))
+        return
     again = 2 + plan.recompute.share
     result.backward.append(
         Collective("keys, values and their gradients around the ring", "gather", group, again * whole, calls)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from clustertune.checkpoint import saving, shards, values
+from clustertune.checkpoint import saving, shards, small_states
 from clustertune.manifest import XXH3_128, FileRecord, new_hasher
 from clustertune.simulate.fake_cuda import JOURNAL
 from clustertune.simulate.follow import Follow
@@ -180,11 +180,12 @@ class _Replaced:
 def install(mode: FakeTensorMode, follow: Follow) -> Bytes:
     """Replace them for the rest of this process. Threads of saves dispatch to ``mode`` and ``follow``."""
     new = _Replaced(mode, follow)
-    for module in (shards, values, saving, training):
+    for module in (shards, small_states, saving, training):
         for name, function in (("as_bytes", _pieces), ("write_new", new.write_new), ("digest", _digest)):
             if hasattr(module, name):
                 setattr(module, name, function)
-    put(shards, read_data=new.read_data)
+    # A bound method in a class would not be given the reader.
+    put(shards.ShardReader, read_data=lambda reader, plan, planner: new.read_data(reader, plan, planner))  # noqa: PLW0108
     put(saving, ThreadPoolExecutor=new.pool())
     put(DefaultStager, stage=lambda stager, state, **_: new.stage(stager, state))
     put(saving.StateWriter, room_for=lambda *_: None)  # this machine's memory says nothing
@@ -195,11 +196,11 @@ def install(mode: FakeTensorMode, follow: Follow) -> Bytes:
         put(kind, save_pretrained=lambda model, folder, state_dict, **_: new.save_pretrained(model, folder, state_dict))
     for name in ("_save_rng_state", "_load_rng_state", "_save_scheduler"):
         setattr(training.RankTrainer, name, for_real(getattr(training.RankTrainer, name)))
-    put(values, load=for_real(values.load))
+    put(small_states, load=for_real(small_states.load))
     return new.counted
 
 
-_READ = shards.read_data
+_READ = shards.ShardReader.read_data
 
 
 def _alone(self: Any, group: Any, use_dist: bool, coordinator_rank: int) -> None:  # noqa: ARG001

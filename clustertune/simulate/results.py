@@ -40,10 +40,10 @@ class Results:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What the operator gives."""
-        key = _key(args, kwargs)
-        if key is None:
+        inputs = _key(args, kwargs)
+        if inputs is None:
             return func(*args, **kwargs)
-        key = (func, torch.get_default_dtype(), *key)
+        key = (func, torch.get_default_dtype(), *inputs)
         if key not in self._known:
             result = func(*args, **kwargs)
             self._known[key] = _describe(func, args, kwargs, result)

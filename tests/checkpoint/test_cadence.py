@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -30,28 +29,6 @@ def test_the_interval_loses_the_least_time(cost: float, between: float) -> None:
     assert best_seconds(cost, 50_000.0, between) == 50_000.0, "the save before must be whole"
 
 
-def steps_saved(every: Any, *, milestones: tuple[int, ...] = (), seconds: float = 10.0, **more: Any) -> list[int]:
-    """The steps of 30 behind which a save begins, of so many seconds each."""
-    now = [0.0]
-    made = Cadence(Save(every=every, milestones=milestones), 10_000.0, clock=lambda: now[0], **more)
-    found = []
-    for step in range(1, 31):
-        now[0] += seconds
-        if made.is_due(step):
-            made.began()
-            found.append(step)
-    return found
-
-
-def test_saves_come_by_steps_by_time_and_at_milestones() -> None:
-    assert steps_saved(10, milestones=(3,)) == [3, 10, 20, 30]
-    assert steps_saved("1m") == [7, 13, 19, 25] == steps_saved("60s")
-    assert steps_saved("1m", milestones=(9,)) == [7, 9, 15, 21, 27]
-    planned = steps_saved("auto", state_bytes=5e9)  # 1 s to copy: sqrt(2 * 10,000) = 141 s
-    assert planned == [16]
-    assert steps_saved("auto", state_bytes=5e8)[0] < planned[0], "a copy that takes less comes sooner"
-
-
 def test_a_save_that_is_named_by_its_step_is_not_left_out_while_another_is_written() -> None:
     """Half of the checkpoints of ``every: 1`` were missing, and milestones, where a save took longer than a step."""
     made = Cadence(Save(every=2, milestones=(3,)), 10_000.0)
@@ -74,13 +51,6 @@ def test_the_trainer_waits_for_a_save_before_one_that_is_due_by_its_step(saving:
     assert RankTrainer._is_save_due(trainer)  # type: ignore[arg-type]
     trainer.state.global_step = 3
     assert not RankTrainer._is_save_due(trainer)  # type: ignore[arg-type]
-
-
-def test_a_measured_save_takes_the_place_of_the_planned_one() -> None:
-    made = Cadence(Save(), 10_000.0, 5e9)
-    before = made.seconds()
-    made.measured(4.0, 1.0)
-    assert made.seconds() == pytest.approx(2 * before, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,10 @@ from hypothesis import strategies as st
 from clustertune import manifest
 from clustertune.checkpoint import store
 from clustertune.errors import ExitCode, UserError
+from clustertune.events import read_events, read_object
 from clustertune.launch.attempt import check_fence
+from clustertune.report.metrics import MetricsReader
+from clustertune.rundir import RunDir
 from tests.damage import failing, flip
 
 
@@ -342,3 +345,25 @@ def test_a_flipped_bit_is_seen_or_changes_nothing(sealed: Path, offset: int, bit
             assert manifest.read_manifest(sealed).meta == META
     finally:
         path.write_bytes(whole)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    """A reader that opens a pipe waits until a writer opens it too."""
+    (tmp_path / "empty").touch()
+    (tmp_path / "more").touch()
+    manifest.seal(tmp_path, "checkpoint", {})
+    (tmp_path / "empty").unlink()
+    os.mkfifo(tmp_path / "empty")
+    assert "empty: is not a plain file" in str(manifest.find_problems(tmp_path)[0])
+    (tmp_path / manifest.MANIFEST).unlink()
+    os.mkfifo(tmp_path / manifest.MANIFEST)
+    with pytest.raises(UserError, match="is not a plain file"):
+        manifest.read_manifest(tmp_path)
+    run = RunDir(tmp_path)
+    os.mkfifo(run.run_json)
+    os.mkfifo(run.metrics)
+    with pytest.raises(UserError, match="is not a plain file"):
+        run.read()
+    assert read_object(run.run_json) == {} and list(read_events(run.metrics)) == []
+    with pytest.raises(OSError, match="is not a plain file"):
+        MetricsReader().follow(run.metrics)

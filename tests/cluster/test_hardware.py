@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from clustertune.cluster.hardware import HARDWARE, load_hardware, load_prices, price, recognise
+from clustertune.cluster.hardware import HARDWARE, load_hardware, load_prices, recognise
 from clustertune.recipe.yamlfile import read_yaml
 from tests.recipe.conftest import readable
 
@@ -108,13 +108,3 @@ def test_a_wrong_price_is_refused(tmp_path: Path, change: dict[str, Any], top: d
     """A misspelt GPU would be a run without a price, a negative one a run that earns money."""
     found = readable(load_prices, priced(tmp_path, change, **top))
     assert any(words in str(problem) for problem in found), found
-
-
-def test_a_price_of_another_day_and_none(tmp_path: Path) -> None:
-    """Each says when it was read; own machines may cost nothing; spot above on-demand is most often swapped."""
-    assert price("h100-sxm", tmp_path / "prices.yaml") is None, "a plan is worth its time and memory alone"
-    found = price("h100-sxm", priced(tmp_path, {"on_demand": 0, "spot": None, "date": "2026-07-01"}))
-    assert found and (found.on_demand, found.spot, found.date) == (0, None, "2026-07-01")
-    load_prices.cache_clear()
-    found = price("h100-sxm", priced(tmp_path, {"spot": 3.5}))
-    assert found and found.warning and "swapped" in found.warning

@@ -21,22 +21,6 @@ def recorded(version: str, hostname: str = "login1") -> LocalMachine:
     return LocalMachine(hostname=hostname, nodes=texts["nodes"], partitions=texts["partition"], config=texts["config"])
 
 
-def test_a_test_cluster_of_22_05() -> None:
-    """Two nodes in the default partition; the controller is another machine, from which is looked."""
-    found = judge(recorded("22.05", "ctl"))
-    assert [(host.name, host.address, host.roles) for host in found.nodes] == [
-        ("node1", "10.99.0.1", ("compute",)),
-        ("node2", "10.99.0.2", ("compute",)),
-        ("ctl", "10.99.0.254", ("slurmctld", "login")),
-    ]
-    compute = found.compute
-    assert (compute.gpus, compute.gpu) == (8, "rtx-pro-6000-blackwell-server")
-    assert (compute.sockets, compute.cores, compute.threads, compute.memory_gb) == (2, 128, 256, 1464)
-    assert found.slurm and (found.slurm.partition, found.slurm.gres, found.slurm.accounting) == ("gpu", "rtx_pro_6000", False)
-    assert (found.slurm.max_time, found.slurm.version) == ("UNLIMITED", "22.05.8")
-    assert found.network.kind == "unknown" and found.network.interface is None and not found.notes
-
-
 def test_nodes_of_two_kinds_in_23_11() -> None:
     """The kind that most nodes are of is taken and the others are named. What an admin wrote into Reason is not a fact."""
     found = judge(recorded("23.11"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.data import prepare as module
-from clustertune.data.prepare import prepare
+from clustertune.data.prepare import choose_eval, prepare
 from clustertune.errors import ExitCode, UserError
 from clustertune.manifest import MANIFEST, find_problems, read_manifest, seal
 from clustertune.recipe.schema import Data, ExpectedSplits
@@ -163,4 +163,29 @@ def test_a_crash_at_any_moment_leaves_the_old_the_new_or_none(source, tmp_path):
     assert number > 10 and seen == {"old", "none", "new"}
 
 
+def test_a_crash_of_the_first_preparation_can_always_be_repeated(source, tmp_path):
+    number = 0
+    for number in sweep(lambda n: make(source, tmp_path / f"out{n}")):
+        out = tmp_path / f"out{number}"
+        if (out / MANIFEST).exists():
+            assert find_problems(out, "dataset") == []
+        assert make(source, out)["eval"]["conversations"] == 2
+        assert find_problems(out, "dataset") == []
+    assert number > 8
+
+
 # --- which conversations are held out
+
+KEYS = [f"tree-{i}" for i in range(1000)]
+
+
+def test_the_share_is_rounded_and_neither_side_is_empty():
+    sizes = {n: len(choose_eval(KEYS[:n], 42, 0.05)) for n in (0, 1, 2, 10, 50, 100, 1000)}
+    assert sizes == {0: 0, 1: 0, 2: 1, 10: 1, 50: 2, 100: 5, 1000: 50}
+    assert len(choose_eval(KEYS[:2], 42, 0.99)) == 1
+
+
+def test_the_choice_depends_on_the_seed_and_not_on_the_order():
+    chosen = choose_eval(KEYS, 42, 0.1)
+    assert choose_eval(reversed(KEYS), 42, 0.1) == chosen
+    assert len(choose_eval(KEYS, 43, 0.1) & chosen) < 40

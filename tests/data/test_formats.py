@@ -239,24 +239,6 @@ def rows_of(run, lines, rows, tokenizer, train=None, **data):
     return got, [found[n] for n in range(len(found))]
 
 
-@pytest.mark.parametrize("train", [{"assistant_only_loss": True}, {"completion_only_loss": False}])
-def test_of_prompt_and_completion_trl_labels_the_same(run, lines, tokenizer, train):
-    """TRL's own preparation of the same rows is the oracle."""
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    turns = [user("q0"), assistant("a0")]
-    rows = [{"prompt": [*turns, user(f"question {n}")], "completion": [assistant(f"answer {n}")]} for n in range(4)]
-    got, found = rows_of(run, lines, rows, tokenizer, train, format="prompt-completion")
-    examples = [{key: one[key] for key in ("prompt", "completion")} for one in got.lines("train")]
-    self = type("Trainer", (), {"_tokenizer": tokenizer, "_is_vlm": False, "chat_template": tokenizer.chat_template})()
-    self.completion_only_loss = train.get("completion_only_loss", True)
-    args = SFTConfig(output_dir=str(got.out), max_length=None, bf16=False, report_to="none", **train)
-    made = SFTTrainer._prepare_dataset(self, Dataset.from_list(examples), tokenizer, args, False, None, "train")
-    assert [row["input_ids"].tolist() for row in found] == [row["input_ids"] for row in made]
-    assert [row["labels"].tolist() for row in found] == [row["labels"] for row in made]
-
-
 def test_a_template_without_tools_is_refused_where_the_data_have_some(run, lines, tokenizer):
     rows = [{"messages": PAIR, "tools": [TOOL]}, {"messages": [user("b"), assistant("c")]}]
     rows_of(run, lines, rows, tokenizer, format="messages")
@@ -298,25 +280,6 @@ def test_a_mixture_takes_each_source_by_its_weight(tmp_path, lines):
     assert set(by_source["doc"]) == {2, 3} and abs(sum(by_source["doc"]) / len(by_source["doc"]) - 2.5) < 0.05
     other = data.model_copy(update={"sources": [data.sources[0], data.sources[1].model_copy(update={"weight": 1.0})]})
     assert prepare(other, recipe_folder=tmp_path, seed=3, out=tmp_path / "out")["reused"] is False
-
-
-def test_data_split_and_config_choose_files(run, lines, tmp_path):
-    folder = tmp_path / "set"
-    for name in ("en/train_sft-00000.jsonl", "en/train_gen-00000.jsonl", "en/test_sft-00000.jsonl", "de/train_sft.jsonl"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(lines([{"messages": [user(f"{name} {n}"), assistant("a")]} for n in range(3)]))
-
-    def names(**chosen):
-        got = run(path=folder, format="messages", language=None, **chosen)
-        return {split: {one["source"]["file"] for one in got.lines(split)} for split in ("train", "eval")}
-
-    both = {"train": "train_sft", "eval": "test_sft"}
-    assert names(config="en", split=both) == {"train": {"train_sft-00000.jsonl"}, "eval": {"test_sft-00000.jsonl"}}
-    assert names(config="de", split="train_sft") == {"train": {"train_sft.jsonl"}, "eval": {"train_sft.jsonl"}}
-    with pytest.raises(UserError, match=r"no file of the split dev; there are .*train_gen"):
-        names(config="en", split="dev")
-    with pytest.raises(UserError, match=r"data\.config: no such folder"):
-        names(config="fr")
 
 
 def test_rows_behind_an_address_are_read_and_counted(tmp_path, lines):
@@ -486,3 +449,11 @@ def test_the_hub_gives_what_the_same_files_give(hub, run, trees, lines, tmp_path
         assert (tmp_path / "out" / name).read_bytes() == (local.out / name).read_bytes()
     rejected = json.loads((tmp_path / "out" / "rejected.jsonl").read_text())
     assert (rejected["file"], rejected["line"], rejected["reason"]) == ("org/set/train", 17, "duplicate-id")
+
+
+def test_the_input_folder_is_never_the_output_folder(trees, lines, tmp_path):
+    folder = fill(tmp_path / "set", {"train.jsonl": lines(trees(0, 4))})
+    for given in (folder, folder / "train.jsonl"):
+        with pytest.raises(UserError, match="folder of the input"):
+            prepare(Data(name="x", format="oasst-tree"), recipe_folder=folder, seed=1, out=folder, input_path=given)
+    assert (folder / "train.jsonl").read_bytes() == lines(trees(0, 4))

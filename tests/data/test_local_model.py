@@ -10,6 +10,7 @@ import pytest
 
 from clustertune import manifest
 from clustertune.data import local_model
+from clustertune.data.tokenizer import load_tokenizer
 from tests.conftest import TEXTS, TINY_LLAMA
 
 SIZES: dict[str, Any] = {
@@ -48,6 +49,14 @@ def test_the_template_masks_the_user_and_trains_the_stop_token(tiny_model: Path)
     user, assistant = (f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("user", "assistant"))
     assert text == f"<|begin_of_text|>{user}Which node?<|eot_id|>{assistant}"
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+def test_without_a_template_the_recipe_s_is_the_one_that_trains(tmp_path: Path) -> None:
+    """As of a base model: what serves the tiny run is the template that the recipe names."""
+    folder = local_model.make_local_model(TINY_LLAMA, TEXTS, tmp_path / "model", 0, template=False)
+    assert load_tokenizer(str(folder), None, "{{ messages[0].content }}", {}).chat_template == "{{ messages[0].content }}"
+    assert load_tokenizer(str(folder), None, None, {}, chats=False).chat_template is None
+    assert not (folder / "chat_template.jinja").exists()
 
 
 @pytest.mark.parametrize(

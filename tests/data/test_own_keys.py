@@ -233,4 +233,31 @@ def test_a_question_that_is_not_to_be_learnt_is_refused_where_questions_are_lear
             tokens.make(got.out, tokenizer, settings)
 
 
-# --- answers of tools ---
+# --- templates that leave messages out ---
+
+PARTS_ALONE = (
+    "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}{{ part.text }}{% endfor %}{{ eos_token }}{% endfor %}"
+)
+NO_QUESTIONS = "{% for m in messages if m.role == 'assistant' %}{{ m.content + eos_token }}{% endfor %}"
+NO_TOOLS = "{% for m in messages if m.role != 'tool' %}{{ m.role + m.content + eos_token }}{% endfor %}"
+NO_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.role + m.content + eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "word"), [(PARTS_ALONE, "assistant"), (NO_QUESTIONS, "user"), (NO_TOOLS, "tool")])
+def test_a_template_that_leaves_texts_out_is_refused(run, template, word):
+    """Such as one of a model with pictures, which takes lists of parts: of a text nothing but the end would be learnt."""
+    deaf = train_tokenizer(["question"], 300, 512)
+    deaf.chat_template = template
+    used = [*PAIR, said("tool", "3"), PAIR[1]] if word == "tool" else PAIR  # a call may stand in the text: Hermes
+    for row, name in (({"messages": used}, "messages"), ({"prompt": used[:-1], "completion": used[-1:]}, "prompt-completion")):
+        got = run([row] * 2, format=name)
+        with pytest.raises(UserError, match=f"{word} messages"):
+            tokens.make(got.out, deaf, {"packing": False, "max_length": None, "assistant_only_loss": False})
+
+
+def test_system_messages_that_a_template_leaves_out_are_named(run, capsys):
+    deaf = train_tokenizer(["question"], 300, 512)
+    deaf.chat_template = NO_SYSTEM
+    got = run([{"messages": [said("system", "be kind"), *PAIR]}] * 2, format="messages")
+    tokens.make(got.out, deaf, {"packing": False, "max_length": None, "assistant_only_loss": False})
+    assert "2 examples hold system messages" in capsys.readouterr().err

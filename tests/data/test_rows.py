@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from clustertune.data import rows
 from clustertune.data.rows import JsonError, parse, parse_deep
 from clustertune.errors import ExitCode, UserError
 
@@ -99,14 +98,6 @@ def test_the_limit_is_in_bytes_and_the_message_below_it_is_kept(run, row):
     got = run([row("p1", None), row("a1", "p1", above, rank=0), row("a2", "p1", below, rank=1)])
     assert got.texts["t"][1] == below
     assert got.rejected == {"message-too-long": 1}
-
-
-def test_a_line_over_the_record_limit_is_skipped_whole(run, row, lines, monkeypatch):
-    monkeypatch.setattr(rows, "MAX_RECORD_BYTES", 1000)
-    content = lines([row("p1", None), row("a2", "p1", "x" * 5000, rank=0), row("a1", "p1", rank=1)])
-    got = run(content)
-    assert got.texts["t"] == ["text of p1", "text of a1"]
-    assert [(entry["line"], entry["reason"]) for entry in got.lines("rejected")] == [(2, "message-too-long")]
 
 
 VALUES = st.recursive(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import random
 import re
 import zlib
 from collections.abc import Iterator
@@ -140,17 +139,6 @@ def test_a_rule_that_raises_is_told_and_the_others_go_on() -> None:
 
 
 # --- the wire ----------------------------------------------------------------------------------------------------------
-
-
-def test_facts_come_through_in_short_lines_in_any_order() -> None:
-    """srun takes 1024 bytes for one message, mixes the lines of nodes, and others write between them."""
-    one, two = from_dict(GOOD), from_dict({**GOOD, "hostname": "gpu02", "xids": [f"line {n}" for n in range(500)]})
-    lines = [*wire.encode(one), *wire.encode(two), "srun: warning: something", ""]
-    assert all(len(line) < 900 for line in lines) and len(lines) > 8
-    random.Random(0).shuffle(lines)
-    facts, faults, others = wire.decode(f"{line}\n" for line in lines)
-    assert {name: found.as_dict() for name, found in facts.items()} == {"gpu01": one.as_dict(), "gpu02": two.as_dict()}
-    assert faults == {} and others == ["srun: warning: something"]
 
 
 def test_damaged_facts_are_a_fault_of_the_node() -> None:

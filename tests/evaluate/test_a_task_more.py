@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +12,6 @@ import yaml
 from clustertune.cluster.load import load_cluster
 from clustertune.errors import UserError
 from clustertune.evaluate.run import evaluate
-from clustertune.launch.serving import evaluation
 from clustertune.recipe import tasks
 from clustertune.recipe.schema import Eval
 from clustertune.report.page import build
@@ -68,15 +66,6 @@ def test_a_recipe_names_it() -> None:
     assert resolve("tiny-oasst2", wanted).recipe.eval.tasks == ["capitals"]
     with pytest.raises(UserError, match="capitals has no such metric"):
         resolve("tiny-oasst2", [wanted[0], "eval.pass_mark={capitals: {exact_matches: 0.1}}"])
-
-
-def test_a_plan_estimates_it_by_its_own_numbers() -> None:
-    def found(*names: str) -> Any:
-        return evaluation(resolve("llama8b-lima", [f"eval.tasks=[{','.join(names)}]"]), load_cluster("rno-rtxpro6000"))
-
-    alone, others = found("capitals"), found("ifeval")
-    assert alone.assumed == "" and found("capitals", "gsm8k").assumed.startswith("assuming the time of IFEval for gsm8k")
-    assert alone.seconds < others.seconds
 
 
 def test_it_is_scored_and_reported(tiny_model: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from huggingface_hub import constants
 
 from clustertune.errors import UserError
 from clustertune.evaluate import inputs as room
+from clustertune.evaluate.run import quiet
 from clustertune.recipe.tasks import read_task_file
 from tests.evaluate.conftest import IFEVAL, forbid_network
 
@@ -63,15 +64,23 @@ def test_without_a_network_our_own() -> None:
     assert attempts  # it did ask
 
 
-def test_the_cached_benchmark_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+@pytest.mark.parametrize("guarded", [True, False])
+def test_reading_a_local_file_is_not_reported_to_anyone(guarded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the guard, datasets sends a request for each ``load_dataset("json")`` of a local file."""
+    import datasets
 
-    def find(repo: str, file: str, *, revision: str, repo_type: str) -> str:
-        asked.append((repo, file, revision, repo_type))
-        return str(tmp_path / "cached.jsonl")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
 
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", find)
+    def load() -> None:
+        datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
+
     with forbid_network() as attempts:
-        assert room.choose_source(IFEVAL, None) == (tmp_path / "cached.jsonl", "google/IFEval")
-    assert attempts == []
-    assert asked == [("google/IFEval", GIVEN["hub"]["file"], GIVEN["hub"]["revision"], "dataset")]
+        if guarded:
+            with quiet():
+                load()
+        else:
+            load()
+    assert bool(attempts) is not guarded
+    assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS is True

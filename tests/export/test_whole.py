@@ -96,17 +96,6 @@ def published(architecture: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: tensor.clone().contiguous() for name, tensor in revert_weight_conversion(made, state).items()}
 
 
-@pytest.mark.parametrize(
-    ("train", "dtype"),
-    [({"bf16": None}, "bfloat16"), ({"bf16": False}, "float32"), ({"bf16": False, "fp16": True}, "float16")],
-)
-def test_without_a_base_the_type_is_what_was_computed_in(tmp_path: Path, train: dict[str, Any], dtype: str) -> None:
-    """TRL's default is bfloat16."""
-    checkpoint = make(tmp_path / "ck", ARCHITECTURE)
-    write_recipe(checkpoint, None, train=train)
-    assert whole.read_trained(checkpoint).dtype == dtype
-
-
 def test_a_value_that_the_base_s_type_cannot_hold_is_not_published(tmp_path: Path, base: Path) -> None:
     """Nor a model whose base cannot be read, or whose shard has other bytes."""
     tensors = dict(model(ARCHITECTURE).state_dict())

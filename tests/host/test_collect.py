@@ -16,7 +16,6 @@ import pytest
 
 from clustertune.doctor import wire
 from clustertune.host import credentials, mounts
-from clustertune.host import gpus as gpu_text
 from clustertune.host.collect import collect
 from clustertune.host.facts import from_dict
 from clustertune.host.network import nccl_files
@@ -291,21 +290,6 @@ GPU = """
    <process_info><pid>79</pid><type>M+C</type><process_name>mps</process_name></process_info>
   </processes>
  </gpu>"""
-HEAD = "<?xml version='1.0' ?>\n<!DOCTYPE nvidia_smi_log SYSTEM 'nvsmi_device_v12.dtd'>\n<nvidia_smi_log>"
-FULL = f"{HEAD}<driver_version>580.95.05</driver_version><cuda_version>13.0</cuda_version>{GPU}</nvidia_smi_log>"
-
-
-def test_a_new_driver_is_read_in_full() -> None:
-    """Every field of a GPU; idle clocks are no reason, displays no users, corrected errors no errors."""
-    version, cuda, (gpu,) = gpu_text.parse_xml(FULL)
-    assert (version, cuda) == ("580.95.05", "13.0")
-    assert (gpu.index, gpu.name, gpu.bus) == (0, "NVIDIA H100 80GB HBM3", "0000:18:00.0")
-    assert (gpu.memory_mib, gpu.used_mib, gpu.pids) == (81559, 1203, [77, 79])
-    assert (gpu.persistence, gpu.mig, gpu.ecc) == (True, False, True)
-    assert gpu.recovery_action == "Drain and Reset"
-    assert (gpu.ecc_uncorrected, gpu.remap_pending, gpu.remap_failed) == (3, True, False)
-    assert (gpu.pcie_gen, gpu.pcie_gen_max, gpu.pcie_width, gpu.pcie_width_max) == (5, 5, 8, 16)
-    assert gpu.throttle == ["hw_thermal_slowdown"]
 
 
 # --- asking ------------------------------------------------------------------------------------------------------------

@@ -125,7 +125,8 @@ def test_by_hand_the_program_begins_anew_with_the_modules(tmp_path: Path) -> Non
     code = """
 import os, sys
 from clustertune.launch import cluster_paths
-from tests.launch.test_cluster_paths import machine, SlurmFacts
+from clustertune.cluster.schema import SlurmFacts
+from tests.launch.test_cluster_paths import machine
 cluster_paths.load_modules(machine(slurm=SlurmFacts(partition="p", modules=("a/1", "b"))))
 print("went on", os.environ.get("CLUSTERTUNE_MODULES"))
 """

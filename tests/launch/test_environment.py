@@ -44,18 +44,6 @@ def test_infiniband_is_left_on(cluster: Cluster) -> None:
     assert "NCCL_IB_HCA" not in values(with_network(cluster, kind="roce"))
 
 
-@pytest.mark.parametrize(
-    ("cpus", "ranks", "present", "threads"),
-    [(256, 8, None, "16"), (64, 8, None, "4"), (8, 8, None, "1"), (2, 8, None, "1"), (256, 1, None, "16"), (256, 1, 2, "1")],
-)
-def test_threads_are_the_ranks_share_of_the_cores(
-    cluster: Cluster, cpus: int, ranks: int, present: int | None, threads: str
-) -> None:
-    """Of real cores: the reference has two threads each. A rehearsal's Slurm tells of 256 CPUs where there are two."""
-    found = values(cluster, cpus_per_node=cpus, ranks_per_node=ranks, world_size=2 * ranks, present=present)
-    assert found["OMP_NUM_THREADS"] == threads
-
-
 def test_the_jobs_folder_is_for_its_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled kernels are code, and everybody may write in /tmp: a folder that another user made is not used."""
     folder = tmp_path / "clustertune-1"

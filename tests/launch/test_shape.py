@@ -28,25 +28,7 @@ def test_a_tiny_run_takes_what_the_cluster_has() -> None:
     assert shape.train_shape(resolve("tiny-oasst2", tiny=True), machine(memory_gb=6)).memory_gb is None
 
 
-def test_the_merged_model_must_fit_for_its_evaluation() -> None:
-    """One node scores it by transformers: more than its GPUs is said, not refused, layers can wait in host memory."""
-    assert shape.stage_shapes(resolve("tiny-oasst2"), machine())["eval"].gpus_per_node == 1
-    assert "9 GPUs" in shape.warnings(resolve("llama405b-oasst2", ["eval.backend=hf"]), machine())[0]
-    assert shape.warnings(resolve("llama405b-oasst2", tiny=True), machine()) == []
-    unknown = machine(compute={"gpus": 8, "cores": 64, "threads": 128, "memory_gb": 2000})
-    assert "compute.gpu" in shape.warnings(resolve("llama405b-oasst2"), unknown)[0]
-
-
 # --- what must fit -----------------------------------------------------------------------------------------------------
-
-
-def test_405b_needs_two_nodes_of_96_gb() -> None:
-    """811.7 GB of bf16 weights over 8 ranks are 94.5 GiB each, over 16 they are 47.2 GiB."""
-    problems = shape.fit_problems(resolve("llama405b-oasst2", ["slurm.nodes=1"]), machine())
-    assert len(problems) == 1
-    assert "slurm.nodes=2 is the least" in str(problems[0])
-    assert "weights 94.5" in str(problems[0])
-    assert shape.fit_problems(resolve("llama405b-oasst2"), machine()) == []
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -27,6 +27,21 @@ def test_the_signal_of_a_script(text: str, given: int | None) -> None:
     assert signal_margin.given_in(text) == given
 
 
+def test_too_late_is_said() -> None:
+    """At the start of a job, when it can still be resubmitted, and with the option to use."""
+    assert signal_margin.warning(100, 100) is None
+    assert "--signal=B:USR1@100" in str(signal_margin.warning(99, 100))
+    assert "no --signal" in str(signal_margin.warning(None, 100))
+
+
+def test_too_early_is_said() -> None:
+    """The shipped header's 25 minutes, in a job of ten, stop it at once and at every start: it would go round for ever."""
+    warning = str(signal_margin.warning(1500, 60, 10))
+    assert "stop 0 s after its start" in warning and "--signal=B:USR1@60" in warning
+    assert "stop 300 s after its start" in str(signal_margin.warning(1500, 60, 30))
+    assert signal_margin.warning(1500, 60, 60) is None and signal_margin.warning(1500, 60, None) is None
+
+
 def test_a_limit_that_the_warning_uses_up() -> None:
     """A job that is asked to stop as soon as it starts would be requeued for ever."""
     assert signal_margin.find_problems(600, 22, file="r") == []

@@ -13,10 +13,8 @@ import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from clustertune.errors import UserError
 from clustertune.launch.skypilot import SkyOptions, render
 from clustertune.resolve.resolve import resolve
-from tests.command import REPO
 from tests.launch.machines import OURS
 
 
@@ -105,22 +103,3 @@ def test_what_a_user_gives_stays_one_argument(text: str, tmp_path: Path) -> None
     found = yaml.safe_load(render(resolve("tiny-oasst2"), [text, "train.seed=1"]))
     assert started(found, tmp_path)[1:3] == [text, "train.seed=1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["arguments", "launch"]
-
-
-def test_what_cannot_stand_in_a_task_is_refused_at_once(tmp_path: Path) -> None:
-    """All of it in one message."""
-    options = SkyOptions(gpu="H100: {x", volume="a b", runs="../x y")
-    with pytest.raises(UserError) as caught:
-        render(resolve("tiny-oasst2"), ["data.name=a\nrm: x", "--tiny"], options)
-    keys = [problem.key for problem in caught.value.problems]
-    assert keys == ["--gpu", "--volume", "--runs", "--runs", "section.key=value", "section.key=value"]
-    outside = tmp_path / "mine"
-    outside.mkdir()
-    for path in (REPO / "recipes" / "tiny-oasst2").iterdir():
-        (outside / path.name).write_bytes(path.read_bytes())
-    with pytest.raises(UserError, match="is outside the checkout"):
-        render(resolve(outside))
-    data = tmp_path / "data.jsonl"
-    data.touch()
-    with pytest.raises(UserError, match=r"data\.input: .* is outside"):
-        render(resolve("tiny-oasst2", [f"data.input={data}"]))

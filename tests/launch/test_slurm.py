@@ -54,15 +54,6 @@ def test_fields_of_a_job() -> None:
     assert slurm.show_job("1", answers("")) is None
 
 
-def test_one_task_among_those_of_its_array() -> None:
-    """Task 2 has the array's own id; the state of another task says nothing of it."""
-    other = SHOWN.replace("JobId=1 ", "JobId=3 ArrayJobId=1 ArrayTaskId=1 ").replace("PENDING", "RUNNING")
-    this = SHOWN.replace("JobId=1 ", "JobId=1 ArrayJobId=1 ArrayTaskId=2 ").replace("PENDING", "COMPLETING")
-    for text in (other + this, this + other):
-        assert (slurm.show_job("1", answers(text)) or {})["JobState"] == "COMPLETING"
-    assert (slurm.show_job("1_1", answers(other)) or {})["JobState"] == "RUNNING"
-
-
 @pytest.mark.parametrize(
     ("expression", "names"),
     [

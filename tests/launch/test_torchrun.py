@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ from clustertune.cli.launchers import resolve_for_nodes
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch import rendezvous
 from clustertune.launch.attempt import AttemptPlan, Node
-from clustertune.launch.node import rank_program, ranks_command
+from clustertune.launch.node import ranks_command
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from clustertune.torchrun import RendezvousServer, TorchrunCall
@@ -246,57 +245,10 @@ def test_two_nodes_lose_a_rank_and_go_on(tmp_path: Path, finished: tuple[Path, D
 PLAN = AttemptPlan(attempt=1, nodes=(Node("a", "a"), Node("b", "b")), ranks_per_node=1)
 
 
-def test_jobs_search_from_different_ports() -> None:
-    starts = {rendezvous.first_port(job, 1) for job in range(1000, 1200)}
-    assert len(starts) == 200 and min(starts) >= 20_000 and max(starts) < 32_000
-    assert rendezvous.first_port("1234_7", 1) in range(20_000, 32_000), "an array task's id"
-    assert rendezvous.first_port(7, 1) != rendezvous.first_port(7, 2)
-
-
-def test_a_port_in_use_is_passed_over() -> None:
-    start = rendezvous.free_port(rendezvous.first_port(4711, 1))
-    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "0.0.0.0")):  # noqa: S104
-        with socket.socket(family) as taken:
-            taken.bind((address, start))
-            taken.listen()
-            found = rendezvous.free_port(start)
-            assert found != start and 20_000 <= found < 32_768
-
-
-@pytest.mark.parametrize("low", [32_768, 30_000, 15_000, 1024])
-def test_the_ephemeral_range_is_left_alone(low: int) -> None:
-    """From it any outgoing connection may take the port between its choice and its use."""
-    for job in range(5):
-        port = rendezvous.free_port(rendezvous.first_port(job * 1001, 1), ephemeral_from=low)
-        assert port < low or low == 1024
-
-
 def test_the_others_learn_it_from_the_run_folder(tmp_path: Path) -> None:
     thread = threading.Timer(0.5, rendezvous.publish, (tmp_path, "10.0.0.1", 21_000))
     thread.start()
     assert rendezvous.await_published(tmp_path, PLAN, lambda: False) == ("10.0.0.1", 21_000)
-
-
-def test_nobody_waits_for_ever(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="storage that all nodes see") as caught:
-        rendezvous.await_published(tmp_path, PLAN, lambda: False, seconds=0.3)
-    assert caught.value.code is ExitCode.AGAIN
-    with pytest.raises(UserError):
-        rendezvous.await_published(tmp_path, PLAN, lambda: True)
-
-
-@pytest.mark.parametrize("nodes", [1, 8])
-def test_torchrun_parses_the_command(nodes: int) -> None:
-    """Its own parser takes every word."""
-    from torch.distributed.run import get_args_parser
-
-    plan = AttemptPlan(1, tuple(Node(f"n{n}", f"n{n}") for n in range(nodes)), 8)
-    command = ranks_command(RunDir(Path("/r")), resolve("tiny-oasst2"), 1, plan, 3 % nodes, "10.0.0.1", 29512)
-    found = get_args_parser().parse_args(command[3:])
-    assert found.nnodes == str(nodes) and found.nproc_per_node == "8" and found.module and found.max_restarts == 0
-    assert found.node_rank == 3 % nodes and found.standalone is (nodes == 1)
-    assert (found.training_script, found.training_script_args) == ("clustertune", rank_program(Path("/r"), 1, quiet=False))
-    assert nodes == 1 or (found.master_addr, found.master_port) == ("10.0.0.1", 29512)
 
 
 def test_the_launcher_leaves_nothing_in_tmp(tmp_path: Path) -> None:

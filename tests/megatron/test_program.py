@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from clustertune import chain, manifest, rank
+from clustertune import manifest, rank
 from clustertune.checkpoint import store
 from clustertune.data.local_model import make_local_model
 from clustertune.errors import ExitCode, UserError
@@ -227,21 +226,3 @@ def test_a_rank_runs_the_program(planned: RunDir, monkeypatch: pytest.MonkeyPatc
     assert attempt.notes == ["NCCL_DEBUG=WARN by the plan of this attempt; it was INFO in the environment"]
     attempt.fence()
     RunDir(planned.path).new_attempt()
-
-
-def test_the_stage_export_takes_what_the_ranks_exported(
-    run: RunDir, resolved: Resolved, loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The final checkpoint says that there is one; the adapter is checked as every other."""
-    final = run.checkpoints / "step-000010"
-    final.mkdir(parents=True)
-    (final / "recipe.json").write_text("{}")
-    manifest.seal(final, "checkpoint", {"step": 10, "final": True})
-    out = inputs.exported(run.path)
-    out.mkdir(parents=True)
-    save_file(loop.adapter, out / "adapter_model.safetensors")
-    (out / "recipe.json").write_text(json.dumps(resolved.as_dict()))
-    manifest.seal(out, "checkpoint", {"step": 10, "final": True})
-    monkeypatch.setattr(chain.Chain, "base_folder", lambda _self: None)  # no Hub is reached
-    found = chain.Chain(run, resolved).export()
-    assert found["summary"]["tensors"] == len(loop.adapter) and not manifest.find_problems(run.adapter, "adapter")

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-import torch
 
 from clustertune.resolve.resolve import resolve
-from clustertune.training.figures import COLUMNS, RECENT, Clock, Figures
+from clustertune.training.figures import COLUMNS, RECENT, Figures
 
 
 def figures(device: str | None = None) -> Figures:
@@ -17,7 +13,8 @@ def figures(device: str | None = None) -> Figures:
 
 
 def ranks(*rows: dict[str, float]) -> list[list[float]]:
-    usual = {"data": 0.1, "forward_backward": 1.0, "optimizer": 0.1, "layers": 0.4, "computed": 1000.0, "real": 900.0}
+    usual = dict.fromkeys(COLUMNS, 0.0)
+    usual |= {"data": 0.1, "forward_backward": 1.0, "optimizer": 0.1, "layers": 0.4, "computed": 1000.0, "real": 900.0}
     return [[{**usual, **row}[name] for name in COLUMNS] for row in rows]
 
 
@@ -53,20 +50,3 @@ def test_a_slow_rank_is_named_whatever_it_is_slow_at(slow: dict[str, float]) -> 
         pass_ = slow.get("forward_backward", 1.0) + slow.get("data", 0.1) - 0.1
         found.add(ranks({"forward_backward": pass_}, {"forward_backward": pass_}, {"forward_backward": 1.0, **slow}))
     assert list(found.stragglers()) == ["2"] and found.stragglers()["2"] > 1.5
-
-
-def test_a_clock_adds_up_what_a_rank_does_alone() -> None:
-    """Layers inside of the pass, the wait for batches, tokens without padding; each take begins again."""
-    clock = Clock()
-    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(20)])
-    clock.watch(list(model))
-    batch: dict[str, Any] = {"input_ids": torch.ones(2, 5), "attention_mask": torch.tensor([[1] * 5, [1, 1, 0, 0, 0]])}
-    for inputs in clock.batches(iter([batch, batch])):
-        clock.count(inputs)
-        with clock.part("forward_backward"):
-            model(torch.ones(1, 4))
-    found = SimpleNamespace(**dict(zip(COLUMNS, clock.take(), strict=True)))
-    assert (found.computed, found.real) == (20, 14)
-    assert 0 < found.layers < found.forward_backward and found.data > 0 and found.optimizer == 0
-    model.eval()(torch.ones(1, 4))
-    assert clock.take() == [0.0] * len(COLUMNS), "an evaluation is no part of a step"

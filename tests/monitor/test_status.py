@@ -89,16 +89,6 @@ def test_a_restart_on_fewer_and_other_nodes_shows_those(folder: Path) -> None:
     assert node.row is not None and node.row.node["load"] == 1.0
 
 
-def test_a_job_s_id_finds_its_run(folder: Path) -> None:
-    simulated.make(folder, time.time())
-    (folder / "jobs").mkdir()
-    (folder / "jobs" / "jobs.json").write_text(json.dumps({"jobs": [{"stage": "train", "id": "4711"}]}))
-    there = folder.parents[2]
-    assert run("watch", "4711", "--once", "--json", cwd=there).json["step"] == 200
-    lost = run("watch", "4712", "--once", cwd=there)
-    assert lost.code == 2 and "4712" in lost.err
-
-
 def test_runs_lists_runs_with_what_they_took(folder: Path) -> None:
     simulated.make(folder, time.time(), restart=False)
     simulated.make(folder.parent / "other", time.time() - 7200)

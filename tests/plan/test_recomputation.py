@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clustertune.cluster.load import load_cluster
 from clustertune.plan import memory
-from clustertune.plan.advise import remedies
 from clustertune.plan.constants import total
-from clustertune.plan.machine import machine as read_machine
-from clustertune.plan.predict import Plan, make_plan
 from clustertune.plan.step import micro_batch, traffic
 from clustertune.plan.strategy import ModelShape
-from clustertune.resolve.resolve import resolve
 from tests.plan.world import (
-    FSDP2,
     HIDDEN,
     INNER,
     LAYERS,
@@ -28,10 +21,7 @@ from tests.plan.world import (
     constants,
     machine,
     shape,
-    write_cluster,
-    write_recipe,
 )  # fmt: skip
-from tools.planner_grade.data import published_models
 
 ALL = {"checkpointed": 1.0, "compiled": False, "isolated": False}
 OUT = {"q": HIDDEN, "k": NARROW, "v": NARROW, "o": HIDDEN, "gate": INNER, "up": INNER, "down": HIDDEN}
@@ -117,42 +107,3 @@ def test_each_key_has_its_effect(name: str) -> None:
     old, new = measured(shape(**(ALL | before))), measured(shape(**(ALL | after)))
     for what, holds in wanted.items():
         assert holds(old[what], new[what]), f"{what}: {old[what]} -> {new[what]}"
-
-
-TABLE = {
-    ("qwen2.5-14b", "a100-sxm-80"): 0.5, ("qwen2.5-32b", "a100-sxm-80"): 0.75, ("qwen2.5-72b", "a100-sxm-80"): 1.0,
-    ("qwen2.5-14b", "h100-sxm"): 0.5, ("qwen2.5-32b", "h100-sxm"): 0.75, ("qwen2.5-72b", "h100-sxm"): 1.0,
-    ("qwen2.5-14b", "gb200"): 0.0, ("qwen2.5-32b", "gb200"): 0.0, ("qwen2.5-72b", "gb200"): 0.5,
-}  # fmt: skip
-"""README of github.com/idriscnrs/Democratizing-LLM-FT, "sAC ratio": 64 GPUs, 2 sequences of 4096 tokens each."""
-ROOMIER = {("qwen2.5-14b", "a100-sxm-80"), ("qwen2.5-14b", "h100-sxm")}
-"""Here a quarter would do: the source's own log of a half says 50.5 GiB of 80 (job 1915510)."""
-
-
-def of_the_source(folder: Path, model: str, gpu: str) -> Plan:
-    """The source's program: compiled, float32 shards, gradients reduced in float32, whole logits."""
-    nodes = 8 if gpu.startswith("a100") else 16
-    recipe = write_recipe(
-        folder / f"{model}-{gpu}", model=published_models()[model].architecture, nodes=nodes, gpus=64 // nodes,
-        train={
-            "global_batch_size": 128, "per_device_train_batch_size": 2, "max_length": 4096, "torch_compile": True,
-            "model_init_kwargs": {},
-        },
-        activation_checkpointing={"ratio": 0.0}, accelerate=FSDP2,
-        plan={"whole_logits": True, "reduce_dtype": "fp32"},
-    )  # fmt: skip
-    links = {"a100-sxm-80": "nvlink3", "h100-sxm": "nvlink4", "gb200": "nvlink5"}
-    file = write_cluster(folder / f"{gpu}.yaml", nodes=nodes, gpu=gpu, gpus=64 // nodes, interconnect=links[gpu])
-    return make_plan(resolve(recipe), read_machine(load_cluster(str(file))), sure=False)
-
-
-@pytest.mark.parametrize(("model", "gpu"), TABLE)
-def test_the_ratio_that_is_advised_is_the_one_of_the_source(tmp_path: Path, model: str, gpu: str) -> None:
-    """The smallest share that fits the GPU's memory; where the source took more than it needed, its own peak says so."""
-    plan = of_the_source(tmp_path, model, gpu)
-    wanted = 0.25 if (model, gpu) in ROOMIER else TABLE[model, gpu]
-    assert plan.fits == (wanted == 0)
-    if not plan.fits:
-        first = next(r for r in remedies(plan) if r.what.startswith("recompute"))
-        assert first.arguments == [f"activation_checkpointing.ratio={wanted:g}"]
-        assert first.plan.strategy.recompute.share == wanted

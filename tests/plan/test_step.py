@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from clustertune.plan.constants import total
 from clustertune.plan.machine import Link, PlanMachine
 from clustertune.plan.step import (
     ADAM_BYTES,
@@ -19,25 +18,21 @@ from clustertune.plan.step import (
     micro_batch,
     offload,
     step,
-    traffic,
 )
 from clustertune.plan.strategy import ModelShape
 from tests.plan.world import (
     ADAPTERS,
-    ENDS,
     HBM,
     HIDDEN,
     INNER,
     INTER,
     INTRA,
-    LAYER,
     LAYERS,
     LORA,
     MATMUL,
     RANK,
     TOTAL,
     VOCABULARY,
-    WHOLE,
     constants,
     counted,
     machine,
@@ -146,62 +141,7 @@ def test_a_ring_is_as_fast_as_its_slowest_border(at: PlanMachine, size: int, str
     assert gather(size, stride).seconds(at) == pytest.approx(1e9 * (size - 1) / size / bandwidth)
 
 
-def sent(**changes: Any) -> dict[str, tuple[str, int, int, float]]:
-    """Each collective's place, group size, stride and bytes."""
-    found = traffic(shape(**changes))
-    return {
-        f"{phase}: {c.name}": (c.kind, c.group.size, c.group.stride, pytest.approx(c.size))  # type: ignore[misc]
-        for phase in ("forward", "backward", "last", "exposed", "after")
-        for c in getattr(found, phase)
-    }
-
-
 GATHER, SCATTER = "all-gather of the weights", "reduce-scatter of the gradients"
-UPDATED = "all-gather of the updated weights"
-WHOLE_MODEL = TOTAL * 2
-Sent = dict[str, tuple[str, int, int, float]]
-FORWARD: Sent = {f"forward: {GATHER}": ("gather", 16, 1, WHOLE_MODEL)}
-BOTH: Sent = FORWARD | {f"backward: {GATHER}": ("gather", 16, 1, WHOLE_MODEL)}
-LAST: Sent = {f"last: {SCATTER}": ("gather", 16, 1, WHOLE_MODEL)}
-AFTER: Sent = {f"after: {UPDATED}": ("gather", 16, 1, WHOLE_MODEL)}
-EACH: Sent = {f"backward: {SCATTER}": ("gather", 16, 1, WHOLE_MODEL)}
-ADAPTED: Sent = {f"last: {SCATTER}": ("gather", 16, 1, ADAPTERS * 2)}
-CASES: dict[str, tuple[dict[str, Any], Sent]] = {
-    "FSDP2 gathers twice and scatters once": ({}, BOTH | LAST),
-    "not resharded: gathered once": ({"reshard": False}, FORWARD | LAST),
-    "LoRA: the base is gathered, only adapters are scattered": (LORA, BOTH | ADAPTED),
-    "a quantised base travels quantised, embedding and head do not": (
-        {**LORA, "weight_bytes": 0.5, "gather_bytes": 0.5, "reshard": False},
-        {f"forward: {GATHER}": ("gather", 16, 1, LAYERS * LAYER * 0.5 + (2 * ENDS + HIDDEN) * 2)} | ADAPTED,
-    ),
-    "HSDP: weights stay in the node, the shards' gradients cross": (
-        {"replicas": 2, "weight_shards": 8, "gradient_shards": 8, "state_shards": 8, "reshard": False},
-        {
-            f"forward: {GATHER}": ("gather", 8, 1, WHOLE_MODEL),
-            f"last: {SCATTER}": ("gather", 8, 1, WHOLE_MODEL),
-            "last: all-reduce of the gradients between replicas": ("reduce", 2, 8, WHOLE_MODEL / 8),
-        },
-    ),
-    "DDP reduces all gradients": (
-        {**WHOLE, "kind": "DDP", "reduce_bytes": 4.0},
-        {"last: all-reduce of the gradients": ("reduce", 16, 1, TOTAL * 4)},
-    ),
-    "ZeRO-1 sums its share of the gradients and gathers the updated weights": (
-        {**WHOLE, "kind": "ZeRO-1", "state_shards": 16}, LAST | AFTER,
-    ),
-    "ZeRO-2 scatters after each micro batch": (
-        {**WHOLE, "kind": "ZeRO-2", "state_shards": 16, "gradient_shards": 16}, EACH | AFTER,
-    ),
-    "ZeRO-3 too": ({"kind": "ZeRO-3"}, BOTH | EACH),
-    "one GPU sends nothing": ({**WHOLE, "world_size": 1, "data_parallel_size": 1, "ranks_per_node": 1, "kind": "NO"}, {}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_collectives_of_data_parallel_strategies(name: str) -> None:
-    """Bytes follow from the tensors; which rank pairs they cross from the mesh."""
-    changes, expected = CASES[name]
-    assert sent(**changes) == expected
 
 
 RING = TOTAL * 2 * 15 / 16 / INTER
@@ -222,19 +162,6 @@ def test_a_network_bound_step_is_its_traffic() -> None:
         assert found.communication == pytest.approx((2 * accumulation + 1) * RING)
     each = timed(shape(accumulation=3, reduce_each=True), machine(**QUICK))
     assert each.seconds == pytest.approx(9 * RING, rel=1e-6), "scattered after each micro batch"
-
-
-@pytest.mark.parametrize(("pp", "virtual", "accumulation"), [(4, 1, 8), (4, 2, 8), (2, 1, 1), (8, 4, 32)])
-def test_the_bubble_of_a_pipeline(pp: int, virtual: int, accumulation: int) -> None:
-    """(pp - 1) / virtual micro batches: of m micro batches the share (pp - 1) / (virtual m)
-    (https://arxiv.org/abs/2104.04473, 2.2)."""
-    held = {**WHOLE, "kind": "Megatron", "data_parallel_size": 16 // pp, "accumulation": accumulation}
-    fast = machine(inter=machine().intra, **{"intra": machine().intra})
-    found = step(shape(**held, pp=pp, virtual=virtual), fast, constants())
-    sent = sum(wire.term.value for wire in found.wires if wire.collective.name == "pipeline send") / accumulation
-    one = total(found.compute) / accumulation + sent
-    assert found.bubble.value == pytest.approx((pp - 1) / virtual * one)
-    assert timed(shape(**{**held, "data_parallel_size": 16})).bubble.value == 0
 
 
 def test_weights_on_the_host_come_over_the_host_link() -> None:

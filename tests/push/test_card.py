@@ -64,19 +64,6 @@ def test_hours_are_of_all_tries(trained: RunDir) -> None:
     assert rows(card(trained))["hours of training"] == "-"
 
 
-def test_what_a_run_does_not_have_is_not_said(trained: RunDir) -> None:
-    """No scores, no commit, no image, no revision, no checkpoint's name; and never the word None."""
-    (trained.eval / "results.json").unlink()
-
-    def act(document: dict[str, Any]) -> None:
-        document["git"], document["recipe"]["recipe"]["model"]["revision"] = None, None
-        document.pop("versions")
-
-    text = card(trained, act)
-    assert "No scores of this adapter are known." in text and "| standard error |" not in text
-    assert "None" not in text and "clustertune commit" not in text and ", revision=" not in text
-
-
 @pytest.mark.parametrize(
     ("body", "says"),
     [

@@ -19,7 +19,7 @@ from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from tests.command import Done
 from tests.damage import flip
-from tests.fake_hub import TOKEN, FakeHub
+from tests.fake_hub import TOKEN, FakeHub, Repo
 from tests.push.conftest import change, reseal
 
 REPO = "me/oasst2-adapter"
@@ -91,6 +91,23 @@ def test_what_is_refused_before_anything_is_asked(
     assert done.code == 2 and says in done.err and hub.asked == []
 
 
+def test_a_public_repository_wants_the_word(push: Push, hub: FakeHub) -> None:
+    """And a private one is not opened by it."""
+    hub.repos[REPO] = Repo(private=False)
+    done = push("--publish")
+    assert done.code == 2 and "is public" in done.err and len(hub.repos[REPO].commits) == 1
+    assert push("--publish", "--public").code == 0
+    hub.repos[REPO] = Repo(private=True)
+    assert "is private, and --public was asked for" in push("--publish", "--public").err
+
+
+def test_files_of_the_same_names_are_replaced_and_others_stay(push: Push, hub: FakeHub) -> None:
+    hub.repos[REPO] = repo = Repo(private=True)
+    repo.files |= dict.fromkeys(["adapter_config.json", "notes.md"], b"{}")
+    assert push("--publish").code == 0 and len(repo.commits) == 2
+    assert b"LORA" in repo.files["adapter_config.json"] and repo.files["notes.md"] == b"{}"
+
+
 @pytest.mark.parametrize(("part", "status"), [("/commit/", 0), ("/commit/", 503), ("/info/lfs/", 0), ("/api/repos/create", 0)])
 def test_a_failure_midway_leaves_nothing_and_the_next_call_goes_on(
     push: Push, hub: FakeHub, part: str, status: int, monkeypatch: pytest.MonkeyPatch
@@ -108,6 +125,12 @@ def test_a_damaged_adapter_is_not_pushed(push: Push, hub: FakeHub, trained: RunD
     flip(trained.adapter / "adapter_model.safetensors", -1)
     done = push("--publish")
     assert done.code == 2 and "SHA-256" in done.err and "nothing is pushed" in done.err and hub.asked == []
+
+
+def test_other_files_of_the_folder_stay_here(push: Push, hub: FakeHub, trained: RunDir) -> None:
+    (trained.adapter / "notes.txt").write_text("mine")
+    done = push("--publish")
+    assert done.code == 0 and "notes.txt stays here" in done.err and "notes.txt" not in hub.repos[REPO].files
 
 
 @pytest.mark.parametrize(

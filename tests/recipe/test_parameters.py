@@ -11,10 +11,8 @@ from clustertune.recipe.native_rules import filled, lora_defaults
 from clustertune.recipe.parameters import (
     KNOWN,
     count,
-    layers_of,
     lora_parameter_count,
 )
-from clustertune.recipe.values import Values
 from tests.recipe.architectures import ARCHITECTURES
 
 OLD_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -60,8 +58,6 @@ def changed(name: str) -> dict[str, Any]:
 
 EVERY = {**ARCHITECTURES, **{name: changed(name) for name in VARIANTS}}
 FAMILIES = list({body["model_type"]: name for name, body in ARCHITECTURES.items()}.values())
-ONE_EACH = [*FAMILIES, *VARIANTS]
-"""One of each family, and the variants."""
 NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}, "nemotron": {"num_key_value_heads": 48}}
 """Without these transformers cannot run, or not even build, a model: their defaults are None."""
 SMALLEST = {f"defaults of {kind}": {"model_type": kind, **NEEDED.get(kind, {})} for kind in KNOWN}
@@ -116,21 +112,6 @@ def test_the_count_is_that_of_the_real_model(name: str) -> None:
     counted = count(body)
     assert counted is not None
     assert counted.total == sum(tensor.numel() for tensor in stored(build(body)).values())
-
-
-@pytest.mark.parametrize("name", ONE_EACH)
-def test_what_a_token_sees_is_the_configurations(name: str) -> None:
-    """Sliding windows and chunks layer by layer, as the configuration class derives them."""
-    body, made = EVERY[name], config(EVERY[name])
-    seen = [layer.attention.window for layer in layers_of(body)]
-    sliding = getattr(made, "sliding_window", None)
-    if (types := getattr(made, "layer_types", None)) is None:
-        assert seen == [sliding or None] * len(seen)
-        return
-    assert tuple(types) == Values(body).attention_types
-    sizes = {"sliding_attention": sliding, "chunked_attention": getattr(made, "attention_chunk_size", None)}
-    sizes["linear_attention"] = 64 + 128  # a chunk, and a state of 128 x 128
-    assert seen == [sizes.get(kind) for kind in types]
 
 
 def peft_count(body: dict[str, Any], lora: dict[str, Any]) -> int | None:

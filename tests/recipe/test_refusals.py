@@ -21,7 +21,6 @@ from clustertune.recipe.values import model_facts
 from clustertune.resolve import kernels, show
 from clustertune.resolve.megatron import NOT_STARTED
 from clustertune.resolve.resolve import resolve
-from clustertune.resolve.resolved import Resolved
 from tests.command import run
 from tests.conftest import TINY_LLAMA
 from tests.recipe.conftest import readable
@@ -268,16 +267,6 @@ def test_whether_and_how_a_model_is_compiled(train: dict[str, Any], dynamo: dict
     assert ("as a whole" in " ".join(kernels.warnings(found))) == (expected == (True, False)), "a start of minutes"
 
 
-def test_packages_are_asked_for_where_there_are_gpus_only() -> None:
-    """A laptop trains with sdpa and without Liger, and needs neither package."""
-    train = train_defaults()
-    train |= {"use_liger_kernel": True, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
-    assert not list(kernels.needed(train, gpus=False))
-    found = {key: packages for key, _, packages in kernels.needed(train, gpus=True)}
-    assert found["train.use_liger_kernel"] == ("liger-kernel",)
-    assert found["train.model_init_kwargs.attn_implementation"] == ("flash-attn", "kernels")
-
-
 def test_a_ratio_says_alone_which_layers_are_recomputed() -> None:
     values = show.as_json(resolve(REFERENCE, [f"{OWN}.ratio=0.5"]))["values"]
     assert values[f"{OWN}.ratio"] == {"value": 0.5, "origin": "override"}
@@ -394,18 +383,6 @@ OF_DPO = {
 def test_what_is_not_carried_of_preferences_is_refused() -> None:
     for key, value in OF_DPO.items():
         assert list(refused(f"train.{key}={value}", recipe="tiny-dpo")) == [f"train.{key}"]
-
-
-def test_it_is_recorded_and_another_run() -> None:
-    """The same keys under the other trainer would resume from its checkpoints."""
-    made = resolve("tiny-dpo")
-    again = Resolved.from_dict(json.loads(json.dumps(made.as_dict())))
-    assert again.is_dpo and again.fingerprint() == made.fingerprint()
-    other = made.as_dict()
-    other["recipe"]["trainer"] = "sft"
-    assert Resolved.from_dict(other).fingerprint() != made.fingerprint()
-    assert any("lora_dropout" in text for text in resolve("tiny-dpo", ["train.disable_dropout=true"]).warnings)
-    assert not any("lora_dropout" in text for text in made.warnings)
 
 
 def test_the_plan_counts_both_answers_and_the_reference() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -127,16 +126,6 @@ def test_text_never_becomes_markup(run_dir: Path) -> None:
         out.write(json.dumps({"event": "stage", "stage": HOSTILE, "status": "done", "seconds": 3}) + "\n")
     html, page = read(run_dir)
     assert "<script" not in html and page.words.count(HOSTILE) >= 5
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_pipe_among_a_runs_files_is_named(run_dir: Path) -> None:
-    for name in ("stages/train.json", "metrics.jsonl"):
-        assert read(run_dir)[1].headings
-        (run_dir / name).unlink()
-        os.mkfifo(run_dir / name)
-    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read: is not a plain file"):
-        build(run_dir)
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from clustertune import rank
 from clustertune.errors import ExitCode
 from clustertune.launch.attempt import AttemptPlan, Node
-from clustertune.plan.schedule import NODE_MTBF_HOURS, best_seconds, seconds_between_ends
+from clustertune.plan.schedule import best_seconds, seconds_between_ends
 from clustertune.report import cost
 from clustertune.report.metrics import Metrics, read_metrics
 from clustertune.rundir import RunDir
@@ -45,23 +44,6 @@ def run_of(folder: Path, ends: list[str], nodes: int = 2, hours: float = 3.0) ->
             (attempt / "outcome.json").write_text(json.dumps({**body, "time": 1e6 + hours * 3600}))
     (folder / "run.json").write_text(json.dumps({"cluster": {"compute": {}}}))
     return RunDir(folder)
-
-
-def test_auto_takes_the_rate_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cluster file's figure comes first; a published one where the run has met too little."""
-    plan = AttemptPlan(3, (Node("n0", "n0"), Node("n1", "n1")), 4)
-    often, once = (
-        run_of(tmp_path / name, ends) for name, ends in (("often", ["failed"] * 3), ("once", ["failed", "finished"]))
-    )
-    monkeypatch.setenv("RANK", "0")
-    assert rank._between_ends(often, plan) == pytest.approx((18 + 24) / 4 / 2 * 3600)
-    assert rank._between_ends(once, plan) == pytest.approx(NODE_MTBF_HOURS / 2 * 3600)
-    (often.path / "run.json").write_text(json.dumps({"cluster": {"compute": {"mtbf_hours": 500}}}))
-    assert rank._between_ends(often, plan) == pytest.approx(500 / 2 * 3600)
-    limited = rank._between_ends(often, replace(plan, limit_minutes=60.0))
-    assert limited == pytest.approx(1 / (2 / (500 * 3600) + 1 / 3600)), "its time limit ends a job, too"
-    monkeypatch.setenv("RANK", "1")
-    assert rank._between_ends(often, plan) == float("inf"), "rank 0 alone decides"
 
 
 def test_the_report_shows_what_saves_took(tmp_path: Path) -> None:

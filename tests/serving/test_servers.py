@@ -13,11 +13,11 @@ import pytest
 
 from clustertune.errors import UserError
 from clustertune.evaluate.run import evaluate
-from clustertune.evaluate.servers import READY, Servers, ServingJob, ask, commands, find_program
+from clustertune.evaluate.servers import READY, ServingJob, ask, commands, find_program
 from clustertune.launch.serving import Serving
 from clustertune.recipe.schema import Eval
 from tests.command import run
-from tests.serving.conftest import FAKE, Start, alive, gone, job, processes, program, step, without
+from tests.serving.conftest import Start, alive, gone, job, processes, program, step, without
 from tests.slurm import wait_for
 
 
@@ -53,22 +53,6 @@ def test_a_server_that_does_not_start_is_named(start: Start, mode: str, message:
     servers = start("ok", mode, wait=False)
     with pytest.raises(UserError, match=message):
         servers.wait()
-
-
-def test_a_follower_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes whose servers run and do not meet: the first one's deadline passes, and nothing of either is left."""
-    monkeypatch.setenv("FAKE_MEET", "alone")
-    (tmp_path / "pids").mkdir()
-    monkeypatch.setenv("FAKE_PIDS", str(tmp_path / "pids"))
-    described = replace(over_two(tmp_path), interface=None, nodes=("127.0.0.1", "127.0.0.1"), start_seconds=3.0)
-    with Servers(described, 1, FAKE), Servers(described, 0, FAKE) as head:
-        with pytest.raises(UserError, match=r"no answer after 3 s from node 0") as caught:
-            head.wait()
-        pids = processes(tmp_path)
-    text = str(caught.value)
-    assert "node-1.log: node 1: last wrote" in text
-    assert "s ago: waits for the others" in text
-    assert gone(pids)
 
 
 NODES = ("n1", "n2")

@@ -127,8 +127,11 @@ def test_the_picture_is_of_the_same_numbers() -> None:
      "qwen3-30b-a3b-lora"],
 )  # fmt: skip
 def test_more_recipes_run_at_full_width(name: str) -> None:
-    """Tensor and context parallelism, offloading, experts: all of it runs, and what rests is what the plan says."""
-    rest = next(one for one in compare.terms(*simulated(name)) if one.term == "at rest")
+    """Tensor and context parallelism, offloading, experts: all of it runs, and what rests and is sent is what the plan says."""
+    terms = compare.terms(*simulated(name))
+    sent = [one for one in terms if one.term.startswith(("all-gather", "reduce-scatter", "all-reduce"))]
+    assert sent and all(one.difference is not None and abs(one.difference) < 0.005 for one in sent), sent
+    rest = next(one for one in terms if one.term == "at rest")
     assert rest.planned is not None and abs(rest.planned - rest.counted) < 0.002 * rest.counted + 2**21  # and the batch
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from clustertune.errors import UserError
 from clustertune.resolve.resolve import resolve
-from clustertune.rundir import RunDir
 from clustertune.sweep.points import SWEEP, Sweep, make_sweep, point, read_sweep
 
 WORDS = ["train.learning_rate=1e-3,5e-3", "lora.target_modules=[q_proj,k_proj],all-linear", "train.max_steps=8"]
@@ -57,20 +56,6 @@ def test_a_folder_holds_one_sweep(tmp_path: Path) -> None:
     (tmp_path / "other" / "thesis.tex").touch()
     with pytest.raises(UserError, match="holds something else than a sweep"):
         make(tmp_path / "other").write()
-
-
-def test_what_is_finished_is_not_left(tmp_path: Path) -> None:
-    """Finished is what the last stage asked for says; a later --to asks for more of the same points."""
-    sweep = make(tmp_path / "s")
-    sweep.write()
-    run = RunDir(sweep.points[1].run_dir)
-    run.path.mkdir(parents=True)
-    run.finish_stage("train", 1.0)
-    assert [p.index for p in make(tmp_path / "s").left()] == [0, 2, 3]
-    further = make(tmp_path / "s", last="eval")
-    assert [p.index for p in further.left()] == [0, 1, 2, 3]
-    further.write()
-    assert read_sweep(tmp_path / "s").last == "eval"
 
 
 @pytest.mark.parametrize(

@@ -125,23 +125,6 @@ def test_preemption_warns_and_requeues(slurm: TemporaryCluster, tmp_path: Path) 
     assert "warned" in (tmp_path / "out.txt").read_text()
 
 
-@pytest.mark.parametrize(("nodes", "gpus"), [(3, 2), (("a-1", "b.x", "C_3-" + "9z" * 22), 8)])
-def test_other_shapes(nodes: int | tuple[str, ...], gpus: int, slurm: TemporaryCluster, tmp_path: Path) -> None:
-    """Any count of nodes and GPUs, and hurtful names: a job runs, and nothing stays of it.
-
-    Beside another one of the same names, addresses and ports: neither sees the other.
-    """
-    with make(nodes, gpus) as cluster:
-        body = "srun bash -c 'echo $SLURMD_NODENAME:$CUDA_VISIBLE_DEVICES'"
-        job = submit(cluster, tmp_path, body, f"--nodes={len(cluster.names)}", f"--gpus-per-node={gpus}")
-        assert cluster.wait(job)["JobState"] == "COMPLETED"
-        devices = ",".join(str(i) for i in range(gpus))
-        assert sorted((tmp_path / "out.txt").read_text().split()) == sorted(f"{name}:{devices}" for name in cluster.names)
-        seen = slurm.run(["squeue", "--noheader", "--states=all", f"--jobs={job}", "-o", "%Z"], check=False).stdout
-        assert str(tmp_path) not in seen
-    assert left(cluster.root) == []
-
-
 def test_power_loss_without_namespaces(tmp_path: Path) -> None:
     """The step's daemon detaches from slurmd: it must be found all the same, and be gone with its node."""
     with make(("gpu007", "a.b-c"), isolated=False) as cluster:

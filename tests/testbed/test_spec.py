@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from clustertune.errors import UserError
-from clustertune.testbed import spec
 from clustertune.testbed.files import ClusterFolder
 from clustertune.testbed.spec import ClusterSpec
 
@@ -29,20 +27,6 @@ def test_a_shape_that_cannot_be(shape: dict[str, Any], words: str) -> None:
     assert any(words in str(problem) and problem.fix for problem in ClusterSpec(**shape).problems())
     for limit in (ClusterSpec(), ClusterSpec(nodes=16, gpus=0, cpus=7), ClusterSpec(nodes=("a-1", "b.x", "n" * 48))):
         assert limit.problems() == []
-
-
-def test_where_namespaces_are_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for, they are an error with the ways out; else the nodes stand side by side, if there is a network."""
-    monkeypatch.setattr(spec, "missing", lambda *, isolated=False: {})
-    monkeypatch.setattr(spec, "can_isolate", lambda: None)
-    monkeypatch.setattr(spec, "has_address", lambda: True)
-    with pytest.raises(UserError, match=r"namespaces.*run it as root, or allow user namespaces"):
-        spec.choose(ClusterSpec(isolation="netns"))
-    assert spec.choose(ClusterSpec()) is None
-    monkeypatch.setattr(spec, "has_address", lambda: False)
-    for isolation in ("auto", "none"):
-        with pytest.raises(UserError, match="no network address but loopback"):
-            spec.choose(ClusterSpec(isolation=isolation))
 
 
 def test_the_files_of_a_cluster(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from clustertune.errors import UserError
 from clustertune.export.export import export
 from clustertune.export.whole import export_model
 from clustertune.training.deepspeed_engine import load_file as load_verified
-from clustertune.training.deepspeed_engine import swapped_masters
 from tests.command import events
 from tests.damage import flip
 from tests.training.benches import (
@@ -192,16 +190,6 @@ def test_masters_on_nvme_are_read_from_their_swap_files(trained: Path, tmp_path:
         export(checkpoint, tmp_path / name)
     plain, nvme = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("plain", "nvme"))
     assert plain.keys() == nvme.keys() and all(plain[key].equal(nvme[key]) for key in plain)
-
-
-def test_swap_files_are_noted_where_a_group_lies_on_nvme() -> None:
-    """By the id that DeepSpeed gives the group; a group in memory has no note."""
-    groups: Any = torch.empty(0), torch.ones(2)
-    groups[0].ds_id = "0_9"
-    info = SimpleNamespace(get_swap_paths=lambda: ["/disk/rank0/0_9.tensor.swp", "/disk/rank0/0_9_exp_avg.tensor.swp"])
-    swapper = SimpleNamespace(swap_params_info={"0_9": info})
-    optimizer = SimpleNamespace(fp32_partitioned_groups_flat=groups, optimizer_swapper=swapper)
-    assert swapped_masters(optimizer) == {"0": "0_9.tensor.swp"} and swapped_masters(None) == {}
 
 
 @pytest.mark.jobs

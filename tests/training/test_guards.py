@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from clustertune.data import tokenizer as tokens
 from clustertune.errors import ExitCode, UserError
@@ -153,15 +152,3 @@ def test_a_base_is_taken_or_refused_by_the_file_that_says_so(
     by_file = (str(tmp_path / "config.json"), "quantization_config")
     assert (problem.file, problem.key) == (by_file if stored else (None, base_model.RECIPE_KEY))
     assert caught.value.code is ExitCode.CONFIG and "not quantised" in (problem.fix or "")
-
-
-@pytest.mark.parametrize("storage", ["bfloat16", "float16", "float32"])
-def test_a_cast_loses_what_is_packed_in_another_type(storage: str) -> None:
-    """What the refusal rests on: bitsandbytes' own layer before and after the cast that FSDP and DeepSpeed do."""
-    functional = pytest.importorskip("bitsandbytes.functional", reason="the package bitsandbytes")
-    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    packed, state = functional.quantize_4bit(weight, quant_type="nf4", quant_storage=getattr(torch, storage))
-    cast = packed.to(torch.bfloat16).to(packed.dtype)
-    assert torch.equal(functional.dequantize_4bit(cast, state), functional.dequantize_4bit(packed, state)) is (
-        storage == "bfloat16"
-    )

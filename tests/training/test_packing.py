@@ -160,23 +160,6 @@ def test_conversations_do_not_see_each_other(kind: str, attention: str) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_rounding_is_not_taken_for_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TF32 rounds what a float32 product reads to 10 bits: done here by hand, as it takes a GPU."""
-
-    def rounded(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype != torch.float32:
-            return tensor
-        return ((tensor.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
-
-    def uneven(x: torch.Tensor, w: torch.Tensor, b: Any = None) -> torch.Tensor:
-        """A kernel that adds in another order for another number of rows."""
-        return real(rounded(x * (1 + 1e-6 * x.shape[-2])) if x.dtype == torch.float32 else x, rounded(w), b)
-
-    real = torch.nn.functional.linear
-    monkeypatch.setattr(torch.nn.functional, "linear", uneven)
-    assert packing.is_isolated({**SMALL, "model_type": "llama"}, "sdpa")
-
-
 @pytest.mark.parametrize("attention", [PACKED, "sdpa"])
 def test_attention_across_conversations_is_noticed(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check itself: without what tells where a conversation begins they see each other."""
