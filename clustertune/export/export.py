@@ -190,7 +190,7 @@ def collect(
 
     if trained.lora is None:
         text = "the run trained all parameters: there is no adapter to export"
-        raise UserError(text, file=str(checkpoint / "recipe.json"), key="recipe.lora")
+        raise UserError(text, file=str(checkpoint / "recipe.json"), key="lora")
     expected = build_expected(trained.architecture, trained.lora, trained.model_name, trained.revision)
     source = open_source(checkpoint, manifest)
     wanted, problems, warnings = _match(source, expected, checkpoint)
