@@ -101,11 +101,12 @@ def export(checkpoint: Path, out: Path, base: Path | None = None) -> dict[str, A
 
         return write
 
-    return export_as(KIND, checkpoint, out, _is_ours, prepare)
+    return export_as(KIND, checkpoint, out, is_adapter_file, prepare)
 
 
-def _is_ours(name: str) -> bool:
-    """Whether an export that was killed leaves such a file."""
+def is_adapter_file(name: str) -> bool:
+    """Whether an export writes a file of this name into an adapter's folder: weights, configuration, tokenizer, and where an
+    answer ends."""
     return name in (*ADAPTER_FILES, companions.GENERATION) or companions.is_tokenizer(name)
 
 

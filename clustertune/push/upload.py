@@ -12,7 +12,7 @@ from typing import Any
 
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.evaluate import scores as evaluation
-from clustertune.export.export import ADAPTER_FILES
+from clustertune.export.export import ADAPTER_FILES, is_adapter_file
 from clustertune.host.credentials import holds_secret
 from clustertune.manifest import MANIFEST, Manifest, find_problems, list_files, read_manifest, require_whole
 from clustertune.report import content, forms, source
@@ -78,15 +78,14 @@ def pack(run: RunDir, repo: str, licence: str | None, secrets: Iterable[str] = (
         )
     sealed = read_manifest(run.adapter, "adapter")
     card = build_card(run, document, sealed, repo, licence)
-    files = [
-        File(name, sealed.files[name].size, sealed.files[name].sha256, run.adapter / name)
-        for name in ADAPTER_FILES
-        if name in sealed.files
-    ]
+    names = dict.fromkeys(
+        name for name in (*ADAPTER_FILES, *sorted(sealed.files)) if name in sealed.files and is_adapter_file(name)
+    )
+    files = [File(name, sealed.files[name].size, sealed.files[name].sha256, run.adapter / name) for name in names]
     text = card.encode()
     files.append(File(CARD, len(text), hashlib.sha256(text).hexdigest(), data=text))
     raise_if([problem for file in files for problem in look_through(file, run, secrets)])
-    left = sorted({*list_files(run.adapter), *sealed.files} - {*ADAPTER_FILES, MANIFEST})
+    left = sorted({*list_files(run.adapter), *sealed.files} - {*names, MANIFEST})
     return Upload(tuple(files), card, tuple(left))
 
 

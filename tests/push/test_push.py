@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from clustertune import secrets
+from clustertune import manifest, secrets
 from clustertune.chain import Chain
 from clustertune.cli import app as cli
 from clustertune.errors import UserError
@@ -125,6 +125,18 @@ def test_a_damaged_adapter_is_not_pushed(push: Push, hub: FakeHub, trained: RunD
     flip(trained.adapter / "adapter_model.safetensors", -1)
     done = push("--publish")
     assert done.code == 2 and "SHA-256" in done.err and "nothing is pushed" in done.err and hub.asked == []
+
+
+def test_the_tokenizer_of_the_training_goes_with_it(push: Push, hub: FakeHub, trained: RunDir) -> None:
+    """Without it whoever loads the adapter takes the base's template and end."""
+    own = {"tokenizer.json": "{}", "tokenizer_config.json": "{}", "chat_template.jinja": "x", "generation_config.json": "{}"}
+    for name, text in own.items():
+        (trained.adapter / name).write_text(text)
+    meta = manifest.read_manifest(trained.adapter, "adapter").meta
+    (trained.adapter / manifest.MANIFEST).unlink()
+    manifest.seal(trained.adapter, "adapter", meta)
+    assert push("--publish").code == 0
+    assert {name: hub.repos[REPO].files.get(name) for name in own} == {name: text.encode() for name, text in own.items()}
 
 
 def test_other_files_of_the_folder_stay_here(push: Push, hub: FakeHub, trained: RunDir) -> None:
