@@ -378,7 +378,7 @@ def test_a_recipe_for_gpus_trains_a_small_model_on_cpus_and_refuses_a_large_one(
     assert run("new", tmp_path / "small", "--model", small_model(tmp_path / "hf"), *words, stack=True).code == 0
     dry = run("run", tmp_path / "small", "--dry-run", "--run-dir", tmp_path / "run", "--json", stack=True)
     assert dry.code == 0 and "8 GPUs" in dry.err, dry.err
-    assert dry.json["train"][dry.json["train"].index("--num_processes") + 1] == "2"
+    assert dry.json["train"][dry.json["train"].index("--nproc-per-node") + 1] == "2"
     assert run("new", tmp_path / "large", "--model", "Qwen/Qwen3-8B", *words, "model.revision=" + 40 * "a").code == 0
     refused = run("run", tmp_path / "large", "--dry-run", "--run-dir", tmp_path / "run")
     assert refused.code == 2 and "8 GPUs" in refused.err and "--tiny" in refused.err

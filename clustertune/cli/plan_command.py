@@ -20,7 +20,6 @@ from clustertune.console import emit_json, reply, say, show
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.host.system import GIB
 from clustertune.manifest import replace_ours
-from clustertune.recipe.native_rules import row_tokens
 
 if TYPE_CHECKING:
     from clustertune.plan.calibration import CalibratedCluster
@@ -41,6 +40,7 @@ with deferred():
     from clustertune.plan import lengths as known_lengths
     from clustertune.plan import predict as prediction
     from clustertune.recipe import load as recipe_load
+    from clustertune.recipe import native_rules
     from clustertune.report import comparison as runs_page
     from clustertune.report import metrics
     from clustertune.resolve import overrides as recipe_source
@@ -216,7 +216,7 @@ def _simulate(found: Plan, args: PlanArguments) -> tuple[Plan, Simulation]:
     """The simulation, and the plan of what was simulated: of the same depth, of full rows. Says how far it is on stderr."""
     resolved = found.resolved if args.depth is None else simulator.with_depth(found.resolved, args.depth)
     ranks = simulator.read_ranks(args.ranks, resolved)
-    longest = known_lengths.Lengths((int(row_tokens(resolved.train_args)),), "full rows")
+    longest = known_lengths.Lengths((int(native_rules.row_tokens(resolved.train_args)),), "full rows")
     same = prediction.make_plan(resolved, found.machine, found.constants, lengths=longest, sure=False)
     return same, simulator.simulate(
         resolved, found.machine, ranks=ranks, tell=lambda body: console.say(simulator.progress(body))

@@ -75,7 +75,7 @@ def test_utilisation_by_hand() -> None:
 
 def test_beside_the_plan() -> None:
     """Measured over planned: above 1 the step takes longer than was said."""
-    asked = preparation.BenchRequest("llama405b-oasst2", Path("runs/bench/x"), BenchSchedule(1, 2, 1), ranks=16)
+    asked = preparation.BenchRequest("llama405b-oasst2", Path("runs/bench/x"), BenchSchedule(1, 2), ranks=16)
     made = preparation.make(asked)
     plan, why = result.predict(made.whole, load_cluster("rno-rtxpro6000"), made.lengths)
     assert plan is not None and why is None

@@ -252,12 +252,12 @@ def test_a_template_that_leaves_texts_out_is_refused(run, template, word):
     for row, name in (({"messages": used}, "messages"), ({"prompt": used[:-1], "completion": used[-1:]}, "prompt-completion")):
         got = run([row] * 2, format=name)
         with pytest.raises(UserError, match=f"{word} messages"):
-            tokens.make(got.out, deaf, {"packing": False, "max_length": None, "assistant_only_loss": False})
+            tokens.make(got.out, deaf, train_defaults() | {"packing": False, "max_length": None, "assistant_only_loss": False})
 
 
 def test_system_messages_that_a_template_leaves_out_are_named(run, capsys):
     deaf = train_tokenizer(["question"], 300, 512)
     deaf.chat_template = NO_SYSTEM
     got = run([{"messages": [said("system", "be kind"), *PAIR]}] * 2, format="messages")
-    tokens.make(got.out, deaf, {"packing": False, "max_length": None, "assistant_only_loss": False})
+    tokens.make(got.out, deaf, train_defaults() | {"packing": False, "max_length": None, "assistant_only_loss": False})
     assert "2 examples hold system messages" in capsys.readouterr().err

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from clustertune.export.export import export
+from clustertune.recipe.native_rules import lora_defaults
 from tests.export.conftest import make_tensors, seal_checkpoint, write_recipe
 
-LORA = {"r": 1, "lora_alpha": 2, "target_modules": ["q_proj", "down_proj"]}
+LORA = lora_defaults() | {"r": 1, "lora_alpha": 2, "target_modules": ["q_proj", "down_proj"]}
 RANKS = 3
 
 

@@ -31,7 +31,7 @@ BAD = {
     "num_train_epochs": [0, -1, "x", None], "warmup_steps": [-1, "x", 1.5], "weight_decay": [-0.1, 1, "x"],
     "seed": [-1, 1.5, "x", True, 2**32], "save_steps": [0, -1, 1.5, "x"], "logging_steps": [0, -2], "eval_steps": [0, -2, "x"],
     "save_total_limit": [0, -3, "x"], "packing": ["maybe", 2, [True]], "lr_scheduler_type": ["cosin", 3, None],
-    "optim": ["adamw", "adam_torch"], "eval_strategy": ["step", 1, True], "report_to": ["wandbb", 3], "bf16": ["perhaps", 3],
+    "optim": ["adamw", "adam_torch"], "eval_strategy": ["step", 1, True], "report_to": [3], "bf16": ["perhaps", 3],
     "packing_strategy": ["ffd"], "save_strategy": ["step"], "include_for_metrics": ["loss"],
 }  # fmt: skip
 

@@ -163,7 +163,7 @@ def test_a_sweep_with_queued_tasks_is_not_submitted_again(tmp_path: Path, monkey
     made, resolved = command._locally("tiny-oasst2", WORDS, None, None, options)
     job = array.make_job(made, resolved, machine(2, 8))
     sent: list[list[str]] = []
-    monkeypatch.setattr(array.submit.slurm, "submit", lambda options, script, words: sent.append([script]) or "41")
+    monkeypatch.setattr(array.stage_jobs.slurm, "submit", lambda options, script, words: sent.append([script]) or "41")
     assert array.send(made, resolved, machine(2, 8), job) == "41"
     recorded = [RunDir(point.run_dir).description(1) for point in made.points]  # what the tasks run, whatever is edited since
     assert [found.resolved for found in recorded] == resolved and all(found.cluster == machine(2, 8) for found in recorded)

@@ -57,13 +57,14 @@ def trl(path: Path, folder: Path) -> tuple[list[list[float]], dict[str, float]]:
     base, recipe = next((path / "model").iterdir()), json.loads((path / "run.json").read_bytes())["recipe"]
     rows = {split: datasets.Dataset.from_json(str(path / "data" / f"{split}.jsonl")) for split in ("train", "eval")}
     values = fit_to_device(recipe["train_args"], cuda=False).values | {"save_strategy": "no"}
+    own = {key: value for key, value in values.items() if key in DPOConfig.__dataclass_fields__}
     trainer = DPOTrainer(
         model=str(base),
-        args=DPOConfig(output_dir=str(folder), **values),
+        args=DPOConfig(output_dir=str(folder), **own),
         train_dataset=rows["train"].remove_columns("source"),
         eval_dataset=rows["eval"].remove_columns("source"),
         processing_class=AutoTokenizer.from_pretrained(base),
-        peft_config=LoraConfig(**recipe["recipe"]["lora"]) if recipe["recipe"]["lora"] else None,
+        peft_config=LoraConfig(**recipe["lora"]) if recipe["lora"] else None,
     )
     trainer.train()
     logs = trainer.state.log_history

@@ -16,7 +16,6 @@ from clustertune.data import rollout_rows
 from clustertune.data.rewards import Rewards
 from clustertune.errors import ExitCode
 from clustertune.export.whole import export_either
-from clustertune.recipe.native_rules import MAX_PROMPT
 from clustertune.recipe.schema import Recipe
 from clustertune.training.build import fit_to_device
 from clustertune.training.rollouts import find_alarm, paired
@@ -58,16 +57,17 @@ def trl(path: Path, folder: Path) -> list[list[float]]:
     torch.set_num_threads(1)
     base, recipe = next((path / "model").iterdir()), json.loads((path / "run.json").read_bytes())["recipe"]
     stated = Recipe.model_validate(recipe["recipe"])
-    values = fit_to_device(recipe["train_args"], cuda=False).values | {"save_strategy": "no", "eval_strategy": "no"}
-    del values[MAX_PROMPT], values["eval_on_start"]
+    values = fit_to_device(recipe["train_args"], cuda=False).values
+    values |= {"save_strategy": "no", "eval_strategy": "no", "eval_on_start": False, "reward_weights": [1.0, 0.5]}
+    own = {key: value for key, value in values.items() if key in GRPOConfig.__dataclass_fields__}
     with Rewards(stated.reward or (), recipe["reward_code"]) as rewards:
         trainer = GRPOTrainer(
             model=str(base),
             reward_funcs=rewards.judges,
-            args=GRPOConfig(output_dir=str(folder), reward_weights=[1.0, 0.5], **values),
+            args=GRPOConfig(output_dir=str(folder), **own),
             train_dataset=rollout_rows.as_dataset(path / "data", "train"),
             processing_class=AutoTokenizer.from_pretrained(base),
-            peft_config=LoraConfig(**stated.lora) if stated.lora else None,
+            peft_config=LoraConfig(**recipe["lora"]) if recipe["lora"] else None,
         )
         trainer.train()
     return [[log[key] for key in NAMES.values()] for log in trainer.state.log_history if "loss" in log]

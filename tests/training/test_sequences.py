@@ -17,6 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from clustertune.data import sequences, tokens
 from clustertune.data.local_model import CHAT_TEMPLATE, train_tokenizer
 from clustertune.data.prepare import prepare
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.schema import Data
 from clustertune.resolve.resolve import resolve
 from tests.command import REPO
@@ -85,8 +86,9 @@ def whole(request: pytest.FixtureRequest, dataset: Path, tokenizer: Any, tmp_pat
 
 def made(dataset: Path, tokenizer: Any, **settings: Any) -> tuple[Any, Any]:
     """What a rank maps for these settings."""
-    tokens.make(dataset, tokenizer, {"seed": 7, **settings})
-    train, held = sequences.load(dataset / tokens.FOLDER, dataset, tokenizer, {"seed": 7, **settings})
+    section = train_defaults() | {"seed": 7, **settings}
+    tokens.make(dataset, tokenizer, section)
+    train, held = sequences.load(dataset / tokens.FOLDER, dataset, tokenizer, section)
     assert held is not None
     return train, held
 
