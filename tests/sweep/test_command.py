@@ -172,10 +172,10 @@ def test_a_sweep_with_queued_tasks_is_not_submitted_again(tmp_path: Path, monkey
     def scontrol(words: list[str]) -> str:
         return "".join(RECORD.format(task, state, job.path) for task, state in states.items())
 
-    assert array.submit.live_jobs(made.path, scontrol) == ["41"]
+    assert array.stage_jobs.live_jobs(made.path, scontrol) == ["41"]
     states["1"] = "FAILED"
-    assert array.submit.live_jobs(made.path, scontrol) == []
-    monkeypatch.setattr(array.submit, "live_jobs", lambda path: ["41"])
+    assert array.stage_jobs.live_jobs(made.path, scontrol) == []
+    monkeypatch.setattr(array.stage_jobs, "live_jobs", lambda path: ["41"])
     with pytest.raises(UserError, match="tasks of this sweep are in the queue: 41") as caught:
         array.send(made, resolved, machine(2, 8), job)
     assert caught.value.code is ExitCode.AGAIN and len(sent) == 1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from clustertune.errors import UserError
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.training import build
 
 LIGER = {"use_liger_kernel": True, "liger_kernel_config": {"rope": True}}
@@ -29,6 +30,7 @@ def test_a_kernel_that_is_not_installed_ends_the_start(
 ) -> None:
     """An error with the key, not an ImportError after the weights were loaded; a machine without GPUs needs none of them."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else object())
-    build.check_packages(wanted, cuda=False)
+    section = train_defaults() | wanted
+    build.check_packages(section, cuda=False)
     with pytest.raises(UserError, match=named) if named else nullcontext():
-        build.check_packages(wanted, cuda=True)
+        build.check_packages(section, cuda=True)
