@@ -86,7 +86,7 @@ class Job:
         found = [
             pid
             for pid in self.cluster.processes(node, "clustertune train", str(self.run))
-            if b"accelerate" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"launch.elastic" not in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
         return found[0]
 
