@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.testbed.cluster import TemporaryCluster
-from tests.recipe_runs import RUNS, WORDS, judge
+from tests.recipe_runs import RUNS, judge, words
 from tests.slurm import make, tidy
 from tests.slurm_job import Job
 
@@ -30,7 +30,7 @@ def test_a_recipe_goes_through_the_real_launcher(name: str, two_by_two: Temporar
     job = Job(
         two_by_two,
         tmp_path / "r",
-        words=[f"recipes/{wanted.recipe}", "--tiny", "--to", "train", *WORDS, *wanted.overrides],
+        words=[f"recipes/{wanted.recipe}", "--tiny", "--to", "train", *words(wanted.recipe), *wanted.overrides],
         options=[
             f"--nodes={min(2, wanted.ranks)}",
             f"--gpus-per-node={each}",
