@@ -20,7 +20,7 @@ from clustertune.resolve import show
 from clustertune.resolve.models import find_model, find_obstacles, known_models, read_models
 from clustertune.resolve.resolve import resolve
 from tests.command import events, run
-from tests.recipe_runs import WORDS
+from tests.recipe_runs import words
 
 CONVERSATIONS = RECIPES / "tiny-oasst2" / "conversations.jsonl"
 LISTED = sorted(read_models())
@@ -132,7 +132,7 @@ def test_a_listed_model_runs_tiny(name: str, tmp_path: Path) -> None:
     done = run("new", folder, "--model", name, "--data", CONVERSATIONS, "--gpus", "16x8xh200-sxm")
     assert done.code == 0, done.err
     run_dir = tmp_path / "run"
-    done = run("run", folder, "--tiny", "--to", "export", "--run-dir", run_dir, *WORDS, network=False)
+    done = run("run", folder, "--tiny", "--to", "export", "--run-dir", run_dir, *words(name), network=False)
     assert done.code == 0, done.err
     assert len(events(run_dir, "step")) == 2 and (run_dir / "adapter" / "adapter_model.safetensors").is_file()
 
