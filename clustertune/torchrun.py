@@ -2,8 +2,8 @@
 
 The calls become one attempt through a torch TCPStore that node 0's call holds, and that ends with it: the others leave there
 who they are, and read which attempt to take part in, or that there is nothing to do. What an earlier round of calls left
-behind is gone with its store, no matter which process was killed, and when. As torch's own store it has no password: whoever
-reaches the port can end the round.
+behind is gone with its store, whichever process was killed. Like every store of torch it has no password: whoever reaches the
+port can end the round.
 """
 
 from __future__ import annotations
@@ -207,10 +207,12 @@ def await_attempt(call: TorchrunCall) -> int | ExitCode:
     """
     if not _await_port(call):
         return ExitCode.OK
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a store that ended is told by a stack of C++, too
+    level = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"  # read at import: else a lost store prints a stack trace of C++ too
     from torch.distributed import DistError, TCPStore
 
-    os.environ.pop("TORCH_CPP_LOG_LEVEL")
+    if level is None:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
     try:
         store = TCPStore(call.master, call.port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
         for name, size in json.loads(store.get(SIZES)).items():

@@ -164,7 +164,7 @@ def _recognised(data: Data) -> dict[str, Any]:
     if told:
         ((form, detail),) = told.items()
         text = f"rows look like data.format: {form}, and the first cannot be read: {detail}"
-        raise UserError(text, file=source.shown, key="--data", fix="mend the rows, or leave such rows out")
+        raise UserError(text, file=source.shown, key="--data", fix="correct these rows, or remove them")
     named = f"rows with the columns {', '.join(columns)[:200]} are of no format that is trained on here"
     fix = "name them behind the options, as 'data.columns={prompt: QUESTION, completion: ANSWER}'; docs/data.md has the formats"
     if not columns:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.bounded import StandingChild, allow
-from clustertune.data import chats
+from clustertune.data import answer_rules, chats
 from clustertune.data.rows import KINDS, KNOWN, BadRow, RowLocation, kind_of, read_file
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import hash_file
@@ -170,16 +169,9 @@ def _check_rules(prompt: OwnPrompt, judge: Judge) -> Iterator[tuple[str, str, st
     if not isinstance(texts, str) and not (isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)):
         wrong = True
         yield "contains", "is neither a text nor a list of texts", "write the text that must stand in the answer"
-    if "regex" in rules:
-        try:
-            re.compile(rules["regex"])
-        except (re.error, TypeError, RecursionError, OverflowError) as error:
-            wrong = True
-            yield (
-                "regex",
-                f"is no pattern of Python's re: {error}",
-                "a sign such as ( or + is written \\( or \\+ if it is meant",
-            )
+    if "regex" in rules and (fault := answer_rules.wrong_pattern(rules["regex"])) is not None:
+        wrong = True
+        yield "regex", fault, "a sign such as ( or + is written \\( or \\+ if it is meant"
     if "json_schema" in rules and (schema_fault := _wrong_schema(rules["json_schema"])):
         wrong = True
         yield "json_schema", *schema_fault
@@ -195,16 +187,9 @@ def _wrong_schema(schema: Any) -> tuple[str, str] | None:
     """What is wrong with a JSON schema, and what to do; None: nothing."""
     if find_spec("jsonschema") is None:
         return "the package jsonschema is not installed", "pip install jsonschema, or use contains or regex"
-    import jsonschema
-
-    try:
-        found = json.loads(schema) if isinstance(schema, str) else schema
-        jsonschema.validators.validator_for(found).check_schema(found)
-    except (ValueError, RecursionError) as error:
-        return f"is not JSON: {error}", "write a JSON object, or a text that holds one"
-    except (jsonschema.SchemaError, AttributeError, TypeError) as error:
-        return f"is no JSON schema: {str(error).partition(chr(10))[0]}", 'for example {"type": "object", "required": ["name"]}'
-    return None
+    if (fault := answer_rules.wrong_schema(schema)) is None:
+        return None
+    return fault, 'write a JSON object, or a text that holds one, such as {"type": "object", "required": ["name"]}'
 
 
 class Judge:
@@ -223,7 +208,7 @@ class Judge:
     def __call__(self, rule: str, expected: Any, answer: str) -> bool | None:
         """Whether an answer keeps a rule; None where that cannot be said within :data:`JUDGE_SECONDS`."""
         if rule == "exact_match":
-            return answer.strip() == str(expected).strip()
+            return answer_rules.is_equal(answer, expected)
         if rule == "contains":
             return all(text in answer for text in ([expected] if isinstance(expected, str) else expected))
         if self._child is None or self._child.ended:
@@ -234,20 +219,11 @@ class Judge:
 
 def _judge(work: Any) -> dict[str, Any]:
     """Of a regular expression or a JSON schema; in a child."""
-    if work["rule"] == "regex":
-        allow(JUDGE_SECONDS)
-        return {"keeps": re.search(work["expected"], work["answer"]) is not None}
-    import jsonschema
-    from referencing import Registry
-
+    rule, expected, answer = work["rule"], work["expected"], work["answer"]
     allow(JUDGE_SECONDS)
-    schema = json.loads(work["expected"]) if isinstance(work["expected"], str) else work["expected"]
+    if rule == "regex":
+        return {"keeps": answer_rules.matches(answer, expected)}
     try:
-        value = json.loads(work["answer"])
-        # An empty registry: a schema that refers to an address is not fetched.
-        jsonschema.validators.validator_for(schema)(schema, registry=Registry()).validate(value)
-    except (ValueError, RecursionError, jsonschema.ValidationError):
+        return {"keeps": answer_rules.fits_schema(answer, expected)}
+    except Exception:  # the schema refers to nothing: jsonschema and referencing have no common error
         return {"keeps": False}
-    except Exception:  # a reference to nothing
-        return {"keeps": False}
-    return {"keeps": True}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.util
-import json
 import math
 import re
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 
 from clustertune.bounded import StandingChild, allow
 from clustertune.console import say
-from clustertune.data import punkt
+from clustertune.data import answer_rules, punkt
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.recipe import tasks
 from clustertune.recipe.load import did_you_mean
@@ -46,7 +45,7 @@ def _ifeval(text: str, row: Mapping[str, Any], prompt: str, _told: Mapping[str, 
     """Share of the prompt's instructions that the answer follows, by lm-eval's strict checkers."""
     from lm_eval.tasks.ifeval.utils import InputExample, test_instruction_following_strict
 
-    names, arguments = _as_value(row["instruction_id_list"]), _as_value(row["kwargs"])
+    names, arguments = answer_rules.as_value(row["instruction_id_list"]), answer_rules.as_value(row["kwargs"])
     found = test_instruction_following_strict(InputExample(0, names, prompt, arguments), text).follow_instruction_list
     return float(sum(found) / len(found))
 
@@ -58,28 +57,18 @@ def _exact_match(text: str, row: Mapping[str, Any], _prompt: str, told: Mapping[
         if not places:
             return 0.0
         text = places[-1][places[-1].re.groups and 1] or ""
-    return float(text.split() == str(row[told.get("column", "answer")]).split())
+    return float(answer_rules.is_equal(text, row[told.get("column", "answer")]))
 
 
 def _regex(text: str, row: Mapping[str, Any], _prompt: str, told: Mapping[str, Any]) -> float:
     """Whether the pattern is found in the answer (``re.search``)."""
     pattern = told["pattern"] if "pattern" in told else row[told.get("column", "pattern")]
-    return float(re.search(pattern, text) is not None)
+    return float(answer_rules.matches(text, pattern))
 
 
 def _json_schema(text: str, row: Mapping[str, Any], _prompt: str, told: Mapping[str, Any]) -> float:
-    """Whether the answer is JSON, but for a Markdown fence, and valid by the schema. Nothing is fetched for a ``$ref``."""
-    import jsonschema
-    import referencing
-
-    schema = _as_value(told["schema"] if "schema" in told else row[told.get("column", "schema")])
-    fenced = re.fullmatch(r"\s*```(?:json)?\n(.*)\n```\s*", text, re.DOTALL)
-    try:
-        value = json.loads(fenced[1] if fenced else text)
-    except (ValueError, RecursionError):
-        return 0.0
-    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-    return float(kind(schema, registry=referencing.Registry()).is_valid(value))
+    """Whether the answer is JSON and valid by the schema."""
+    return float(answer_rules.fits_schema(text, told["schema"] if "schema" in told else row[told.get("column", "schema")]))
 
 
 def _length(text: str, _row: Mapping[str, Any], _prompt: str, told: Mapping[str, Any]) -> float:
@@ -96,11 +85,6 @@ _OURS: dict[str, Callable[[str, Mapping[str, Any], str, Mapping[str, Any]], floa
     "json_schema": _json_schema,
     "length": _length,
 }
-
-
-def _as_value(value: Any) -> Any:
-    """A value of JSON, or a text that holds one, as tables have it."""
-    return json.loads(value) if isinstance(value, str) else value
 
 
 # --- what a row must have -------------------------------------------------------------------------------------------------
@@ -132,22 +116,10 @@ def lacking(reward: Reward, row: Mapping[str, Any]) -> Iterator[tuple[str, str, 
             fix = f"write it in the row, or name another column: {{function: {reward.function}, column: NAME}}"
             yield column, f"missing, and {reward.function} reads it", fix
         elif reward.function == "regex":
-            try:
-                re.compile(str(row[column]))
-            except re.error as error:
-                yield column, f"is not a regular expression: {error}", None
-        elif reward.function == "json_schema":
-            yield from _lacking_schema(column, row[column])
-
-
-def _lacking_schema(column: str, value: Any) -> Iterator[tuple[str, str, str | None]]:
-    import jsonschema
-
-    try:
-        schema = _as_value(value)
-        jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator).check_schema(schema)
-    except (ValueError, RecursionError, AttributeError, TypeError, jsonschema.SchemaError) as error:
-        yield column, f"is not a JSON schema: {str(error).splitlines()[0]}", "json-schema.org says what one is"
+            if (fault := answer_rules.wrong_pattern(str(row[column]))) is not None:
+                yield column, fault, None
+        elif reward.function == "json_schema" and (fault := answer_rules.wrong_schema(row[column])) is not None:
+            yield column, fault, "json-schema.org says what one is"
 
 
 def _lacking_instructions(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None]]:
@@ -155,7 +127,7 @@ def _lacking_instructions(row: Mapping[str, Any]) -> Iterator[tuple[str, str, st
     found = {}
     for column in ("instruction_id_list", "kwargs"):
         try:
-            found[column] = _as_value(row.get(column))
+            found[column] = answer_rules.as_value(row.get(column))
         except ValueError:
             found[column] = None
         if not isinstance(found[column], list) or not found[column]:

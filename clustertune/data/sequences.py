@@ -101,8 +101,8 @@ TRAINER = {"dataset_kwargs": {"skip_prepare_dataset": True}, "assistant_only_los
 
 
 def load(folder: Path, dataset: Path, tokenizer: Any, train_args: Mapping[str, Any]) -> tuple[Any, Any | None]:
-    """The train and eval rows of a run as ``datasets.Dataset``; eval is None where it is empty. Of prompts those of ``dataset``
-    itself: TRL renders them with its own call of the chat template, and rewards read what stands beside them.
+    """The train and eval rows of a run as ``datasets.Dataset``; eval is None where it is empty. Prompts come
+    from ``dataset`` itself: TRL renders them, and rewards read their other columns.
 
     ``folder``: the tokens, or a node's copy of them; ``dataset``: the run's conversations, of whose manifest alone is read.
     Raises UserError where the tokens are missing, or were made of anything else than the recipe says now.

@@ -374,7 +374,7 @@ def read_rewards(given: Any) -> list[Reward]:
 
 
 def _check_options(reward: Reward) -> Iterator[tuple[str, str | None]]:
-    """What is wrong with what one of our rewards is told."""
+    """What is wrong with the options of a built-in reward, and what to do."""
     told = reward.options
     for key in ("column", "pattern", "extract"):
         if reward.module is None and key in told and not (isinstance(told[key], str) and told[key]):

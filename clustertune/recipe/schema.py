@@ -469,7 +469,7 @@ class Reward(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What it is told beside: of a function of the recipe's own, further keyword arguments."""
+        """Its other keys. A function of the recipe's own gets them as keyword arguments."""
         return dict(self.model_extra or {})
 
     @model_validator(mode="before")

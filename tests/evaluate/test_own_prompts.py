@@ -55,7 +55,7 @@ def test_rows_of_every_form(tmp_path: Path) -> None:
     ("row", "words"),
     [
         ({"prompt": ""}, "neither prompt nor messages"),
-        ({"prompt": "a", "regex": "("}, "no pattern"),
+        ({"prompt": "a", "regex": "("}, "not a regular expression"),
         ({"prompt": "a", "answer": "b", "regex": "^c$"}, "own answer does not keep"),
         ({"prompt": "a", "answer": "b", "completion": "c"}, "two names of one thing"),
         ({"prompt": "a", "json_schema": {"type": 5}}, "no JSON schema"),

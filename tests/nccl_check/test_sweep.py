@@ -226,7 +226,7 @@ def test_every_iteration_is_a_sign_of_life() -> None:
     case = CollectiveCase("world", "all_gather", KIB, 20, 5)
     timing = measure.measure(case, operation, torch.device("cpu"), lambda: None, lambda: alive.append(len(made)))
     assert timing["correct"] and len(made) == 1 + 5 + 20
-    assert set(alive) >= set(range(1, 27)), "each iteration that ends is told"
+    assert set(alive) >= set(range(1, 27)), "every finished iteration is reported"
 
 
 # --- the node's program ------------------------------------------------------------------------------------------------
