@@ -53,7 +53,7 @@ MODEL = ("--model", "HuggingFaceTB/SmolLM2-135M-Instruct")
         (("run", "tiny-oasst2", "data.input=nowhere.jsonl"), "nowhere.jsonl", "data.input=PATH"),
         (("run", "tiny-oasst2", "eval.data=nowhere.jsonl"), "nowhere.jsonl", "eval.data=PATH"),
         (("run", "tiny-oasst2", "eval.data=rules.jsonl"), "rules.jsonl:1: regex", "\\("),
-        (("new", "mine", *MODEL, "--data", "turns.jsonl"), "messages[0]", "mend the rows"),
+        (("new", "mine", *MODEL, "--data", "turns.jsonl"), "messages[0]", "correct these rows"),
         (("new", "mine", *MODEL, "--data", "columns.csv"), "question, reply", "data.columns={"),
         (("new", "mine", *MODEL, "--data", "data.xlsx"), "no file of a known kind", ".jsonl"),
         (("eval", "empty"), "config.json: missing", "model folder"),

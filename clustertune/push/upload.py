@@ -93,8 +93,7 @@ def _refusals(run: RunDir, document: Mapping[str, Any]) -> list[Problem]:
     """Why a run has no adapter to push."""
     if run.adapter.is_dir():
         return []
-    recipe = (document.get("recipe") or {}).get("recipe") or {}
-    if recipe.get("lora") is None:
+    if get(document, "recipe", "lora") is None:
         text = "trains all parameters: there is no adapter, and a whole model is never pushed from here"
         return [Problem(text, file=str(run.path), fix="hf upload OWNER/NAME RUN/merged is the Hub's own command for a model")]
     return [Problem("has no adapter yet", file=str(run.path), fix="clustertune run RECIPE --to export")]
@@ -191,7 +190,7 @@ def build_card(run: RunDir, document: Mapping[str, Any], sealed: Manifest, repo:
         "chat_template": None if template is None else _TEMPLATE_HERE,
         # Backquotes that end nowhere in the template.
         "fence": "`" * max([3, *(len(ticks) + 1 for ticks in re.findall(r"`+", str(template)))]),
-        "recipe": _recipe_text(recipe),
+        "recipe": _recipe_text(document.get("recipe") or {}),
         "get": get,
     }
     environment = Environment(autoescape=False, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # noqa: S701
@@ -206,7 +205,8 @@ def _metadata(recipe: Mapping[str, Any], scored: Mapping[str, Any] | None, licen
     import yaml
 
     model, data = recipe.get("model") or {}, recipe.get("data") or {}
-    found: dict[str, Any] = {"library_name": "peft", "pipeline_tag": "text-generation", "tags": ["clustertune", "lora", "sft"]}
+    found: dict[str, Any] = {"library_name": "peft", "pipeline_tag": "text-generation", "tags": ["clustertune", "lora"]}
+    found["tags"].append(recipe.get("trainer") or "sft")
     if model.get("weights") == "hub" and "/" in str(model.get("name")):
         found["base_model"] = model["name"]
         found["base_model_relation"] = "adapter"
@@ -260,11 +260,16 @@ def _scores(scored: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"scores": rows, "scores_of": found["subtitle"], "score_notes": found["notes"], **beside}
 
 
-def _recipe_text(recipe: Mapping[str, Any]) -> str:
-    """The sections that the recipe sets, without paths and without what stands nowhere."""
+def _recipe_text(resolved: Mapping[str, Any]) -> str:
+    """The sections that the recipe sets, without paths, and without the defaults of TRL and PEFT."""
     import yaml
 
-    clean: dict[str, Any] = json.loads(json.dumps(recipe))
+    stated = {".".join(key.split(".")[:2]) for key in resolved.get("origins") or ()}
+    clean: dict[str, Any] = json.loads(json.dumps(resolved.get("recipe") or {}))
+    for section, complete in (("train", resolved.get("train_args")), ("lora", resolved.get("lora"))):
+        clean[section] = {key: value for key, value in (complete or {}).items() if f"{section}.{key}" in stated}
+    if "train.global_batch_size" in stated:
+        clean["train"]["global_batch_size"] = resolved.get("global_batch_size")
     for *sections, key in _LOCAL:
         inner = clean
         for section in sections:

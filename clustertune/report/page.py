@@ -175,10 +175,10 @@ class _ReportedRun:
 
     def _what(self) -> str:
         """What was trained: model, share of its parameters, conversations, steps."""
-        recipe, run = get(self.resolved, "recipe"), self.document
+        run = self.document
         every = get(run, "distributed", "total_parameters")
         share = f" ({percent(self.trained / every)} of its parameters)" if self.trained and every else ""
-        how = f"with LoRA{share}" if get(recipe, "lora") else "in all its parameters"
+        how = f"with LoRA{share}" if get(self.resolved, "lora") else "in all its parameters"
         many = get(self.data, "train", "conversations")
         rows = f"{number(many)} conversations of " if many is not None else ""
         steps = self.metrics.steps[-1].step if self.metrics.steps else 0

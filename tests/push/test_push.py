@@ -168,7 +168,7 @@ def test_tokens_and_paths_do_not_leave(
 def test_a_token_of_the_file_in_the_card_is_found(push: Push, hub: FakeHub, trained: RunDir) -> None:
     """One that has no form of its own: it is looked for by its value."""
     key = "0123456789abcdef" * 3
-    change(trained, lambda document: document["recipe"]["recipe"]["train"].update(run_name=key))
+    change(trained, lambda document: document["recipe"]["lora"].update(bias=key))
     done = push("--publish", env=f"WANDB_API_KEY={key}")
     assert done.code == 2 and "README.md: holds what looks like a token" in done.err and key not in done.err and not hub.repos
 
