@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from clustertune import __version__, arguments, console, manifest
+from clustertune import __version__, console, manifest
+from clustertune.cli import arguments
 from clustertune.cli import app as cli
 from clustertune.errors import ExitCode, Problem, UserError
 from tests.command import REPO
@@ -315,7 +316,7 @@ def test_what_only_programs_start_is_hidden_and_works(call: Call) -> None:
     assert call("--version")[:2] == (0, f"clustertune {__version__}\n")
     code, shown, _ = call("--help")
     listed = set(re.findall(r"^  ([a-z][a-z-]+)  ", shown, re.MULTILINE))
-    assert code == 0 and listed == {name for names in cli.GROUPS.values() for name in names}
+    assert code == 0 and listed == {name for commands in cli.GROUPS.values() for name in commands}
     for name in ("job", "node", "part", "train", "torchrun-node"):
         assert name not in listed and call(name, "--help")[0] == 0
 

@@ -46,7 +46,6 @@ ORDER = (
     ("sweep", "draft"),  # and the launchers
     ("submission",),
     ("bench",),
-    ("arguments",),
     ("cli",),
     ("__main__",),
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.arguments import existing_run, merged_or_model
+from clustertune.cli.arguments import existing_run, merged_or_model
 from clustertune.errors import UserError
 from clustertune.launch import cluster_paths
 from tests.command import run

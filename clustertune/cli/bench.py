@@ -14,31 +14,22 @@ from typing import Annotated, Any
 
 import typer
 
-from clustertune import secrets
-from clustertune.arguments import AsJson, ClusterOption, Overrides, RecipeArgument, Tiny, path_option
-from clustertune.cli.deferred import deferred
+from clustertune import chain, secrets
+from clustertune.bench import preparation, result
+from clustertune.cli.arguments import AsJson, ClusterOption, Overrides, RecipeArgument, Tiny, path_option
+from clustertune.cluster import load, schema
 from clustertune.console import reply, say
 from clustertune.errors import Problem, UserError, raise_if, storage_error, storing
+from clustertune.launch import cluster_paths, node
+from clustertune.manifest import write_durably
+from clustertune.recipe import parameters
 from clustertune.rundir import RunDir
-
-with deferred():
-    from clustertune import chain
-    from clustertune.bench import preparation, result
-    from clustertune.cluster import load, schema
-    from clustertune.launch import cluster_paths, node
-    from clustertune.manifest import write_durably
-    from clustertune.recipe import parameters
-    from clustertune.training import bench_schedule
+from clustertune.training import bench_schedule
 
 RESULT = "bench-result.json"
 """In the run folder: the document."""
 _SPARE = 0.9
 """Share of the free memory that random weights may take here."""
-
-
-def add(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command()(bench)
 
 
 def bench(
@@ -57,9 +48,7 @@ def bench(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a recipe's training on this machine.
-
-    Step time, tokens/s, MFU and memory.
+    """Step time, tokens/s, MFU and memory.
     Uses the ranks of clustertune run. Prints the figures beside those of plan, and writes them into the run folder.
     """
     secrets.read_env(secrets.DEFAULT)

@@ -15,25 +15,23 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_argument, path_option, takes
+from clustertune import chain
 from clustertune.check import report as reports
+from clustertune.check import sbatch as linter
 from clustertune.check.machine_context import LOGIN, PLACES, Expects, Machine
 from clustertune.check.rule import Finding, as_json, exit_code, listed, printable, worst
-from clustertune.cli.deferred import deferred
+from clustertune.cli.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_argument, path_option, takes
+from clustertune.cluster import ignoring, load, schema
 from clustertune.console import emit_json, escape, reply, say
+from clustertune.doctor import preflight, recipe_context
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error, storing
+from clustertune.host import collect
 from clustertune.host.facts import HostFacts
+from clustertune.launch import allocation, batch, cluster_paths, shape
 from clustertune.manifest import require_replaceable, write_durably
+from clustertune.nccl_check import link_check as links
 from clustertune.tree import ROOT
 
-with deferred():
-    from clustertune import chain
-    from clustertune.check import sbatch as linter
-    from clustertune.cluster import ignoring, load, schema
-    from clustertune.doctor import preflight, recipe_context
-    from clustertune.host import collect
-    from clustertune.launch import allocation, batch, cluster_paths, shape
-    from clustertune.nccl_check import link_check as links
 COMMAND_LINE = "command line"
 Looked = tuple[list[Finding], HostFacts | None, list[str]]
 """What was found, the facts of one machine if any answered, and the machines looked at."""
@@ -78,11 +76,6 @@ class WithDefault(TyperGroup):
 
 
 doctor_app = typer.Typer(cls=WithDefault)
-
-
-def add(app: typer.Typer) -> None:
-    """Register the group."""
-    app.add_typer(doctor_app, name="doctor")
 
 
 @doctor_app.callback()

@@ -6,39 +6,23 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from clustertune import secrets
-from clustertune.arguments import ClusterOption, Overrides, RecipeArgument, path_option
-from clustertune.cli.deferred import deferred
+from clustertune import chain, secrets
+from clustertune import job as program
+from clustertune.cli.arguments import ClusterOption, Overrides, RecipeArgument, path_option
+from clustertune.cluster import load
+from clustertune.cluster.schema import Cluster
 from clustertune.console import say
 from clustertune.errors import UserError, raise_if
-from clustertune.rundir import STAGES, RunDir, require_stage
-
-if TYPE_CHECKING:
-    from clustertune.cluster.schema import Cluster
-    from clustertune.resolve.resolved import Resolved
-    from clustertune.rundir import Description
-    from clustertune.sweep.points import Point
-
-with deferred():
-    from clustertune import chain
-    from clustertune import job as program
-    from clustertune.cluster import load
-    from clustertune.evaluate import servers as eval_servers
-    from clustertune.launch import allocation, cluster_paths, progress, serving, signal_margin
-    from clustertune.launch import node as launch_node
-    from clustertune.staging import bundle, staging_step
-    from clustertune.sweep import points
-
-
-def add(app: typer.Typer) -> None:
-    """Register the commands."""
-    app.command(hidden=True)(job)
-    app.command(hidden=True)(node)
-    app.command(hidden=True)(part)
+from clustertune.launch import allocation, cluster_paths, progress, serving, signal_margin
+from clustertune.resolve.resolved import Resolved
+from clustertune.rundir import STAGES, Description, RunDir, require_stage
+from clustertune.staging import bundle
+from clustertune.sweep import points
+from clustertune.sweep.points import Point
 
 
 def job(
@@ -58,9 +42,7 @@ def job(
     ] = None,
     script: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Run inside a Slurm job: what launch/run.sbatch starts.
-
-    Checks the allocation, runs the stages, and has the job requeued if it can continue later. With --description it uses the
+    """Checks the allocation, runs the stages, and has the job requeued if it can continue later. With --description it uses the
     recipe and cluster as submitted, even if their files have changed since; without it as they were when the job first started.
     """
     require_stage(first, "--from")
@@ -189,32 +171,3 @@ def _point(sweep: Path) -> Point:
     if not text.isdigit():
         raise UserError("--sweep runs as a task of a job array", fix="clustertune sweep submits it")
     return points.point(sweep, int(text))
-
-
-def node(
-    run_dir: Annotated[Path, path_option("A prepared run folder.")],
-    attempt: Annotated[int, typer.Option(min=1, help="Number of the attempt.")],
-    node_rank: Annotated[int | None, typer.Option("--node", min=0, help="Number of this node. Default: SLURM_NODEID.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Write to the log only.")] = False,
-) -> None:
-    """Run one node's ranks of an attempt: what srun starts on every node."""
-    if node_rank is None:
-        text = os.environ.get("SLURM_NODEID", "")
-        if not text.isdigit():
-            raise UserError(
-                "the node's number is missing: SLURM_NODEID is not set", key="--node", fix="give --node, or start it with srun"
-            )
-        node_rank = int(text)
-    raise typer.Exit(launch_node.main(run_dir, attempt, node_rank, quiet=quiet, around=staging_step.leased))
-
-
-def part(
-    stage: Annotated[str, typer.Argument(help="One stage of the chain.")],
-    run_dir: Annotated[Path, path_option("A run folder.")],
-    servers: Annotated[Path | None, path_option("The job's vLLM servers, for stage eval.")] = None,
-) -> None:
-    """Run one stage inside a job's container; the job itself holds the run's lock."""
-    require_stage(stage)
-    run = RunDir(run_dir)
-    with secrets.lent({eval_servers.GIVEN: str(servers)} if servers else {}):
-        chain.Chain(run, run.resolved()).run_stage(stage)

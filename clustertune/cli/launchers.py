@@ -6,35 +6,23 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from clustertune import console
-from clustertune.arguments import AsJson, Overrides, RecipeArgument, Tiny, path_option
-from clustertune.cli.deferred import deferred
+from clustertune import chain, console, summary, torchrun
+from clustertune.cli.arguments import AsJson, Overrides, RecipeArgument, Tiny, path_option
 from clustertune.console import reply, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
+from clustertune.evaluate import scores
+from clustertune.launch import cluster_paths, skypilot
+from clustertune.resolve import megatron, resolve
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir, keep_private
-
-if TYPE_CHECKING:
-    from clustertune.resolve.resolved import Resolved
-
-with deferred():
-    from clustertune import chain, summary, torchrun
-    from clustertune.evaluate import scores
-    from clustertune.launch import cluster_paths, skypilot
-    from clustertune.resolve import megatron, resolve
 
 RunDirOption = Annotated[
     Path | None, path_option("Run folder on storage that all nodes share. Default: below runs/.", "--run-dir")
 ]
-
-
-def add(app: typer.Typer) -> None:
-    """Register the commands."""
-    app.command("torchrun-node", hidden=True)(torchrun_node)
-    app.command()(sky)
 
 
 def torchrun_node(
@@ -53,7 +41,6 @@ def torchrun_node(
     run_dir: RunDirOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take part in a run as one node: launch/torchrun.sh calls this, once on each node."""
     if node_rank >= nodes:
         text = f"there is no node {node_rank} of {nodes}: they are counted from 0"
         raise UserError(text, file="command line", key="--node-rank")
@@ -180,10 +167,7 @@ def sky(
     tiny: Tiny = False,
     out: Annotated[Path | None, path_option("Write the task to this file.", "--out", metavar="FILE")] = None,
 ) -> None:
-    """Print a recipe as a SkyPilot task.
-
-    The task starts launch/torchrun.sh on every node.
-    """
+    """The task starts launch/torchrun.sh on every node."""
     resolved = resolve.resolve(recipe, overrides or [], tiny=tiny)
     megatron.require_startable(resolved)
     text = skypilot.render(resolved, overrides or [], skypilot.SkyOptions(gpu=gpu, volume=volume, runs=runs, spot=spot))

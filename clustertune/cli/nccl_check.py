@@ -16,20 +16,18 @@ from typing import Annotated, Any
 
 import typer
 
-from clustertune.arguments import AsJson, ClusterOption, path_argument, path_option, takes
+from clustertune import chain
+from clustertune import job as job_program
 from clustertune.check.rule import EXIT
-from clustertune.cli.deferred import deferred
+from clustertune.cli.arguments import AsJson, ClusterOption, path_argument, path_option, takes
+from clustertune.cluster import ignoring, load, schema
 from clustertune.console import emit_json, reply, say
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error, storing
+from clustertune.launch import allocation, cluster_paths, slurm
+from clustertune.nccl_check import link_check, link_measure, link_rules, link_table, nccl_log
 from clustertune.process import Stopped
+from clustertune.recipe import load as recipe_load
 
-with deferred():
-    from clustertune import chain
-    from clustertune import job as job_program
-    from clustertune.cluster import ignoring, load, schema
-    from clustertune.launch import allocation, cluster_paths, slurm
-    from clustertune.nccl_check import link_check, link_measure, link_rules, link_table, nccl_log
-    from clustertune.recipe import load as recipe_load
 GPU_SECONDS, CPU_SECONDS = 300.0, 60.0
 WAIT_SECONDS = 5.0
 """Between two questions to Slurm about a job that is waited for."""
@@ -74,16 +72,9 @@ class NcclCheckArguments:
     as_json: AsJson = False
 
 
-def add(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command("nccl-check")(nccl_check)
-
-
 @takes(NcclCheckArguments)
 def nccl_check(args: NcclCheckArguments) -> None:
-    """Measure the bandwidth between GPUs and nodes, and check it.
-
-    Runs on this machine, or inside a Slurm job on all its nodes; --submit submits such a job. Uses NCCL between GPUs, gloo
+    """Runs on this machine, or inside a Slurm job on all its nodes; --submit submits such a job. Uses NCCL between GPUs, gloo
     between CPUs. Exit 0: nothing to fix; 1: warnings, or the verdict is unknown; 2: what would stop or spoil a job.
     """
     raise typer.Exit(submit(args) if args.submit else answer(args))

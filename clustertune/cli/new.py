@@ -10,19 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from clustertune.arguments import AsJson, ClusterOption, Overrides
-from clustertune.cli.deferred import deferred
+from clustertune import draft
+from clustertune.cli.arguments import AsJson, ClusterOption, Overrides
 from clustertune.console import reply
+from clustertune.data import measure
 from clustertune.errors import Problem, UserError, collect_problems, raise_if
 from clustertune.host.system import GIB
-
-with deferred():
-    from clustertune import draft
-    from clustertune.data import measure
-    from clustertune.launch import bill
-    from clustertune.plan import predict
-    from clustertune.recipe import accelerate_file, load, schema
-    from clustertune.resolve import models, resolve, tiny
+from clustertune.launch import bill
+from clustertune.plan import predict
+from clustertune.recipe import accelerate_file, load, schema
+from clustertune.resolve import models, resolve, tiny
 
 ModelOption = Annotated[
     str | None,
@@ -44,11 +41,6 @@ GpusOption = Annotated[
 ]
 
 
-def add(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command("new")(new)
-
-
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new recipe: a folder below recipes/, or a path.")],
     model: ModelOption = None,
@@ -59,10 +51,7 @@ def new(
     as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Write a recipe folder for a model and its data.
-
-    LoRA target modules come from the model's architecture, the distribution from the planner. Prints every assumption.
-    """
+    """LoRA target modules come from the model's architecture, the distribution from the planner. Prints every assumption."""
     folder = _target(name)
     stated = draft.stated(overrides or ())
     made_of, found, at = read(model, data, method, gpus, cluster, needs_data=True, of_data=stated.get("data"))

@@ -8,47 +8,41 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from clustertune import console
-from clustertune.arguments import AsJson, ClusterOption, Tiny, path_argument, takes
-from clustertune.cli.deferred import deferred
+from clustertune import console, draft
+from clustertune.cli import new
+from clustertune.cli.arguments import AsJson, ClusterOption, Tiny, path_argument, takes
 from clustertune.cli.new import DataOption, GpusOption, MethodOption, ModelOption
+from clustertune.cluster import load
 from clustertune.console import emit_json, reply, say, show
+from clustertune.data import measure
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.host.system import GIB
+from clustertune.launch import across, bill, serving
 from clustertune.manifest import replace_ours
-
-if TYPE_CHECKING:
-    from clustertune.plan.calibration import CalibratedCluster
-    from clustertune.plan.constants import Constants
-    from clustertune.plan.lengths import Lengths
-    from clustertune.plan.predict import Plan
-    from clustertune.resolve.resolved import Resolved
-    from clustertune.simulate.run import Simulation
-
-with deferred():
-    from clustertune import draft
-    from clustertune.cli import new
-    from clustertune.cluster import load
-    from clustertune.data import measure
-    from clustertune.launch import across, bill, serving
-    from clustertune.plan import advise as advisor
-    from clustertune.plan import calibration, explanation, schedule, strategy, tables
-    from clustertune.plan import lengths as known_lengths
-    from clustertune.plan import predict as prediction
-    from clustertune.recipe import load as recipe_load
-    from clustertune.recipe import native_rules
-    from clustertune.report import comparison as runs_page
-    from clustertune.report import metrics
-    from clustertune.resolve import overrides as recipe_source
-    from clustertune.resolve import resolve
-    from clustertune.simulate import compare as simulation_compare
-    from clustertune.simulate import drawing as simulation_drawing
-    from clustertune.simulate import run as simulator
-    from clustertune.simulate import show as simulation_show
+from clustertune.plan import advise as advisor
+from clustertune.plan import calibration, explanation, schedule, strategy, tables
+from clustertune.plan import lengths as known_lengths
+from clustertune.plan import predict as prediction
+from clustertune.plan.calibration import CalibratedCluster
+from clustertune.plan.constants import Constants
+from clustertune.plan.lengths import Lengths
+from clustertune.plan.predict import Plan
+from clustertune.recipe import load as recipe_load
+from clustertune.recipe import native_rules
+from clustertune.report import comparison as runs_page
+from clustertune.report import metrics
+from clustertune.resolve import overrides as recipe_source
+from clustertune.resolve import resolve
+from clustertune.resolve.resolved import Resolved
+from clustertune.simulate import compare as simulation_compare
+from clustertune.simulate import drawing as simulation_drawing
+from clustertune.simulate import run as simulator
+from clustertune.simulate import show as simulation_show
+from clustertune.simulate.run import Simulation
 
 Targets = Annotated[
     list[str] | None,
@@ -124,17 +118,9 @@ class PlanArguments:
         return [text for text in self.targets or [] if "=" in text]
 
 
-def add(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command("plan")(plan)
-
-
 @takes(PlanArguments)
 def plan(args: PlanArguments) -> None:
-    """Predict whether a recipe fits, its hours, cost and limits.
-
-    --advise ranks alternatives. --model plans a model without a recipe.
-    """
+    """--advise ranks alternatives. --model plans a model without a recipe."""
     _check_usage(args)
     check = path_argument(args.nccl_check) if args.nccl_check else None
     known = known_lengths.read_lengths(path_argument(args.lengths)) if args.lengths else None

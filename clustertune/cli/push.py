@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from clustertune import secrets
-from clustertune.arguments import AsJson, existing_run, path_given
+from clustertune.cli.arguments import AsJson, existing_run, path_given
 from clustertune.console import emit_json, reply, say
 from clustertune.errors import UserError
+from clustertune.push.upload import Upload
 from clustertune.rundir import RunDir
-
-if TYPE_CHECKING:
-    from clustertune.push.upload import Upload
-
-
-def add(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command()(push)
 
 
 def push(
@@ -38,10 +31,8 @@ def push(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show files, sizes and card; needs no token.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Send a run's adapter to the Hub, with its model card.
-
-    Never uploads the base model or a merged model. HF_TOKEN must be in .env. Pushing the same adapter again changes nothing.
-    """
+    """Never uploads the base model or a merged model. HF_TOKEN must be in .env. Pushing the same adapter again changes
+    nothing."""
     from clustertune.push import hub
 
     run = RunDir(existing_run(run_dir))

@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from clustertune import secrets
-from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_option
-from clustertune.cli.deferred import deferred
+from clustertune import chain, secrets
+from clustertune.cli.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_option
+from clustertune.cluster import load
+from clustertune.cluster.schema import Staging
 from clustertune.console import reply, say, show_error
 from clustertune.errors import ExitCode, UserError
-
-if TYPE_CHECKING:
-    from clustertune.cluster.schema import Staging
-    from clustertune.resolve.resolved import Resolved
-
-with deferred():
-    from clustertune import chain
-    from clustertune.cluster import load
-    from clustertune.launch import cluster_paths
-    from clustertune.resolve import resolve
-    from clustertune.staging import bundle_check, bundle_fill, cache, hashed_copy, needs
-
-
-def add(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command()(stage)
+from clustertune.launch import cluster_paths
+from clustertune.resolve import resolve
+from clustertune.resolve.resolved import Resolved
+from clustertune.staging import bundle_check, bundle_fill, cache, hashed_copy, needs
 
 
 def stage(
@@ -47,9 +36,7 @@ def stage(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Copy model and data to local disks, or into a bundle.
-
-    A bundle is for machines without network. Copies are made on this node; existing ones are verified and kept, the least
+    """A bundle is for machines without network. Copies are made on this node; existing ones are verified and kept, the least
     recently used are removed to make room. Every training job copies by itself, on all of its nodes.
     """
     _check_modes(to, verify, clean, eval_data)

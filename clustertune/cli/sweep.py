@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Tiny, existing_folder, path_option
-from clustertune.cli.deferred import deferred
+from clustertune import chain
+from clustertune.cli.arguments import AsJson, ClusterOption, OptionalRecipe, Tiny, existing_folder, path_option
+from clustertune.cluster import load
+from clustertune.cluster.schema import Cluster
 from clustertune.console import emit_json, reply, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
+from clustertune.launch import bill, cluster_paths, shape
+from clustertune.launch import stage_jobs as launch
+from clustertune.plan import explanation
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES, require_stage
-
-if TYPE_CHECKING:
-    from clustertune.cluster.schema import Cluster
-    from clustertune.resolve.resolved import Resolved
-    from clustertune.sweep.points import Sweep
-
-with deferred():
-    from clustertune import chain
-    from clustertune.cluster import load
-    from clustertune.launch import bill, cluster_paths, shape
-    from clustertune.launch import stage_jobs as launch
-    from clustertune.plan import explanation
-    from clustertune.staging import bundle
-    from clustertune.sweep import array
-    from clustertune.sweep import points as sweep_points
-    from clustertune.sweep import results as outcome
-
-
-def add(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command()(sweep)
+from clustertune.staging import bundle
+from clustertune.sweep import array
+from clustertune.sweep import points as sweep_points
+from clustertune.sweep import results as outcome
+from clustertune.sweep.points import Sweep
 
 
 def sweep(
@@ -53,10 +43,7 @@ def sweep(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the points and the job; needs no Slurm.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a recipe under varied settings and compare.
-
-    Runs the grid of all values as one job array. Each point is a separate run; finished ones are not run again.
-    """
+    """Runs the grid of all values as one job array. Each point is a separate run; finished ones are not run again."""
     outcome.check_metric(metric)
     if results is not None:
         _show_results(sweep_points.read_sweep(existing_folder(results, "a sweep")), metric, as_json)

@@ -12,31 +12,23 @@ from typing import Annotated, Any
 
 import typer
 
-from clustertune.arguments import ClusterOption, Device, merged_or_model, path_given
-from clustertune.cli.deferred import deferred
+from clustertune import merge as merging
+from clustertune.cli.arguments import ClusterOption, Device, merged_or_model, path_given
+from clustertune.cluster import load
 from clustertune.console import say
 from clustertune.errors import UserError, raise_if
+from clustertune.evaluate import model as models
+from clustertune.evaluate import run as evaluation
+from clustertune.evaluate import servers
+from clustertune.launch import batch, cluster_paths, serving, srun
+from clustertune.launch import shape as shapes
+from clustertune.recipe import schema
 
-with deferred():
-    from clustertune import merge as merging
-    from clustertune.cluster import load
-    from clustertune.evaluate import model as models
-    from clustertune.evaluate import run as evaluation
-    from clustertune.evaluate import servers
-    from clustertune.launch import batch, cluster_paths, serving, srun
-    from clustertune.launch import shape as shapes
-    from clustertune.recipe import schema
 Model = Annotated[
     Path,
     path_given("A run folder, to use its merged model, or a model folder.", "RUN|MODEL"),
 ]
 END = ("/exit", "/quit")
-
-
-def add(app: typer.Typer) -> None:
-    """Register the commands."""
-    app.command()(chat)
-    app.command()(serve)
 
 
 def chat(
@@ -49,9 +41,7 @@ def chat(
     ] = False,
     device: Device = None,
 ) -> None:
-    """Talk to a model in the terminal, in its own chat template.
-
-    Answers are streamed. /new forgets the conversation, /exit ends. Sampling settings come from the model's
+    """Answers are streamed. /new forgets the conversation, /exit ends. Sampling settings come from the model's
     generation_config.json.
     """
     facts = _facts(model, max_new_tokens)
@@ -126,9 +116,7 @@ def serve(
         str, typer.Option(metavar="TIME", help="With --submit: the job's time limit, in Slurm's form.")
     ] = "04:00:00",
 ) -> None:
-    """Serve a model with an OpenAI-compatible API.
-
-    Uses vLLM if it is installed, else transformers' own server. Requests name the model "model" with vLLM, and its folder
+    """Uses vLLM if it is installed, else transformers' own server. Requests name the model "model" with vLLM, and its folder
     with transformers.
     """
     folder = merged_or_model(model)

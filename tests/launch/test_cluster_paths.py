@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.arguments import existing_folder, newest_merged
+from clustertune.cli.arguments import existing_folder, newest_merged
 from clustertune.cluster.schema import Cluster, Storage
 from clustertune.errors import UserError
 from clustertune.launch import cluster_paths

@@ -36,7 +36,7 @@ class Call:
     def __call__(self, *arguments: str | Path, code: int = 0) -> Any:
         app = typer.Typer()
         app.callback()(lambda: None)
-        command.add(app)
+        app.command("sweep")(command.sweep)
         self.monkeypatch.setattr(sys, "argv", ["clustertune", "sweep", *map(str, arguments), "--json"])
         ended = run_command(app)
         out, self.err = self.capfd.readouterr()

@@ -24,6 +24,9 @@ OptionalRecipe = Annotated[
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="section.key=value", help="Settings that replace the recipe's.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="Scale the recipe's architecture down, with random weights.")]
+Ranks = Annotated[
+    int | None, typer.Option(min=1, help="Ranks on this machine. Default: the recipe's number, or 2 without a GPU.")
+]
 ClusterOption = Annotated[
     str | None,
     typer.Option(

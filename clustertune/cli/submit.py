@@ -7,20 +7,12 @@ from typing import Annotated
 
 import typer
 
-from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, existing_run, path_option
-from clustertune.cli.deferred import deferred
+from clustertune import submission
+from clustertune.cli.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, existing_run, path_option
 from clustertune.console import aligned, duration, reply, say
 from clustertune.errors import UserError, raise_if
+from clustertune.report import state as states
 from clustertune.rundir import STAGES, RunDir
-
-with deferred():
-    from clustertune import submission
-    from clustertune.report import state as states
-
-
-def add(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command()(submit)
 
 
 def submit(
@@ -40,10 +32,7 @@ def submit(
     status: Annotated[Path | None, path_option("Show the jobs of a run instead.", "--status", metavar="RUN")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run the chain on Slurm: one job per stage.
-
-    Every sbatch option is derived from the recipe and the cluster file. Finished stages are not submitted again.
-    """
+    """Every sbatch option is derived from the recipe and the cluster file. Finished stages are not submitted again."""
     if status is not None:
         _show_status(status, as_json)
         return
