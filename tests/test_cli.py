@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 from clustertune import __version__, console, manifest
-from clustertune.cli import arguments
 from clustertune.cli import app as cli
+from clustertune.cli import arguments
 from clustertune.errors import ExitCode, Problem, UserError
 from tests.command import REPO
 from tests.slurm import wait_for

@@ -55,7 +55,7 @@ def bench(
     if tiny and synthetic:
         text, fix = "--tiny scales the model down, --synthetic keeps its size", "give one of them"
         raise UserError(Problem(text, file="command line", key="--synthetic", fix=fix))
-    machine = load.load_cluster(cluster)
+    on = load.load_cluster(cluster)
     request = preparation.BenchRequest(
         recipe=recipe,
         run_path=run_dir or _new_run_path(recipe),
@@ -66,7 +66,7 @@ def bench(
         synthetic=synthetic,
     )
     raise_if(_folder_problems(request.run_path))
-    cluster_paths.enter(machine)
+    cluster_paths.enter(on)
     made = preparation.make(request)
     if synthetic and not chain.visible_gpus() and (large := _too_large(made)):
         fix = "run it where there are GPUs, or give a recipe folder with a smaller model.json"
@@ -74,11 +74,11 @@ def bench(
     for warning in made.whole.warnings:
         say(f"warning: {warning}")
     if dry_run:
-        _show(made, machine, as_json=as_json)
+        _show(made, on, as_json=as_json)
         return
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, where it is installed, logs its import to stdout
         run, records = result.train(made, chain.command_line())
-        body = result.document(made, run, records, machine)
+        body = result.document(made, run, records, on)
     path = run.path / RESULT
     with storing("cannot hold the result", path):
         write_durably(path, json.dumps(body, indent=1) + "\n")
@@ -119,11 +119,11 @@ def _too_large(made: preparation.Bench) -> str | None:
     return f"{ranks} ranks with {needed / 1e9:.0f} GB of weights each; {free / 1e9:.0f} GB are free"
 
 
-def _show(made: preparation.Bench, machine: schema.Cluster, *, as_json: bool) -> None:
+def _show(made: preparation.Bench, cluster: schema.Cluster, *, as_json: bool) -> None:
     """What would be run: folder, steps, command, and what the planner says about it."""
     run, schedule, recipe = RunDir(made.request.run_path), made.request.schedule, made.measured
     command = node.ranks_command(run, recipe, 1)
-    plan, why = result.predict(made.whole, machine, made.lengths)
+    plan, why = result.predict(made.whole, cluster, made.lengths)
     body: dict[str, Any] = {
         "run_dir": str(run.path),
         "schedule": {"warmup": schedule.warmup, "steps": schedule.steps},

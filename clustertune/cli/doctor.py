@@ -302,11 +302,11 @@ def _submit(args: DoctorArguments, cluster: schema.Cluster) -> int:
 
 def _arguments(args: DoctorArguments, cluster: schema.Cluster) -> list[str]:
     """The command line of the job, with paths that another folder understands."""
-    word = load.argument(args.cluster or cluster.name)
     recipe = args.recipe
     if recipe is not None and Path(recipe).exists():
         recipe = str(Path(recipe).absolute())
-    arguments = [*([recipe] if recipe else []), *(args.overrides or []), "--cluster", word, f"--seconds={args.seconds:g}"]
+    arguments = [*([recipe] if recipe else []), *(args.overrides or [])]
+    arguments += ["--cluster", load.reference(cluster), f"--seconds={args.seconds:g}"]
     arguments += ["--tiny"] if args.tiny else []
     arguments += ["--all"] if args.everything else []
     arguments += [f"--run-dir={args.run_dir.absolute()}"] if args.run_dir else []

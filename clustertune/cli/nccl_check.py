@@ -274,7 +274,7 @@ def _tell(args: NcclCheckArguments, result: dict[str, Any]) -> None:
 
 def arguments(args: NcclCheckArguments, cluster: schema.Cluster) -> list[str]:
     """The command line of the job: what was given here, and the cluster in a form that another folder understands."""
-    line = ["--cluster", load.argument(args.cluster or load.named(cluster))]
+    line = ["--cluster", load.reference(cluster)]
     for name in GIVEN_TO_JOB:
         value = getattr(args, name)
         if value != getattr(NcclCheckArguments, name):  # the default

@@ -11,7 +11,7 @@ import typer
 from clustertune import chain, secrets
 from clustertune.cli.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_option
 from clustertune.cluster import load
-from clustertune.cluster.schema import Staging
+from clustertune.cluster.schema import Cluster, Staging
 from clustertune.console import reply, say, show_error
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch import cluster_paths
@@ -45,15 +45,15 @@ def stage(
         _verify(verify, recipe, overrides or [], tiny, stall, as_json)
         return
     if clean:
-        _clean(cluster, dry_run, as_json)
+        _clean(_staging_of(load.load_cluster(cluster)), dry_run, as_json)
         return
     if recipe is None:
         raise UserError("a recipe is missing", file="command line", fix="clustertune stage RECIPE, --verify DIR, or --clean")
     resolved = resolve.resolve(recipe, overrides or [], tiny=tiny)
     if to is not None:
-        _collect(resolved, overrides or [], cluster, to, eval_data, stall, dry_run, as_json)
+        _collect(resolved, overrides or [], load.load_cluster(cluster), to, eval_data, stall, dry_run, as_json)
     else:
-        _locally(resolved, _staging_of(cluster), run_dir, stall, dry_run, as_json)
+        _locally(resolved, _staging_of(load.load_cluster(cluster)), run_dir, stall, dry_run, as_json)
 
 
 def _check_modes(to: Path | None, verify: Path | None, clean: bool, rows: Path | None) -> None:
@@ -72,13 +72,12 @@ def _note_other_nodes() -> None:
         say(f"note: only on {os.uname().nodename}; on all {nodes} nodes: srun --ntasks-per-node=1 clustertune stage ...")
 
 
-def _staging_of(cluster: str | None) -> Staging:
-    machine = load.load_cluster(cluster)
-    if machine.storage.staging is None:
+def _staging_of(cluster: Cluster) -> Staging:
+    if cluster.storage.staging is None:
         fix = "storage: {staging: {path: /local/staging, gb: 2000}} in its file, or --cluster names another one"
-        text = f"cluster {machine.name} names no local disk to copy to"
-        raise UserError(text, file=machine.source, key="storage.staging", fix=fix)
-    return machine.storage.staging
+        text = f"cluster {cluster.name} names no local disk to copy to"
+        raise UserError(text, file=cluster.source, key="storage.staging", fix=fix)
+    return cluster.storage.staging
 
 
 def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, stall: float, dry_run: bool, as_json: bool) -> None:
@@ -114,10 +113,10 @@ def _locally(resolved: Resolved, staging: Staging, run_dir: Path | None, stall: 
     reply(as_json, {"host": host, "trees": [item.as_json() for item in staged], "notes": notes})
 
 
-def _clean(cluster: str | None, dry_run: bool, as_json: bool) -> None:
+def _clean(staging: Staging, dry_run: bool, as_json: bool) -> None:
     """Remove the copies on this node that are not in use."""
     _note_other_nodes()
-    staged = cache.open_cache(_staging_of(cluster))
+    staged = cache.open_cache(staging)
     removed: list[dict[str, Any]] = []
     in_use: list[dict[str, Any]] = []
     for tree in staged.trees():
@@ -132,11 +131,11 @@ def _clean(cluster: str | None, dry_run: bool, as_json: bool) -> None:
 
 
 def _collect(
-    resolved: Resolved, overrides: list[str], cluster: str | None, out: Path, rows: Path | None, stall: float,
+    resolved: Resolved, overrides: list[str], cluster: Cluster, out: Path, rows: Path | None, stall: float,
     dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Everything into one folder."""
-    collector = bundle_fill.Collector(resolved, load.load_cluster(cluster), out, rows, stall)
+    collector = bundle_fill.Collector(resolved, cluster, out, rows, stall)
     collector.check()
     with secrets.lent(secrets.of_the_hub()):
         parts = collector.plan()

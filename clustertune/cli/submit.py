@@ -9,6 +9,7 @@ import typer
 
 from clustertune import submission
 from clustertune.cli.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, existing_run, path_option
+from clustertune.cluster.load import load_cluster
 from clustertune.console import aligned, duration, reply, say
 from clustertune.errors import UserError, raise_if
 from clustertune.report import state as states
@@ -38,7 +39,7 @@ def submit(
         return
     if recipe is None:
         raise UserError("a recipe is missing", file="command line", fix="clustertune submit RECIPE, or --status RUN")
-    plan = submission.plan_submission(recipe, overrides or [], tiny, cluster, run_dir, first, last)
+    plan = submission.plan_submission(recipe, overrides or [], tiny, load_cluster(cluster), run_dir, first, last)
     problems, image, notes = submission.check(plan, dry_run=dry_run)
     raise_if(problems)
     for warning in submission.warnings(plan, notes):

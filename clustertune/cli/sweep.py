@@ -57,16 +57,16 @@ def sweep(
     if here:
         made, resolved = _locally(recipe, settings or [], at_once, cluster, options)
     else:
-        machine = load.load_cluster(cluster)
-        made, resolved, job = _array(recipe, settings or [], at_once, cluster, machine, options, dry_run)
+        on = load.load_cluster(cluster)
+        made, resolved, job = _array(recipe, settings or [], at_once, on, options, dry_run)
     for warning in sweep_points.same_weights(made, resolved):
         say(f"warning: {warning}")
     if dry_run:
-        _show_plan(made, None if here else job, None if here else _total(made, resolved, machine), as_json)
+        _show_plan(made, None if here else job, None if here else _total(made, resolved, on), as_json)
     elif here:
         _run_here(made, metric, as_json)
     else:
-        _submit(made, resolved, machine, job, as_json)
+        _submit(made, resolved, on, job, as_json)
 
 
 def _locally(
@@ -91,36 +91,35 @@ def _array(
     recipe: str,
     settings: list[str],
     at_once: int | None,
-    cluster: str | None,
-    machine: Cluster,
+    cluster: Cluster,
     options: dict[str, Any],
     dry_run: bool,
 ) -> tuple[Sweep, list[Resolved], Any]:
     """The sweep and its job array (None where nothing is left), everything checked that can be before it is submitted."""
     # Every task sees the ranks of a tiny training, whatever the allocation.
     shaped = [word for word in settings if word.startswith("slurm.")]
-    more = shape.tiny_size(recipe, shaped, machine) if options["tiny"] else []
-    made, resolved = sweep_points.make_sweep(recipe, settings, more=more, **options, runs=cluster_paths.runs(machine))
-    models = cluster_paths.folder(machine, "models")
+    more = shape.tiny_size(recipe, shaped, cluster) if options["tiny"] else []
+    made, resolved = sweep_points.make_sweep(recipe, settings, more=more, **options, runs=cluster_paths.runs(cluster))
+    models = cluster_paths.folder(cluster, "models")
     offers = [bundle.offered(item, models) for item in resolved]
     resolved = [item.with_staged(found) if found else item for item, (found, _) in zip(resolved, offers, strict=True)]
     for note in dict.fromkeys(note for _, notes in offers for note in notes):
         say(f"warning: {note}")
-    problems = array.find_problems(made, resolved, machine)
+    problems = array.find_problems(made, resolved, cluster)
     if not dry_run:
-        fix = "call this on a login node; --here runs the points on this machine, --dry-run needs no Slurm"
-        problems += launch.find_missing(machine, [("the sweep folder", made.path.absolute())], fix)
+        fix = "call this on a login node; --here runs the points on this cluster, --dry-run needs no Slurm"
+        problems += launch.find_missing(cluster, [("the sweep folder", made.path.absolute())], fix)
     raise_if(problems)
-    flags = [] if cluster is None else ["--cluster", load.argument(cluster)]
-    flags += cluster_paths.flags(cluster_paths.of_jobs(machine))
-    job = array.make_job(made, resolved, machine, at_once=at_once, flags=flags) if made.left() else None
+    flags = ["--cluster", load.reference(cluster)]
+    flags += cluster_paths.flags(cluster_paths.of_jobs(cluster))
+    job = array.make_job(made, resolved, cluster, at_once=at_once, flags=flags) if made.left() else None
     return made, resolved, job
 
 
-def _total(made: Sweep, resolved: list[Resolved], machine: Cluster) -> dict[str, Any] | None:
+def _total(made: Sweep, resolved: list[Resolved], cluster: Cluster) -> dict[str, Any] | None:
     """GPU-hours and money of the points that are left, up to their last stage; None where a point cannot be planned."""
     left = {point.index for point in made.left()}
-    planned = [bill.of_recipe(item, machine) for point, item in zip(made.points, resolved, strict=True) if point.index in left]
+    planned = [bill.of_recipe(item, cluster) for point, item in zip(made.points, resolved, strict=True) if point.index in left]
     bills = [found[1] for found in planned if found is not None]
     evaluates = STAGES.index(made.last) >= STAGES.index("eval")
     hours = [whole.gpu_hours if evaluates else whole.training for whole in bills]
@@ -167,8 +166,8 @@ def _run_here(made: Sweep, metric: str, as_json: bool) -> None:
         raise typer.Exit(int(ExitCode.FAILED))
 
 
-def _submit(made: Sweep, resolved: list[Resolved], machine: Cluster, job: Any, as_json: bool) -> None:
-    number = array.send(made, resolved, machine, job) if job else None
+def _submit(made: Sweep, resolved: list[Resolved], cluster: Cluster, job: Any, as_json: bool) -> None:
+    number = array.send(made, resolved, cluster, job) if job else None
     document = {"sweep_dir": str(made.path), "job": number, "points": len(made.points), "left": len(made.left())}
     text = f"job {number}: {document['left']} of {document['points']} points" if number else "every point is finished"
     reply(as_json, document, text, f"clustertune sweep --results {shlex.quote(str(made.path))}")

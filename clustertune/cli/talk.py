@@ -15,6 +15,7 @@ import typer
 from clustertune import merge as merging
 from clustertune.cli.arguments import ClusterOption, Device, merged_or_model, path_given
 from clustertune.cluster import load
+from clustertune.cluster.schema import Cluster
 from clustertune.console import say
 from clustertune.errors import UserError, raise_if
 from clustertune.evaluate import model as models
@@ -121,9 +122,9 @@ def serve(
     """
     folder = merged_or_model(model)
     if submit:
-        _submit(folder, port, cluster, time, dry_run)
+        _submit(folder, port, load.load_cluster(cluster), time, dry_run)
         return
-    command, environ = _server(folder, port, cluster)
+    command, environ = _server(folder, port, load.load_cluster(cluster) if cluster else None)
     if dry_run:
         typer.echo(shlex.join(command))
         return
@@ -131,14 +132,13 @@ def serve(
     os.execvpe(command[0], command, {**os.environ, **environ})  # noqa: S606 - a list, no shell
 
 
-def _server(folder: Path, port: int, cluster: str | None) -> tuple[list[str], dict[str, str]]:
+def _server(folder: Path, port: int, cluster: Cluster | None) -> tuple[list[str], dict[str, str]]:
     """The server's command and what it needs in its environment. Raises UserError where there is no server."""
     facts = _facts(folder, 1)
     raise_if(merging.check_tensors(folder))
     program = servers.find_program()
-    if program is None and cluster:  # one without containers names vLLM's program
-        settings = load.load_cluster(cluster).container
-        program = settings.vllm if settings.runtime == "none" else None
+    if program is None and cluster and cluster.container.runtime == "none":  # one without containers names vLLM's program
+        program = cluster.container.vllm
     if program:
         from dataclasses import replace
 
@@ -156,43 +156,42 @@ def _server(folder: Path, port: int, cluster: str | None) -> tuple[list[str], di
     raise UserError("neither vLLM nor what transformers' server needs is installed here", fix=fix)
 
 
-def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bool) -> None:
+def _submit(folder: Path, port: int, cluster: Cluster, time: str, dry_run: bool) -> None:
     """One job of one node: the GPUs that hold the model. Raises UserError."""
     import json
 
-    machine = load.load_cluster(cluster)
     size = serving.ModelSize.of(json.loads((folder / "config.json").read_bytes()), models.weight_bytes(folder))
-    found = serving.serving(size, shapes.usable_gpu_bytes(machine), machine.compute.gpus, 1, documents=1)
+    found = serving.serving(size, shapes.usable_gpu_bytes(cluster), cluster.compute.gpus, 1, documents=1)
     if found is None:
-        text = f"{size.weights / 1e9:,.0f} GB do not fit a node of cluster {machine.name}"
+        text = f"{size.weights / 1e9:,.0f} GB do not fit a node of cluster {cluster.name}"
         raise UserError(text, file=str(folder), fix="an evaluation may span nodes, this command does not")
-    gpus = found.gpus_per_node if machine.compute.gpus else 0
-    share = gpus / machine.compute.gpus if gpus else 1.0
+    gpus = found.gpus_per_node if cluster.compute.gpus else 0
+    share = gpus / cluster.compute.gpus if gpus else 1.0
     minutes = int(schema.parse_minutes(time) or 0)
     if not minutes:
         raise UserError(f"{time!r} is not a time limit", file="command line", key="--time", fix="--time 04:00:00")
-    cpus, memory = max(1, int(machine.compute.threads * share)), max(1, int(machine.compute.memory_gb * share * 0.95))
-    shape = shapes.JobShape(1, gpus, 1, cpus, memory, minutes, *shapes.site_fields(machine))
-    vllm = machine.container.model_copy(update={"image": machine.container.vllm or machine.container.image})
-    inside = machine.model_copy(update={"container": vllm})
+    cpus, memory = max(1, int(cluster.compute.threads * share)), max(1, int(cluster.compute.memory_gb * share * 0.95))
+    shape = shapes.JobShape(1, gpus, 1, cpus, memory, minutes, *shapes.site_fields(cluster))
+    vllm = cluster.container.model_copy(update={"image": cluster.container.vllm or cluster.container.image})
+    inside = cluster.model_copy(update={"container": vllm})
     command_line = [sys.executable, "-m", "clustertune", "serve", str(folder), "--port", str(port)]
-    command_line += ["--cluster", load.argument(cluster)] if cluster and vllm.runtime == "none" else []
+    command_line += ["--cluster", load.reference(cluster)] if vllm.runtime == "none" else []
     command = srun.in_step(command_line, inside, binds=[folder], nodes=1, cpus=cpus, gpus=bool(gpus), environ={})
     script = "#!/usr/bin/env bash\n#SBATCH --output=%x-%j.log\nset -euo pipefail\nexec " + shlex.join(command) + "\n"
     note = "Derived by clustertune serve --submit from the model and the cluster file."
     job = batch.BatchJob(
         shape=shape,
         script=batch.render("serve", shape, note, script, alone=False),
-        folder=(cluster_paths.runs(machine) / "serve" / folder.parent.name).absolute(),
+        folder=(cluster_paths.runs(cluster) / "serve" / folder.parent.name).absolute(),
         arguments=(),
         file="serve.sbatch",
     )
     if dry_run:
         job.show(as_json=False)
         return
-    number = job.submit(machine, False, (("the model", folder),))
+    number = job.submit(cluster, False, (("the model", folder),))
     say(f"its log: {job.folder}/serve-{number}.log; squeue --job {number} --format '%T %N' says when and where it runs")
-    login = next((host.name for host in machine.with_role("login")), "LOGIN")
+    login = next((host.name for host in cluster.with_role("login")), "LOGIN")
     say(f"then, from your machine: ssh -N -L {port}:127.0.0.1:{port} -J {login} $(ssh {login} squeue -hj {number} -o %B)")
 
 
