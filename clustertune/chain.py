@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,7 +34,7 @@ from clustertune.monitor import live
 from clustertune.recipe.schema import Push
 from clustertune.report import content, cost, source
 from clustertune.resolve.resolved import Resolved
-from clustertune.rundir import STAGES, RunDir
+from clustertune.rundir import STAGES, RunDir, keep_private
 from clustertune.staging import bundle, needs
 from clustertune.storage import storage_cause
 from clustertune.training.event_log import EventLog
@@ -113,6 +113,18 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str], *, take: bo
     manifest.write_durably(run.run_json, json.dumps(document, indent=1) + "\n")
     run.write_own_files(resolved)
     return run
+
+
+@contextlib.contextmanager
+def taken(resolved: Resolved, path: Path) -> Iterator[RunDir]:
+    """The run folder of a command on this machine, taken and locked while the context lasts."""
+    for warning in resolved.warnings:
+        say(f"warning: {warning}")
+    check_folder(resolved, path)  # before anything is written there: it may be no run folder at all
+    require_training(RunDir(path))
+    keep_private()
+    with RunDir(path).lock():
+        yield open_run(resolved, path, command_line())
 
 
 def keep_forecast(run: RunDir, resolved: Resolved, cluster: Cluster | None = None) -> None:

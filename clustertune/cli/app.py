@@ -34,48 +34,48 @@ from clustertune.tree import how_to_install
 
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Use it": {
-        "new": ("new:new", "Write a recipe folder for a model and its data."),
-        "run": ("stages:run", "Run the whole chain on this machine."),
-        "submit": ("submit:submit", "Run the chain on Slurm: one job per stage."),
-        "sweep": ("sweep:sweep", "Run a recipe under varied settings and compare."),
-        "eval": ("stages:evaluate", "Score a model with lm-eval, alone or next to its base."),
-        "chat": ("talk:chat", "Talk to a model in the terminal, in its own chat template."),
-        "serve": ("talk:serve", "Serve a model with an OpenAI-compatible API."),
-        "push": ("push:push", "Send a run's adapter to the Hub, with its model card."),
+        "new": ("cli.new:new", "Write a recipe folder for a model and its data."),
+        "run": ("cli.stages:run", "Run the whole chain on this machine."),
+        "submit": ("cli.submit:submit", "Run the chain on Slurm: one job per stage."),
+        "sweep": ("cli.sweep:sweep", "Run a recipe under varied settings and compare."),
+        "eval": ("cli.stages:evaluate", "Score a model with lm-eval, alone or next to its base."),
+        "chat": ("cli.talk:chat", "Talk to a model in the terminal, in its own chat template."),
+        "serve": ("cli.talk:serve", "Serve a model with an OpenAI-compatible API."),
+        "push": ("cli.push:push", "Send a run's adapter to the Hub, with its model card."),
     },
     "Look at it": {
-        "show": ("look:show", "Print a recipe with every value resolved."),
-        "plan": ("plan_command:plan", "Predict whether a recipe fits, its hours, cost and limits."),
-        "doctor": ("doctor:doctor_app", "Look for mistakes before they cost a job."),
-        "watch": ("watch:watch", "Follow a run: step, speed, time and money, GPUs, alerts."),
-        "runs": ("watch:runs", "List runs with state, step, score and cost, newest first."),
-        "report": ("stages:report", "Write a run's one-page report, and report.json next to it."),
-        "compare": ("watch:compare", "Compare runs side by side, and list what differs."),
-        "bench": ("bench:bench", "Measure a recipe's training on this machine."),
+        "show": ("cli.look:show", "Print a recipe with every value resolved."),
+        "plan": ("cli.plan_command:plan", "Predict whether a recipe fits, its hours, cost and limits."),
+        "doctor": ("cli.doctor:doctor_app", "Look for mistakes before they cost a job."),
+        "watch": ("cli.watch:watch", "Follow a run: step, speed, time and money, GPUs, alerts."),
+        "runs": ("cli.watch:runs", "List runs with state, step, score and cost, newest first."),
+        "report": ("cli.stages:report", "Write a run's one-page report, and report.json next to it."),
+        "compare": ("cli.watch:compare", "Compare runs side by side, and list what differs."),
+        "bench": ("cli.bench:bench", "Measure a recipe's training on this machine."),
     },
     "A stage by itself": {
-        "prepare": ("stages:prepare", "Turn a recipe's data into conversations and tokens."),
-        "export": ("stages:export", "Write the adapter, or the whole model, from a checkpoint."),
-        "merge": ("stages:merge", "Merge an adapter into its base model."),
-        "checkpoint": ("stages:checkpoint_app", "Check checkpoints."),
+        "prepare": ("cli.stages:prepare", "Turn a recipe's data into conversations and tokens."),
+        "export": ("cli.stages:export", "Write the adapter, or the whole model, from a checkpoint."),
+        "merge": ("cli.stages:merge", "Merge an adapter into its base model."),
+        "checkpoint": ("cli.stages:checkpoint_app", "Check checkpoints."),
     },
     "Cluster; images of containers are made by make: build-sif, build-image": {
-        "show-cluster": ("look:show_cluster", "Check and show a cluster file, or what this machine has."),
-        "setup": ("setup:setup_app", "Render files that set up a node."),
-        "nccl-check": ("nccl_check:nccl_check", "Measure the bandwidth between GPUs and nodes, and check it."),
-        "stage": ("stage:stage", "Copy model and data to local disks, or into a bundle."),
-        "demo-slurm": ("setup:demo_slurm", "Run a scaled-down recipe on a temporary Slurm."),
-        "sky": ("launchers:sky", "Print a recipe as a SkyPilot task."),
+        "show-cluster": ("cli.look:show_cluster", "Check and show a cluster file, or what this machine has."),
+        "setup": ("cli.setup:setup_app", "Render files that set up a node."),
+        "nccl-check": ("cli.nccl_check:nccl_check", "Measure the bandwidth between GPUs and nodes, and check it."),
+        "stage": ("cli.stage:stage", "Copy model and data to local disks, or into a bundle."),
+        "demo-slurm": ("cli.setup:demo_slurm", "Run a scaled-down recipe on a temporary Slurm."),
+        "sky": ("experimental.skypilot:sky", "Print a recipe as a SkyPilot task."),
     },
 }
 """The commands as ``--help`` lists them: module and function, and the first line of the command's own help."""
 HIDDEN = {
-    "train": ("started:train", "Train as one rank: what every launcher starts."),
-    "job": ("job_command:job", "Run inside a Slurm job: what launch/run.sbatch starts."),
-    "node": ("started:node", "Run one node's ranks of an attempt: what srun starts on every node."),
-    "part": ("started:part", "Run one stage inside a job's container; the job itself holds the run's lock."),
+    "train": ("cli.started:train", "Train as one rank: what every launcher starts."),
+    "job": ("cli.job_command:job", "Run inside a Slurm job: what launch/run.sbatch starts."),
+    "node": ("cli.started:node", "Run one node's ranks of an attempt: what srun starts on every node."),
+    "part": ("cli.started:part", "Run one stage inside a job's container; the job itself holds the run's lock."),
     "torchrun-node": (
-        "launchers:torchrun_node",
+        "cli.torchrun_node:torchrun_node",
         "Take part in a run as one node: launch/torchrun.sh calls this, once on each node.",
     ),
 }
@@ -89,7 +89,7 @@ class _Commands(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         place, summary = COMMANDS[name]
         module, _, function = place.partition(":")
-        command = getattr(importlib.import_module(f"clustertune.cli.{module}"), function)
+        command = getattr(importlib.import_module(f"clustertune.{module}"), function)
         made = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
         made.callback()(lambda: None)
         if isinstance(command, typer.Typer):

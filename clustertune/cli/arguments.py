@@ -90,6 +90,11 @@ def path_given(help_text: str, metavar: str) -> Any:
     return typer.Argument(metavar=metavar, parser=path_argument, help=help_text)
 
 
+SharedRunDir = Annotated[
+    Path | None, path_option("Run folder on storage that all nodes share. Default: below runs/.", "--run-dir")
+]
+
+
 def existing_folder(path: Path, what: str) -> Path:
     """``path``, which must be a folder. ``what`` names the kind that is wanted. Raises UserError.
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from clustertune import chain, console, secrets
+from clustertune import chain, console, secrets, summary
 from clustertune import merge as merging
 from clustertune.checkpoint import store
-from clustertune.cli import launchers, preparing
+from clustertune.cli import preparing
 from clustertune.cli.arguments import (
     AsJson,
     Device,
@@ -126,11 +126,11 @@ def run(
             say(f"warning: {warning}")
         _show_plan(resolved, path, stages, as_json)
         return
-    with launchers.open_run(resolved, path) as opened:
+    with chain.taken(resolved, path) as opened:
         chain.keep_forecast(opened, resolved)
         links = chain.Chain(opened, resolved, quiet=as_json)
         links.go(first, last)
-    launchers.finish(opened, links.results, as_json)
+    summary.finish(opened, links.results, as_json)
 
 
 def _check_before_anything_is_made(resolved: Resolved, path: Path, stages: tuple[str, ...]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from clustertune import chain, manifest
-from clustertune.cli import launchers
 from clustertune.errors import UserError
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
@@ -69,7 +68,7 @@ def test_a_command_killed_before_run_json_was_whole(tmp_path: Path, name: str, o
 def test_a_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:
     """``run --run-dir .`` in the checkout left a lock there."""
     (tmp_path / "Makefile").touch()
-    with pytest.raises(UserError, match="is not a run folder"), launchers.open_run(resolve("tiny-oasst2"), tmp_path):
+    with pytest.raises(UserError, match="is not a run folder"), chain.taken(resolve("tiny-oasst2"), tmp_path):
         pass
     assert [entry.name for entry in tmp_path.iterdir()] == ["Makefile"]
 
