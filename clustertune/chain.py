@@ -56,11 +56,6 @@ def visible_gpus() -> int:
     return sum(line.startswith("GPU ") for line in found.stdout.splitlines())
 
 
-def default_run_dir(resolved: Resolved, runs: Path) -> Path:
-    """``runs/<recipe>/<fingerprint>``: the same command finds the same run, another setting another."""
-    return runs / resolved.name / resolved.fingerprint()[:12]
-
-
 def check_folder(resolved: Resolved, path: Path) -> None:
     """Refuse a folder that holds a run of other settings, or files that are not a run's. Writes nothing. Raises UserError."""
     raise_if(bundle.find_problems(resolved))

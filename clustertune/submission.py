@@ -14,7 +14,7 @@ import typer
 from clustertune import chain, lock
 from clustertune.cluster.load import reference
 from clustertune.cluster.schema import Cluster
-from clustertune.console import emit_json, say
+from clustertune.console import aligned, duration, emit_json, reply, say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import bill, cluster_paths, container, image, megatron_image, serving, shape, signal_margin
 from clustertune.launch import stage_jobs as launch
@@ -23,9 +23,10 @@ from clustertune.launch.attempt import newest_attempt
 from clustertune.launch.environment import Setting, environment
 from clustertune.megatron import settings, shown
 from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
+from clustertune.report import state as states
 from clustertune.resolve.models import find_obstacles
 from clustertune.resolve.resolved import Resolved, expand_home, is_there
-from clustertune.rundir import STAGES, RunDir, keep_private, require_stage
+from clustertune.rundir import STAGES, RunDir, default_run_dir, keep_private, require_stage
 from clustertune.staging import bundle
 from clustertune.tree import ROOT
 
@@ -80,7 +81,7 @@ def plan_submission(
     if collected is not None:
         shaped += [f"staged={collected}"]
         resolved = resolved.with_staged(collected)
-    path = (run_dir or chain.default_run_dir(resolved, cluster_paths.runs(cluster))).absolute()
+    path = (run_dir or default_run_dir(resolved, cluster_paths.runs(cluster))).absolute()
     finished = [stage for stage in STAGES if RunDir(path).stage(stage) is not None]
     stages = launch.left_to_do(finished, first, last)
     shapes = shape.stage_shapes(resolved, cluster)
@@ -371,3 +372,27 @@ def send(plan: SubmissionPlan, found: image.Image | None, as_json: bool) -> None
         say(DONE)
     say(f"run folder: {plan.path}")
     say(f"clustertune submit --status {shlex.quote(str(plan.path))}")
+
+
+def show_status(path: Path, as_json: bool) -> None:
+    """Print the jobs of a run, a line for each stage."""
+    run = RunDir(path)
+    if not run.run_json.exists() and not (path / "jobs").is_dir():
+        run.read()  # says that it is none
+    found = states.read_status(run)
+    reply(as_json, {"run_dir": str(path), **found.as_dict()}, lambda: _status_lines(found), f"run folder: {path}")
+
+
+def _status_lines(found: states.StagesStatus) -> None:
+    """A table whose lines are never broken: job states are looked for by programs and people alike."""
+    names = ("stage", "job", "state", "time", "nodes", "restarts", "attempts", "step", "reason")
+    lines: list[tuple[str, ...]] = [names]
+    for row in found.rows:
+        numbers = (str(row.restarts or ""), *("" if n is None else str(n) for n in (row.attempts, row.step)))
+        took = "" if row.seconds is None else duration(row.seconds)
+        lines.append((row.stage, row.job or "", row.state, took, row.nodes, *numbers, row.reason))
+    used = [i for i in range(len(names)) if any(line[i] for line in lines[1:])]
+    for text in aligned([[line[i] for i in used] for line in lines]):
+        say(text)
+    if found.note:
+        say(f"note: Slurm could not be asked: {found.note}")

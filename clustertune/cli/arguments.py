@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import json
-import re
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from clustertune.errors import Problem, UserError, raise_if
+from clustertune.errors import UserError
 
 if TYPE_CHECKING:
-    from clustertune.recipe.schema import Eval
+    pass
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.")]
 OptionalRecipe = Annotated[
@@ -93,79 +91,6 @@ def path_given(help_text: str, metavar: str) -> Any:
 SharedRunDir = Annotated[
     Path | None, path_option("Run folder on storage that all nodes share. Default: below runs/.", "--run-dir")
 ]
-
-
-def existing_folder(path: Path, what: str) -> Path:
-    """``path``, which must be a folder. ``what`` names the kind that is wanted. Raises UserError.
-
-    ``runs/NAME/ID`` is looked for in the cluster's folder for runs too.
-    """
-    from clustertune.launch import cluster_paths
-
-    path = cluster_paths.existing(path)
-    if path.is_dir():
-        return path
-    message = "is a file, not a folder" if path.exists() else "no such folder"
-    raise UserError(message, file=str(path), fix=f"give the path of {what}")
-
-
-def existing_run(path: Path, what: str = "a run folder") -> Path:
-    """A run's folder, or the run that ``latest``, a recipe's name or the beginning of an id names. Raises UserError.
-
-    ``what`` names what is wanted where other folders are taken too.
-    """
-    from clustertune.launch import cluster_paths
-
-    if not path.exists() and (run := cluster_paths.named_run(str(path))) is not None:
-        return run
-    try:
-        found = existing_folder(path, what)
-    except UserError as error:
-        below = cluster_paths.found_runs()
-        names = ", ".join(list(dict.fromkeys(folder.parent.name for folder in cluster_paths.run_folders(below)))[:8])
-        fix = (
-            f"give {what}, latest, the beginning of a run's id, or a recipe that has run: {names or f'none has below {below}'}"
-        )
-        raise UserError(error.problems[0].message, file=str(path), fix=fix) from None
-    inside = [] if what != "a run folder" or (found / "run.json").is_file() else cluster_paths.run_folders(found)
-    if inside:
-        names = ", ".join(str(folder) for folder in inside[:3])
-        raise UserError(f"is no run folder; it holds {len(inside)}", file=str(found), fix=f"give one: {names}")
-    return found
-
-
-def merged_or_model(path: Path) -> Path:
-    """A model's folder; of a run, its merged model. Raises UserError."""
-    found = existing_run(path, "a run or a model")
-    if not (found / "run.json").is_file():
-        return found
-    if not (found / "merged" / "config.json").is_file():
-        raise UserError("has no merged model yet", file=str(found), fix=f"clustertune run ... --run-dir {found} --to merge")
-    return found / "merged"
-
-
-def newest_merged(below: Path) -> Path:
-    """The merged model that was finished last in a folder of runs. Raises UserError where there is none."""
-    from clustertune.manifest import MANIFEST
-
-    found = [path for path in below.glob(f"*/*/merged/{MANIFEST}") if path.is_file()]
-    if not found:
-        fix = "make demo first, or name a folder: make eval-ifeval MODEL=DIR, clustertune eval DIR"
-        raise UserError("no merged model in this folder of runs", file=str(below), fix=fix)
-    return max(found, key=lambda path: path.stat().st_mtime_ns).parent
-
-
-def eval_folder(below: Path, model: Path, data: Path | None, settings: Mapping[str, Any]) -> Path:
-    """``<parent>-<name>-<12 hex>`` of a model: the same command finds its result, two models of one name never share it."""
-    import hashlib  # loads OpenSSL
-
-    resolved = model.resolve()
-    identity = [str(resolved), str(data.resolve()) if data else None, dict(settings)]
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-    parts = (re.sub(r"[^A-Za-z0-9._]+", "_", part)[:40].strip("._") for part in (resolved.parent.name, resolved.name))
-    return below / "-".join([*(word for word in parts if word), digest])
-
-
 Device = Annotated[
     str | None,
     typer.Option(
@@ -183,25 +108,3 @@ class EvalBackend(StrEnum):
     auto = "auto"
     hf = "hf"
     vllm = "vllm"
-
-
-def eval_settings(values: Mapping[str, Any]) -> Eval:
-    """The settings of an evaluation as the command line gives them. Raises UserError."""
-    from pydantic import ValidationError
-
-    from clustertune.recipe.load import did_you_mean
-    from clustertune.recipe.schema import Eval
-    from clustertune.recipe.tasks import unknown_tasks
-
-    try:
-        found = Eval.model_validate(values)
-    except ValidationError as error:
-        raise UserError(
-            Problem(f"{item['input']!r}: {item['msg']}", file="command line", key=f"--{str(item['loc'][0]).replace('_', '-')}")
-            for item in error.errors()
-        ) from None
-    raise_if(
-        Problem(f"lm-eval has no task {task!r}", file="command line", key="--tasks", fix=did_you_mean(task, known))
-        for task, known in unknown_tasks(found.tasks).items()
-    )
-    return found

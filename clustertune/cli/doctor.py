@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from clustertune import chain
 from clustertune.check import report as reports
 from clustertune.check import sbatch as linter
 from clustertune.check.machine_context import LOGIN, PLACES, Expects, Machine
@@ -30,6 +29,7 @@ from clustertune.host.facts import HostFacts
 from clustertune.launch import allocation, batch, cluster_paths, shape
 from clustertune.manifest import require_replaceable, write_durably
 from clustertune.nccl_check import link_check as links
+from clustertune.rundir import default_run_dir
 from clustertune.tree import ROOT
 
 COMMAND_LINE = "command line"
@@ -248,7 +248,7 @@ def _of_recipe(args: DoctorArguments, cluster: schema.Cluster, facts: HostFacts 
         resolved = shape.resolve_on(args.recipe, args.overrides or [], cluster, tiny=args.tiny)[0]
     except UserError as error:
         return list(recipe_findings.recipe_refused(error))
-    run_dir = args.run_dir or chain.default_run_dir(resolved, cluster_paths.runs(cluster))  # as submit takes it
+    run_dir = args.run_dir or default_run_dir(resolved, cluster_paths.runs(cluster))  # as submit takes it
     own = {setting.name: setting.value for setting in cluster_paths.settings(cluster)}  # as its jobs have it
     context = recipe_context.build(resolved, cluster, facts, run_dir=run_dir, environment={**os.environ, **own})
     return recipe_findings.recipe_findings(context)

@@ -15,7 +15,7 @@ from clustertune.cluster import load
 from clustertune.console import say
 from clustertune.errors import UserError, raise_if
 from clustertune.launch import allocation, cluster_paths, serving, signal_margin
-from clustertune.rundir import STAGES, RunDir, require_stage
+from clustertune.rundir import STAGES, RunDir, default_run_dir, require_stage
 from clustertune.sweep import points
 from clustertune.sweep.points import Point
 
@@ -72,7 +72,7 @@ def job(
         arguments += ["--from", first] if first != STAGES[0] else []
         arguments += ["--to", last] if last != STAGES[-1] else []
     trains = STAGES.index(first) <= STAGES.index("train") <= STAGES.index(last)
-    path = run_dir or chain.default_run_dir(resolved, cluster_paths.runs(on))
+    path = run_dir or default_run_dir(resolved, cluster_paths.runs(on))
     problems = allocation.check(given, resolved, on, arguments, (first, last))
     problems += allocation.first_node_problems(on, nodes=len(given.nodes), trains=trains)
     raise_if(problems)

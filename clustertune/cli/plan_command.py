@@ -13,7 +13,6 @@ from typing import Annotated
 import typer
 
 from clustertune import console, draft
-from clustertune.cli import new
 from clustertune.cli.arguments import AsJson, ClusterOption, Tiny, path_argument, takes
 from clustertune.cli.new import DataOption, GpusOption, MethodOption, ModelOption
 from clustertune.cluster import load
@@ -165,7 +164,7 @@ def _compare_clusters(args: PlanArguments, known: Lengths | None) -> None:
 def _answer_model(args: PlanArguments, known: Lengths | None) -> None:
     """The same of a model that no recipe describes: the recipe that ``new`` would write is planned."""
     of_data = draft.stated(args.overrides).get("data")
-    model, data, at = new.read(args.model, args.data, args.method, args.gpus, args.cluster, of_data=of_data)
+    model, data, at = draft.read_options(args.model, args.data, args.method, args.gpus, args.cluster, of_data=of_data)
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", str(model.section["name"]).rpartition("/")[2]).lower()[:50] + f"-{args.method}"
     known_source = model.section.keys() & {"revision", "path", "weights"}
     stated = {} if known_source else {"model": {"weights": "random"}}  # a plan needs no commit of the Hub

@@ -21,12 +21,6 @@ from clustertune.cli.arguments import (
     Ranks,
     RecipeArgument,
     Tiny,
-    eval_folder,
-    eval_settings,
-    existing_folder,
-    existing_run,
-    merged_or_model,
-    newest_merged,
     path_given,
     path_option,
 )
@@ -35,14 +29,16 @@ from clustertune.data import prompts as own_prompts
 from clustertune.errors import ExitCode, UserError, raise_if
 from clustertune.evaluate import run as evaluation
 from clustertune.evaluate import scores
+from clustertune.evaluate.by_command import eval_folder, eval_settings
 from clustertune.export import whole
 from clustertune.launch import cluster_paths, node
+from clustertune.launch.named_runs import existing_folder, existing_run, merged_or_model, newest_merged
 from clustertune.recipe import schema
 from clustertune.report import page
 from clustertune.resolve import megatron, resolve
 from clustertune.resolve import tiny as scaled_down
 from clustertune.resolve.resolved import Resolved
-from clustertune.rundir import STAGES, RunDir
+from clustertune.rundir import STAGES, RunDir, default_run_dir
 from clustertune.staging import bundle
 
 
@@ -119,7 +115,7 @@ def run(
         raise UserError(f"{first} comes after --to {last}", file="command line", key="--from", fix=fix)
     resolved = _resolve_here(recipe, overrides or [], tiny=tiny, ranks=ranks)
     below = cluster_paths.enter_local()
-    path = run_dir or chain.default_run_dir(resolved, below)
+    path = run_dir or default_run_dir(resolved, below)
     _check_before_anything_is_made(resolved, path, stages)
     if dry_run:
         for warning in resolved.warnings:

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from clustertune import submission
-from clustertune.cli.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, existing_run, path_option
+from clustertune.cli.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_option
 from clustertune.cluster.load import load_cluster
-from clustertune.console import aligned, duration, reply, say
+from clustertune.console import say
 from clustertune.errors import UserError, raise_if
-from clustertune.report import state as states
-from clustertune.rundir import STAGES, RunDir
+from clustertune.launch.named_runs import existing_run
+from clustertune.rundir import STAGES
 
 
 def submit(
@@ -35,7 +35,7 @@ def submit(
 ) -> None:
     """Every sbatch option is derived from the recipe and the cluster file. Finished stages are not submitted again."""
     if status is not None:
-        _show_status(status, as_json)
+        submission.show_status(existing_run(status), as_json)
         return
     if recipe is None:
         raise UserError("a recipe is missing", file="command line", fix="clustertune submit RECIPE, or --status RUN")
@@ -48,26 +48,3 @@ def submit(
         submission.show(plan, as_json, verbose)
     else:
         submission.send(plan, image, as_json)
-
-
-def _show_status(path: Path, as_json: bool) -> None:
-    run = RunDir(existing_run(path))
-    if not run.run_json.exists() and not (path / "jobs").is_dir():
-        run.read()  # says that it is none
-    found = states.read_status(run)
-    reply(as_json, {"run_dir": str(path), **found.as_dict()}, lambda: _render(found), f"run folder: {path}")
-
-
-def _render(found: states.StagesStatus) -> None:
-    """A table whose lines are never broken: job states are looked for by programs and people alike."""
-    names = ("stage", "job", "state", "time", "nodes", "restarts", "attempts", "step", "reason")
-    lines: list[tuple[str, ...]] = [names]
-    for row in found.rows:
-        numbers = (str(row.restarts or ""), *("" if n is None else str(n) for n in (row.attempts, row.step)))
-        took = "" if row.seconds is None else duration(row.seconds)
-        lines.append((row.stage, row.job or "", row.state, took, row.nodes, *numbers, row.reason))
-    used = [i for i in range(len(names)) if any(line[i] for line in lines[1:])]
-    for text in aligned([[line[i] for i in used] for line in lines]):
-        say(text)
-    if found.note:
-        say(f"note: Slurm could not be asked: {found.note}")

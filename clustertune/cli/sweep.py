@@ -9,17 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from clustertune import chain
-from clustertune.cli.arguments import AsJson, ClusterOption, OptionalRecipe, Tiny, existing_folder, path_option
+from clustertune.cli.arguments import AsJson, ClusterOption, OptionalRecipe, Tiny, path_option
 from clustertune.cluster import load
 from clustertune.cluster.schema import Cluster
 from clustertune.console import emit_json, reply, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
-from clustertune.launch import bill, cluster_paths, shape
-from clustertune.launch import stage_jobs as launch
+from clustertune.launch import cluster_paths
+from clustertune.launch.named_runs import existing_folder
 from clustertune.plan import explanation
 from clustertune.resolve.resolved import Resolved
-from clustertune.rundir import STAGES, require_stage
-from clustertune.staging import bundle
+from clustertune.rundir import require_stage
 from clustertune.sweep import array
 from clustertune.sweep import points as sweep_points
 from clustertune.sweep import results as outcome
@@ -58,11 +57,11 @@ def sweep(
         made, resolved = _locally(recipe, settings or [], at_once, cluster, options)
     else:
         on = load.load_cluster(cluster)
-        made, resolved, job = _array(recipe, settings or [], at_once, on, options, dry_run)
+        made, resolved, job = array.plan_array(recipe, settings or [], at_once, on, options, dry_run)
     for warning in sweep_points.same_weights(made, resolved):
         say(f"warning: {warning}")
     if dry_run:
-        _show_plan(made, None if here else job, None if here else _total(made, resolved, on), as_json)
+        _show_plan(made, None if here else job, None if here else array.total(made, resolved, on), as_json)
     elif here:
         _run_here(made, metric, as_json)
     else:
@@ -85,48 +84,6 @@ def _locally(
         text = f"needs {ranks_needed} GPUs, this machine has {chain.visible_gpus()}"
         raise UserError(text, file=recipe, key="slurm", fix="--tiny runs it here scaled down; without --here it is a job")
     return made, resolved
-
-
-def _array(
-    recipe: str,
-    settings: list[str],
-    at_once: int | None,
-    cluster: Cluster,
-    options: dict[str, Any],
-    dry_run: bool,
-) -> tuple[Sweep, list[Resolved], Any]:
-    """The sweep and its job array (None where nothing is left), everything checked that can be before it is submitted."""
-    # Every task sees the ranks of a tiny training, whatever the allocation.
-    shaped = [word for word in settings if word.startswith("slurm.")]
-    more = shape.tiny_size(recipe, shaped, cluster) if options["tiny"] else []
-    made, resolved = sweep_points.make_sweep(recipe, settings, more=more, **options, runs=cluster_paths.runs(cluster))
-    models = cluster_paths.folder(cluster, "models")
-    offers = [bundle.offered(item, models) for item in resolved]
-    resolved = [item.with_staged(found) if found else item for item, (found, _) in zip(resolved, offers, strict=True)]
-    for note in dict.fromkeys(note for _, notes in offers for note in notes):
-        say(f"warning: {note}")
-    problems = array.find_problems(made, resolved, cluster)
-    if not dry_run:
-        fix = "call this on a login node; --here runs the points on this cluster, --dry-run needs no Slurm"
-        problems += launch.find_missing(cluster, [("the sweep folder", made.path.absolute())], fix)
-    raise_if(problems)
-    flags = ["--cluster", load.reference(cluster)]
-    flags += cluster_paths.flags(cluster_paths.of_jobs(cluster))
-    job = array.make_job(made, resolved, cluster, at_once=at_once, flags=flags) if made.left() else None
-    return made, resolved, job
-
-
-def _total(made: Sweep, resolved: list[Resolved], cluster: Cluster) -> dict[str, Any] | None:
-    """GPU-hours and money of the points that are left, up to their last stage; None where a point cannot be planned."""
-    left = {point.index for point in made.left()}
-    planned = [bill.of_recipe(item, cluster) for point, item in zip(made.points, resolved, strict=True) if point.index in left]
-    bills = [found[1] for found in planned if found is not None]
-    evaluates = STAGES.index(made.last) >= STAGES.index("eval")
-    hours = [whole.gpu_hours if evaluates else whole.training for whole in bills]
-    if not hours or len(hours) != len(planned) or None in hours:
-        return None
-    gpu_hours = sum(value for value in hours if value is not None)
-    return {"gpu_hours": gpu_hours, "cost": explanation.spent(gpu_hours, bills[0].price)}
 
 
 def _show_plan(made: Sweep, job: Any, total: dict[str, Any] | None, as_json: bool) -> None:

@@ -13,6 +13,7 @@ from clustertune.errors import Problem, UserError, raise_if
 from clustertune.launch import cluster_paths
 from clustertune.resolve import megatron, resolve
 from clustertune.resolve.resolved import Resolved
+from clustertune.rundir import default_run_dir
 
 
 def torchrun_node(
@@ -36,7 +37,7 @@ def torchrun_node(
         raise UserError(text, file="command line", key="--node-rank")
     resolved, each = resolve_for_nodes(recipe, overrides or [], tiny=tiny, nodes=nodes, ranks_per_node=ranks_per_node)
     below = cluster_paths.enter_local()
-    path = run_dir or chain.default_run_dir(resolved, below)
+    path = run_dir or default_run_dir(resolved, below)
     machine, environment = torchrun.this_machine(node_rank, nodes, master)
     call = torchrun.TorchrunCall(path, node_rank, nodes, each, machine, environment, master, port, wait, job)
     if node_rank:

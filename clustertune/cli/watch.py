@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 
 from clustertune import console
-from clustertune.cli.arguments import AsJson, existing_run, path_argument, path_given, path_option
+from clustertune.cli.arguments import AsJson, path_argument, path_given, path_option
 from clustertune.console import emit_json, reply, say
 from clustertune.errors import UserError, storing
 from clustertune.launch import cluster_paths
 from clustertune.launch import stage_jobs as jobs
+from clustertune.launch.named_runs import existing_run
 from clustertune.manifest import replace_ours
 from clustertune.monitor import live_page
 from clustertune.monitor import status as statuses

@@ -14,6 +14,7 @@ from clustertune.cli.arguments import AsJson, Overrides, RecipeArgument, SharedR
 from clustertune.errors import UserError
 from clustertune.launch import cluster_paths
 from clustertune.resolve import megatron, resolve
+from clustertune.rundir import default_run_dir
 
 
 def ray_train(
@@ -40,7 +41,7 @@ def ray_train(
             recipe, overrides or [], tiny=tiny, ranks=min(resolved.world_size, chain.visible_gpus() or 2)
         )
     below = cluster_paths.enter_local()
-    with chain.taken(resolved, run_dir or chain.default_run_dir(resolved, below)) as run:
+    with chain.taken(resolved, run_dir or default_run_dir(resolved, below)) as run:
         links = raytrain.RayChain(run, resolved, quiet=as_json, max_failures=max_failures)
         links.go(last="prepare")
         with raytrain.cluster(resolved.world_size) if links.train_is_due() else nullcontext(False) as gpus:
