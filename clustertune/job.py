@@ -23,7 +23,7 @@ from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, UserError, raise_if
 from clustertune.evaluate.servers import GIVEN, JOB, START_SECONDS, ServingJob, note_end
 from clustertune.events import read_object
-from clustertune.launch import cluster_paths, container, image, megatron_image, progress, serving, slurm, srun
+from clustertune.launch import cluster_paths, container, image, megatron_image, progress, serving, signal_margin, slurm, srun
 from clustertune.launch.agent import stop_request_file
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import AttemptPlan, Node
@@ -57,6 +57,11 @@ class JobInputs:
     """Of every stage and rank: where caches lie. This process has them already."""
     evaluation: serving.Evaluation | None = None
     """How ``eval`` answers its prompts; None: it is derived here."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether the training is among the stages."""
+        return "train" in STAGES[STAGES.index(self.stages[0]) : STAGES.index(self.stages[1]) + 1]
 
     def step_command(self, attempt: int, environ: Mapping[str, str] = os.environ) -> list[str]:
         """``srun`` of the node's program, in the cluster's container if it has one. ``environ``: of the batch script."""
@@ -92,7 +97,7 @@ class JobInputs:
         nodes = ", ".join(allocation.nodes)
         lines = [f"job {allocation.job_id}{start}: {self.resolved.name}, {what}, on {nodes}; run folder {self.path}"]
         lines += [f"  {s.name}={s.value}  # {s.reason}" for s in self.variables]
-        if "train" not in STAGES[STAGES.index(first) : STAGES.index(last) + 1]:
+        if not self.trains:
             return lines
         ranks = self.resolved.world_size // len(allocation.nodes)
         return [
@@ -401,6 +406,24 @@ def has_gpus() -> bool:
 
 
 # --- what a job begins with --------------------------------------------------------------------------------------------
+
+
+def start(inputs: JobInputs, script: Path | None, command: Sequence[str]) -> None:
+    """Say what the job is about to do, and run it. ``script``: the batch script of a job by hand. Raises UserError, Stopped."""
+    cluster_paths.make()
+    margin = inputs.resolved.recipe.slurm.signal_seconds
+    late = None
+    if script is not None:
+        take_log(inputs.path, inputs.allocation.name, inputs.allocation.job_id)
+        if inputs.trains:  # the other stages continue file by file, and need less
+            stated = signal_margin.given_in(script.read_text(errors="replace"))
+            late = signal_margin.warning(stated, margin, inputs.allocation.limit_minutes)
+    for line in inputs.describe():
+        say(line)
+    for text in filter(None, (late, *inputs.resolved.warnings)):
+        say(f"warning: {text}")
+    run(inputs, command)
+    say(f"done: {inputs.path}")
 
 
 def begun(job: str, folders: Iterable[Path]) -> tuple[Path, int] | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import unicodedata
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,24 +34,43 @@ ClusterOption = Annotated[
         show_default=False,
     ),
 ]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model", metavar="HUB_ID|config.json", help="Model on the Hub, a config.json, or a recipe, to use its model."
+    ),
+]
+DataOption = Annotated[
+    str | None, typer.Option("--data", metavar="FILE|HUB_ID", help="Conversations: a file, a folder, or a dataset on the Hub.")
+]
+MethodOption = Annotated[str, typer.Option("--method", metavar="lora|qlora|full", help="What to train.")]
+GpusOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpus",
+        metavar="NODESxGPUSxNAME",
+        help="Plan without a cluster file: such as 2x8xh100-sxm. Names are in ops/hardware.yaml.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
-T = TypeVar("T")
 
+def takes(options: type, place: str) -> Callable[..., None]:
+    """A command whose arguments are the fields of a dataclass, and whose help is the dataclass's docstring.
 
-def takes(options: Callable[..., T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Makes a command of a function whose one argument is a dataclass: the dataclass's fields are the command's arguments."""
+    ``place``: module and function of its program, which is imported when it is called, gets the dataclass, and returns the exit
+    code (None: 0). So ``--help`` loads none of the package.
+    """
 
-    def decorate(program: Callable[[T], None]) -> Callable[..., None]:
-        def command(**given: Any) -> None:
-            program(options(**given))
+    def command(**given: Any) -> None:
+        module, _, function = place.partition(":")
+        program = getattr(importlib.import_module(f"clustertune.{module}"), function)
+        raise typer.Exit(program(options(**given)) or 0)
 
-        command.__name__, command.__doc__ = program.__name__, program.__doc__
-        command.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
-        command.__annotations__ = {}  # typer reads both
-        return command
-
-    return decorate
+    command.__doc__ = options.__doc__
+    command.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
+    command.__annotations__ = {}  # typer reads both
+    return command
 
 
 _MAX_NAME = 255

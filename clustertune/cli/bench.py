@@ -13,15 +13,11 @@ from typing import Annotated
 
 import typer
 
-from clustertune import chain, secrets
-from clustertune.bench import bench_output, preparation, result
+from clustertune import secrets
 from clustertune.cli.arguments import AsJson, ClusterOption, Overrides, RecipeArgument, Tiny, path_option
-from clustertune.cluster import load
 from clustertune.console import reply, say
 from clustertune.errors import Problem, UserError, raise_if, storing
-from clustertune.launch import cluster_paths
 from clustertune.manifest import write_durably
-from clustertune.training import bench_schedule
 
 RESULT = "bench-result.json"
 """In the run folder: the document."""
@@ -46,6 +42,12 @@ def bench(
     """Step time, tokens/s, MFU and memory.
     Uses the ranks of clustertune run. Prints the figures beside those of plan, and writes them into the run folder.
     """
+    from clustertune import chain
+    from clustertune.bench import bench_output, preparation, result
+    from clustertune.cluster import load
+    from clustertune.launch import cluster_paths
+    from clustertune.training import bench_schedule
+
     secrets.read_env(secrets.DEFAULT)
     if tiny and synthetic:
         text, fix = "--tiny scales the model down, --synthetic keeps its size", "give one of them"
@@ -85,6 +87,8 @@ def bench(
 
 def _new_run_path(recipe: str) -> Path:
     """A new folder for each benchmark, below this machine's runs."""
+    from clustertune.launch import cluster_paths
+
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(recipe).name).strip("._-")[:64] or "recipe"
     below = cluster_paths.runs(cluster_paths.local_cluster())
     return below / "bench" / name / (datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ") + f"-{os.getpid()}")

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clustertune import chain, secrets
-from clustertune import job as program
+from clustertune import secrets
 from clustertune.cli.arguments import ClusterOption, Overrides, RecipeArgument, path_option
-from clustertune.cluster import load
-from clustertune.console import say
 from clustertune.errors import UserError, raise_if
-from clustertune.launch import allocation, cluster_paths, serving, signal_margin
 from clustertune.rundir import STAGES, RunDir, default_run_dir, require_stage
-from clustertune.sweep import points
-from clustertune.sweep.points import Point
+
+if TYPE_CHECKING:
+    from clustertune.sweep.points import Point
 
 
 def job(
@@ -40,6 +37,11 @@ def job(
     """Checks the allocation, runs the stages, and has the job requeued if it can continue later. With --description it uses the
     recipe and cluster as submitted, even if their files have changed since; without it as they were when the job first started.
     """
+    from clustertune import chain
+    from clustertune import job as program
+    from clustertune.cluster import load
+    from clustertune.launch import allocation, cluster_paths, serving
+
     require_stage(first, "--from")
     require_stage(last, "--to")
     remaining = list(overrides or [])
@@ -71,29 +73,20 @@ def job(
         arguments += ["--run-dir", str(run_dir)] if run_dir else []
         arguments += ["--from", first] if first != STAGES[0] else []
         arguments += ["--to", last] if last != STAGES[-1] else []
-    trains = STAGES.index(first) <= STAGES.index("train") <= STAGES.index(last)
     path = run_dir or default_run_dir(resolved, cluster_paths.runs(on))
-    problems = allocation.check(given, resolved, on, arguments, (first, last))
-    problems += allocation.first_node_problems(on, nodes=len(given.nodes), trains=trains)
-    raise_if(problems)
-    cluster_paths.make()
-    if script is not None:
-        program.take_log(path, given.name, given.job_id)
     inputs = program.JobInputs(resolved, on, given, path, (first, last), variables, evaluation)
-    for line in inputs.describe():
-        say(line)
-    late = None
-    if script is not None and trains:  # the other stages continue file by file, and need less
-        said = signal_margin.given_in(script.read_text(errors="replace"))
-        late = signal_margin.warning(said, resolved.recipe.slurm.signal_seconds, given.limit_minutes)
-    for text in filter(None, (late, *resolved.warnings)):
-        say(f"warning: {text}")
-    program.run(inputs, chain.command_line())
-    say(f"done: {path}")
+    problems = allocation.check(given, resolved, on, arguments, (first, last))
+    problems += allocation.first_node_problems(
+        on, nodes=len(given.nodes), trains="train" in STAGES[STAGES.index(first) : STAGES.index(last) + 1]
+    )
+    raise_if(problems)
+    program.start(inputs, script, chain.command_line())
 
 
 def _point(sweep: Path) -> Point:
     """What this task of a job array works on."""
+    from clustertune.sweep import points
+
     text = os.environ.get("SLURM_ARRAY_TASK_ID", "")
     if not text.isdigit():
         raise UserError("--sweep runs as a task of a job array", fix="clustertune sweep submits it")

@@ -10,20 +10,18 @@ import typer
 
 from clustertune import console
 from clustertune.cli.arguments import AsJson, Overrides, Ranks, RecipeArgument, Tiny, path_option
-from clustertune.cluster.load import LOCAL, load_cluster
 from clustertune.console import reply, say
-from clustertune.doctor import cluster_file
 from clustertune.errors import UserError, raise_if, storage_error
-from clustertune.plan import schedule
-from clustertune.recipe.schema import NAME
-from clustertune.resolve import resolve
-from clustertune.resolve import show as view
 
 
 def show(
     recipe: RecipeArgument, overrides: Overrides = None, tiny: Tiny = False, ranks: Ranks = None, as_json: AsJson = False
 ) -> None:
     """Each value is shown with its origin: base, recipe, override, derived (and from what), or default."""
+    from clustertune.plan import schedule
+    from clustertune.resolve import resolve
+    from clustertune.resolve import show as view
+
     resolved = resolve.resolve(recipe, overrides or [], tiny=tiny, ranks=ranks)
     raise_if(schedule.find_idle_schedule(resolved))
     resolved.warnings.extend(schedule.check_schedule_end(resolved))
@@ -42,6 +40,9 @@ def show_cluster(
     ] = None,
     as_document: AsJson = False,
 ) -> None:
+
+    from clustertune.cluster.load import load_cluster
+    from clustertune.resolve import show as view
 
     if write is not None:
         if cluster not in (None, "local"):
@@ -62,6 +63,9 @@ def show_cluster(
 
 def _draft(file: Path) -> str:
     """Write a cluster file and return its text. Raises UserError where there is no Slurm, or the file is there."""
+    from clustertune.cluster.load import LOCAL, load_cluster
+    from clustertune.doctor import cluster_file
+    from clustertune.recipe.schema import NAME
 
     if file.suffix not in (".yaml", ".yml") or not re.fullmatch(NAME, file.stem):
         raise UserError("is not a NAME.yaml", file=str(file), fix="as ops/clusters/my-cluster.yaml")

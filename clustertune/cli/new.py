@@ -8,33 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from clustertune import draft
-from clustertune.cli.arguments import AsJson, ClusterOption, Overrides
+from clustertune.cli.arguments import AsJson, ClusterOption, DataOption, GpusOption, MethodOption, ModelOption, Overrides
 from clustertune.console import reply
 from clustertune.host.system import GIB
-from clustertune.launch import bill
-from clustertune.plan import predict
-from clustertune.recipe import accelerate_file
-from clustertune.resolve import models, resolve, tiny
-
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model", metavar="HUB_ID|config.json", help="Model on the Hub, a config.json, or a recipe, to use its model."
-    ),
-]
-DataOption = Annotated[
-    str | None, typer.Option("--data", metavar="FILE|HUB_ID", help="Conversations: a file, a folder, or a dataset on the Hub.")
-]
-MethodOption = Annotated[str, typer.Option("--method", metavar="lora|qlora|full", help="What to train.")]
-GpusOption = Annotated[
-    str | None,
-    typer.Option(
-        "--gpus",
-        metavar="NODESxGPUSxNAME",
-        help="Plan without a cluster file: such as 2x8xh100-sxm. Names are in ops/hardware.yaml.",
-    ),
-]
 
 
 def new(
@@ -48,6 +24,12 @@ def new(
     overrides: Overrides = None,
 ) -> None:
     """LoRA target modules come from the model's architecture, the distribution from the planner. Prints every assumption."""
+    from clustertune import draft
+    from clustertune.launch import bill
+    from clustertune.plan import predict
+    from clustertune.recipe import accelerate_file
+    from clustertune.resolve import models, resolve, tiny
+
     folder = draft.target(name)
     stated = draft.stated(overrides or ())
     made_of, found, at = draft.read_options(model, data, method, gpus, cluster, needs_data=True, of_data=stated.get("data"))

@@ -11,9 +11,6 @@ from clustertune import secrets
 from clustertune.cli.arguments import AsJson, path_given
 from clustertune.console import reply, say
 from clustertune.errors import UserError
-from clustertune.launch.named_runs import existing_run
-from clustertune.push import hub
-from clustertune.push import upload as packing
 from clustertune.rundir import RunDir
 
 
@@ -35,6 +32,10 @@ def push(
 ) -> None:
     """Never uploads the base model or a merged model. HF_TOKEN must be in .env. Pushing the same adapter again changes
     nothing."""
+    from clustertune.launch.named_runs import existing_run
+    from clustertune.push import hub
+    from clustertune.push import upload as packing
+
     run = RunDir(existing_run(run_dir))
     name = hub.check_name(repo or secrets.read_env(secrets.DEFAULT, lambda _note: None).get("HF_REPO_ID"))
     packing.refuse_models(run)

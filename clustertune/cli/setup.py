@@ -6,17 +6,18 @@ import re
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from clustertune.cli.arguments import AsJson, ClusterOption, RecipeArgument, path_option
-from clustertune.cluster import load
 from clustertune.console import reply, say
 from clustertune.errors import UserError
-from clustertune.launch import cluster_paths
-from clustertune.setup import rendered, setup_machine
-from clustertune.testbed import rehearsal, spec
+
+if TYPE_CHECKING:
+    from clustertune.setup import rendered
+    from clustertune.testbed import spec
+
 
 setup_app = typer.Typer(no_args_is_help=True, help="Render files that set up a node.")
 
@@ -40,6 +41,9 @@ def _written(made: rendered.Rendered, node: str, out: Path, script: str, as_json
 @setup_app.command("storage")
 def storage(out: OutOption, cluster: ClusterOption = None, node: NodeOption = None, as_json: AsJson = False) -> None:
     """Render fstab lines, exports and a script for a node."""
+    from clustertune.cluster import load
+    from clustertune.setup import rendered, setup_machine
+
     loaded = load.load_cluster(cluster)
     host = setup_machine.choose_node(loaded, node)
     _written(rendered.storage(loaded, host), host.name, out, rendered.STORAGE_SCRIPT, as_json, {})
@@ -58,6 +62,10 @@ def slurm(
     as_json: AsJson = False,
 ) -> None:
     """Render slurm.conf and the files around it for a node."""
+    from clustertune.cluster import load
+    from clustertune.setup import rendered, setup_machine
+    from clustertune.testbed import rehearsal
+
     loaded = load.load_cluster(cluster)
     host = setup_machine.choose_node(loaded, node)
     made = rendered.slurm(loaded, host, accounting)
@@ -100,6 +108,9 @@ def demo_slurm(
     as_json: AsJson = False,
 ) -> None:
     """Starts the cluster, submits the real job script launch/run.sbatch, follows the job to its end, and stops the cluster."""
+    from clustertune.launch import cluster_paths
+    from clustertune.testbed import rehearsal
+
     if not SCRIPT.is_file():
         raise UserError("no such file", file=str(SCRIPT), fix="call this in the checkout of clustertune")
     if "=" in recipe:  # the recipe is left out, and this is the first of the overrides
@@ -116,5 +127,7 @@ def demo_slurm(
 
 
 def _spec(nodes: str, gpus: int, isolation: Isolation) -> spec.ClusterSpec:
+    from clustertune.testbed import spec
+
     wanted = int(nodes) if re.fullmatch(r"[0-9]{1,9}", nodes) else tuple(nodes.split(","))
     return spec.ClusterSpec(nodes=wanted, gpus=gpus, isolation=isolation.value)

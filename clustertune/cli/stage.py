@@ -8,10 +8,7 @@ from typing import Annotated
 import typer
 
 from clustertune.cli.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_option
-from clustertune.cluster import load
 from clustertune.errors import UserError
-from clustertune.resolve import resolve
-from clustertune.staging import hashed_copy, stage_command
 
 
 def stage(
@@ -33,6 +30,10 @@ def stage(
     """A bundle is for machines without network. Copies are made on this node; existing ones are verified and kept, the least
     recently used are removed to make room. Every training job copies by itself, on all of its nodes.
     """
+    from clustertune.cluster import load
+    from clustertune.resolve import resolve
+    from clustertune.staging import hashed_copy, stage_command
+
     _check_modes(to, verify, clean, eval_data)
     stall = stall or hashed_copy.STALL_SECONDS
     if verify is not None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import shlex
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clustertune import chain, console, secrets, summary
-from clustertune import merge as merging
-from clustertune.checkpoint import store
-from clustertune.cli import preparing
+from clustertune import console, secrets
 from clustertune.cli.arguments import (
     AsJson,
     Device,
@@ -25,21 +22,11 @@ from clustertune.cli.arguments import (
     path_option,
 )
 from clustertune.console import emit_json, reply, say, show_error
-from clustertune.data import prompts as own_prompts
 from clustertune.errors import ExitCode, UserError, raise_if
-from clustertune.evaluate import run as evaluation
-from clustertune.evaluate import scores
-from clustertune.evaluate.by_command import eval_folder, eval_settings
-from clustertune.export import whole
-from clustertune.launch import cluster_paths, node
-from clustertune.launch.named_runs import existing_folder, existing_run, merged_or_model, newest_merged
-from clustertune.recipe import schema
-from clustertune.report import page
-from clustertune.resolve import megatron, resolve
-from clustertune.resolve import tiny as scaled_down
-from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES, RunDir, default_run_dir
-from clustertune.staging import bundle
+
+if TYPE_CHECKING:
+    from clustertune.resolve.resolved import Resolved
 
 
 class Stage(StrEnum):
@@ -58,6 +45,10 @@ OutOption = Annotated[Path | None, path_option("The folder to write.", "--out")]
 
 def _resolve_here(recipe: str, overrides: list[str], *, tiny: bool, ranks: int | None) -> Resolved:
     """The recipe for the GPUs of this machine; of a small model without GPUs for as many processes. Raises UserError."""
+    from clustertune import chain
+    from clustertune.resolve import megatron, resolve
+    from clustertune.resolve import tiny as scaled_down
+
     resolved = resolve.resolve(recipe, overrides, tiny=tiny, ranks=ranks)
     megatron.require_startable(resolved)
     gpus = chain.visible_gpus()
@@ -89,6 +80,10 @@ def prepare(
     as_json: AsJson = False,
 ) -> None:
     """Every bad row is counted and reported with file and line. Uses all cores; the result is kept and reused."""
+    from clustertune.cli import preparing
+    from clustertune.launch import cluster_paths
+    from clustertune.resolve import resolve
+
     resolved = resolve.resolve(recipe, overrides or [])
     below = cluster_paths.enter_local()
     result = preparing.prepare(resolved, out or below / resolved.name / "data", input_path, show_count)
@@ -109,6 +104,9 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Stages: prepare, train, export, merge, eval, report. Finished stages are not run again."""
+    from clustertune import chain, summary
+    from clustertune.launch import cluster_paths
+
     stages = STAGES[STAGES.index(first) : STAGES.index(last) + 1]
     if not stages:
         fix = f"the order is {', '.join(STAGES)}"
@@ -130,6 +128,8 @@ def run(
 
 
 def _check_before_anything_is_made(resolved: Resolved, path: Path, stages: tuple[str, ...]) -> None:
+    from clustertune.staging import bundle
+
     secrets.read_env(secrets.DEFAULT)
     if path.exists() and not path.is_dir():
         raise UserError("is a file, a run needs a folder", file=str(path), fix="give another --run-dir")
@@ -140,6 +140,8 @@ def _check_before_anything_is_made(resolved: Resolved, path: Path, stages: tuple
 
 def _show_plan(resolved: Resolved, path: Path, stages: tuple[str, ...], as_json: bool) -> None:
     """What ``run`` would do: its folder, its stages, and the launcher's command."""
+    from clustertune.launch import node
+
     command = node.ranks_command(RunDir(path), resolved, 1)
     lines = [f"run folder: {path}", f"stages: {', '.join(stages)}"]
     lines += [f"train: {shlex.join(command)}"] if "train" in stages else []
@@ -153,6 +155,9 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Exports the adapter of a LoRA run, or the model if all parameters were trained."""
+    from clustertune.export import whole
+    from clustertune.launch.named_runs import existing_run
+
     _summarise(whole.export_either(existing_run(source, "a run folder or a checkpoint"), out, base), as_json)
 
 
@@ -166,6 +171,8 @@ def merge(
     as_json: AsJson = False,
 ) -> None:
     """Tensors are streamed: memory does not grow with the model."""
+    from clustertune import merge as merging
+
     if dry_run:
         _summarise(merging.plan(base, adapter, out, shard_size=shard_size), as_json)
     else:
@@ -199,6 +206,14 @@ def evaluate(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
+    from clustertune.data import prompts as own_prompts
+    from clustertune.evaluate import run as evaluation
+    from clustertune.evaluate import scores
+    from clustertune.evaluate.by_command import eval_folder, eval_settings
+    from clustertune.launch import cluster_paths
+    from clustertune.launch.named_runs import existing_folder, merged_or_model, newest_merged
+    from clustertune.recipe import schema
+
     below = cluster_paths.enter_local()
     model = newest_merged(below) if model is None else merged_or_model(model)
     given: dict[str, Any] = {"num_fewshot": num_fewshot, "max_gen_toks": max_gen_toks, "batch_size": batch_size, "limit": limit}
@@ -230,6 +245,9 @@ def report(
     out: Annotated[Path | None, path_option("Page to write. Default: RUN/report.html.", "--out", metavar="FILE")] = None,
     as_json: AsJson = False,
 ) -> None:
+    from clustertune.launch.named_runs import existing_run
+    from clustertune.report import page
+
     run_dir = existing_run(run_dir)
     RunDir(run_dir).read()
     path = page.build(run_dir, out)
@@ -237,6 +255,8 @@ def report(
 
 
 def _summarise(summary: dict[str, Any], as_json: bool) -> None:
+    from clustertune import summary
+
     counts = {key: isinstance(value, int) and not isinstance(value, bool) for key, value in summary.items()}
     lines = [f"{key.replace('_', ' ')}: {value:,}" if counts[key] else f"{key}: {value}" for key, value in summary.items()]
     reply(as_json, summary, *lines)
@@ -251,6 +271,9 @@ def verify(path: Annotated[Path, path_given("A checkpoint folder, or a run.", "P
 
     Reads no pickle. Given a run, checks every checkpoint that has a manifest; one without was never finished.
     """
+    from clustertune.checkpoint import store
+    from clustertune.launch.named_runs import existing_run
+
     try:
         checkpoint, problems, notes = store.verify_all(existing_run(path, "a checkpoint or a run folder"))
     except UserError as error:

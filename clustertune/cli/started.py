@@ -8,13 +8,10 @@ from typing import Annotated
 
 import typer
 
-from clustertune import chain, rank, secrets
+from clustertune import secrets
 from clustertune.cli.arguments import path_option
 from clustertune.errors import UserError
-from clustertune.evaluate import servers as eval_servers
-from clustertune.launch import node as launch_node
 from clustertune.rundir import RunDir, require_stage
-from clustertune.staging import staging_step
 
 
 def train(
@@ -22,6 +19,8 @@ def train(
     attempt: Annotated[int, typer.Option(min=1, help="Number of this attempt, the same for every rank.")],
     quiet: Annotated[bool, typer.Option("--quiet", help="Write to the log only.")] = False,
 ) -> None:
+    from clustertune import rank
+
     RunDir(run_dir).read()
     raise typer.Exit(rank.main(run_dir, attempt, quiet=quiet))
 
@@ -32,6 +31,9 @@ def node(
     node_rank: Annotated[int | None, typer.Option("--node", min=0, help="Number of this node. Default: SLURM_NODEID.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Write to the log only.")] = False,
 ) -> None:
+    from clustertune.launch import node as launch_node
+    from clustertune.staging import staging_step
+
     if node_rank is None:
         text = os.environ.get("SLURM_NODEID", "")
         if not text.isdigit():
@@ -47,6 +49,9 @@ def part(
     run_dir: Annotated[Path, path_option("A run folder.")],
     servers: Annotated[Path | None, path_option("The job's vLLM servers, for stage eval.")] = None,
 ) -> None:
+    from clustertune import chain
+    from clustertune.evaluate import servers as eval_servers
+
     require_stage(stage)
     run = RunDir(run_dir)
     with secrets.lent({eval_servers.GIVEN: str(servers)} if servers else {}):

@@ -7,12 +7,9 @@ from typing import Annotated
 
 import typer
 
-from clustertune import submission
 from clustertune.cli.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_option
-from clustertune.cluster.load import load_cluster
 from clustertune.console import say
 from clustertune.errors import UserError, raise_if
-from clustertune.launch.named_runs import existing_run
 from clustertune.rundir import STAGES
 
 
@@ -34,6 +31,10 @@ def submit(
     as_json: AsJson = False,
 ) -> None:
     """Every sbatch option is derived from the recipe and the cluster file. Finished stages are not submitted again."""
+    from clustertune import submission
+    from clustertune.cluster.load import load_cluster
+    from clustertune.launch.named_runs import existing_run
+
     if status is not None:
         submission.show_status(existing_run(status), as_json)
         return

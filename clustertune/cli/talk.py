@@ -10,11 +10,7 @@ from typing import Annotated
 import typer
 
 from clustertune.cli.arguments import ClusterOption, Device, path_given
-from clustertune.cluster import load
 from clustertune.console import say
-from clustertune.evaluate import chat as chatting
-from clustertune.evaluate import serve_model
-from clustertune.launch.named_runs import merged_or_model
 
 Model = Annotated[
     Path,
@@ -35,6 +31,10 @@ def chat(
     """Answers are streamed. /new forgets the conversation, /exit ends. Sampling settings come from the model's
     generation_config.json.
     """
+    from clustertune.evaluate import chat as chatting
+    from clustertune.evaluate import serve_model
+    from clustertune.launch.named_runs import merged_or_model
+
     facts = serve_model.facts(merged_or_model(model), max_new_tokens)
     with facts.within_limits() as tokenizing:
         chatting.converse(chatting.Talk(facts, tokenizing, device, max_new_tokens, greedy), facts.folder, prompt, system)
@@ -55,6 +55,10 @@ def serve(
     """Uses vLLM if it is installed, else transformers' own server. Requests name the model "model" with vLLM, and its folder
     with transformers.
     """
+    from clustertune.cluster import load
+    from clustertune.evaluate import serve_model
+    from clustertune.launch.named_runs import merged_or_model
+
     folder = merged_or_model(model)
     if submit:
         serve_model.submit(folder, port, load.load_cluster(cluster), time, dry_run)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clustertune import chain, summary, torchrun
 from clustertune.cli.arguments import AsJson, Overrides, RecipeArgument, SharedRunDir, Tiny
 from clustertune.console import reply
 from clustertune.errors import Problem, UserError, raise_if
-from clustertune.launch import cluster_paths
-from clustertune.resolve import megatron, resolve
-from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import default_run_dir
+
+if TYPE_CHECKING:
+    from clustertune.resolve.resolved import Resolved
 
 
 def torchrun_node(
@@ -32,6 +31,9 @@ def torchrun_node(
     run_dir: SharedRunDir = None,
     as_json: AsJson = False,
 ) -> None:
+    from clustertune import chain, summary, torchrun
+    from clustertune.launch import cluster_paths
+
     if node_rank >= nodes:
         text = f"there is no node {node_rank} of {nodes}: they are counted from 0"
         raise UserError(text, file="command line", key="--node-rank")
@@ -61,6 +63,9 @@ def resolve_for_nodes(
     Without ``ranks_per_node``: the recipe's GPUs per node; of a scaled-down model as many as this machine has, and on CPUs
     two ranks in all at least. Raises UserError where this machine has too few, or the recipe asks for another number of nodes.
     """
+    from clustertune import chain
+    from clustertune.resolve import megatron, resolve
+
     found = resolve.resolve(recipe, overrides, tiny=tiny)
     megatron.require_startable(found)
     recipe_given = found.recipe

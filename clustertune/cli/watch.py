@@ -12,14 +12,7 @@ from clustertune import console
 from clustertune.cli.arguments import AsJson, path_argument, path_given, path_option
 from clustertune.console import emit_json, reply, say
 from clustertune.errors import UserError, storing
-from clustertune.launch import cluster_paths
-from clustertune.launch import stage_jobs as jobs
-from clustertune.launch.named_runs import existing_run
 from clustertune.manifest import replace_ours
-from clustertune.monitor import live_page
-from clustertune.monitor import status as statuses
-from clustertune.report import comparison as room
-from clustertune.report import content
 
 EVERY_SECONDS = 3.0
 
@@ -40,6 +33,8 @@ def watch(
     """Shows speed against the plan, remaining time and money, stragglers, and how far an evaluation has come. Ends with the
     training or the evaluation. --json prints one document; what this machine cannot find out is null.
     """
+    from clustertune.monitor import live_page
+    from clustertune.monitor import status as statuses
 
     watcher = statuses.Watcher(_find(run))
     while True:
@@ -60,6 +55,9 @@ def watch(
 
 def _find(text: str) -> Path:
     """The run folder that is named, or that a job works in. Raises UserError."""
+    from clustertune.launch import cluster_paths
+    from clustertune.launch import stage_jobs as jobs
+    from clustertune.launch.named_runs import existing_run
 
     if not text.isdigit() or Path(text).is_dir():
         return existing_run(path_argument(text))
@@ -76,6 +74,9 @@ def runs(
     as_json: AsJson = False,
 ) -> None:
     """Cost is GPU-hours, US dollars and kWh."""
+    from clustertune.launch import cluster_paths
+    from clustertune.monitor import status as statuses
+    from clustertune.report import content
 
     where = below or cluster_paths.found_runs()
     found = []
@@ -111,6 +112,8 @@ def compare(
     """Shows world size, wall time, tokens per second, memory, cost. Missing values are left empty and named; runs of other
     recipes or hardware are compared with a warning.
     """
+    from clustertune.report import comparison as room
+
     found = room.compare([path_argument(text) for text in runs])
     reply(as_json, found.as_dict(), lambda: console.stderr.print(room.table(found), soft_wrap=True))
     for note in found.notes:

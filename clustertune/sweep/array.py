@@ -12,7 +12,7 @@ from typing import Any
 from clustertune import chain, lock
 from clustertune.cluster.load import reference
 from clustertune.cluster.schema import Cluster
-from clustertune.console import say
+from clustertune.console import emit_json, say
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.host.system import format_cpu_list
 from clustertune.launch import bill, cluster_paths, serving, shape, signal_margin, stage_jobs
@@ -191,3 +191,45 @@ def total(made: Sweep, resolved: list[Resolved], cluster: Cluster) -> dict[str, 
         return None
     gpu_hours = sum(value for value in hours if value is not None)
     return {"gpu_hours": gpu_hours, "cost": explanation.spent(gpu_hours, bills[0].price)}
+
+
+def plan_here(recipe: str, settings: list[str], options: dict[str, Any]) -> tuple[Sweep, list[Resolved]]:
+    """The sweep on this machine. Raises UserError with what keeps it from running here."""
+    made, resolved = make_sweep(recipe, settings, **options, runs=cluster_paths.enter_local())
+    raise_if(missing_inputs(made, resolved))
+    ranks_needed = max(item.world_size for item in resolved)
+    if not options["tiny"] and resolved[0].recipe.model.weights == "hub" and ranks_needed > chain.visible_gpus():
+        text = f"needs {ranks_needed} GPUs, this machine has {chain.visible_gpus()}"
+        raise UserError(text, file=recipe, key="slurm", fix="--tiny runs it here scaled down; without --here it is a job")
+    return made, resolved
+
+
+def show_plan(made: Sweep, job: BatchJob | None, total: dict[str, Any] | None, as_json: bool) -> None:
+    """Print the points, and the job or the commands here."""
+    commands = [] if job else [run_command(made, point) for point in made.left()]
+    if as_json:
+        points = [{"index": p.index, "values": p.values, "overrides": list(p.overrides)} for p in made.points]
+        script = {"script": job.script, "file": str(job.path), "command": job.command(None)} if job else None
+        emit_json(
+            {
+                "sweep_dir": str(made.path),
+                "points": points,
+                "left": len(made.left()),
+                "job": script,
+                "here": commands,
+                "total": total,
+            }
+        )
+        return
+    say(f"sweep folder: {made.path}")
+    for point in made.points:
+        say(f"point {point.index}: {point.settings}")
+    if job:
+        say(f"# {job.shape}\n# {job.path}\n{job.script.rstrip()}\n$ {shlex.join(job.command(None))}")
+    for command in commands:
+        say(f"$ {shlex.join(command)}")
+    if total is not None:
+        cost = explanation.money(total["cost"])
+        say(f"planned: {total['gpu_hours']:,.1f} GPU-hours of {len(made.left())} points{f', {cost}' if cost else ''}")
+    if not made.left():
+        say("every point is finished")
