@@ -22,7 +22,7 @@ from clustertune import manifest, secrets
 from clustertune.checkpoint import store
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say, show_error
-from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_cause, storage_error
 from clustertune.launch import image, progress
 from clustertune.launch.agent import Agent, measured
 from clustertune.launch.attempt import AttemptPlan, Node
@@ -36,7 +36,6 @@ from clustertune.report import content, cost, source
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES, RunDir, keep_private
 from clustertune.staging import bundle, needs
-from clustertune.storage import storage_cause
 from clustertune.training.event_log import EventLog
 from clustertune.tree import IS_INSTALLED, ROOT
 

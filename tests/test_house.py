@@ -19,7 +19,7 @@ ORDER = (
     ("errors",),
     ("events", "host"),
     ("check",),
-    ("console", "manifest", "process", "replaced", "storage", "tensorfile"),
+    ("console", "manifest", "process", "replaced", "tensorfile"),
     ("bounded", "lock"),
     ("recipe",),
     ("cluster",),
@@ -42,7 +42,7 @@ ORDER = (
     ("report",),
     ("monitor",),
     ("push",),
-    ("chain", "rank", "summary"),
+    ("chain", "rank"),
     ("sweep", "draft"),  # and the launchers
     ("submission",),
     ("bench",),

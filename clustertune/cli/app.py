@@ -27,9 +27,8 @@ from typer.core import TyperGroup
 
 from clustertune import __version__, close_working_folder
 from clustertune.console import emit_json, say, show_error
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, storage_cause, storage_error
 from clustertune.process import Stopped
-from clustertune.storage import storage_cause
 from clustertune.tree import how_to_install
 
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {

@@ -104,8 +104,9 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Stages: prepare, train, export, merge, eval, report. Finished stages are not run again."""
-    from clustertune import chain, summary
+    from clustertune import chain
     from clustertune.launch import cluster_paths
+    from clustertune.report import run_summary
 
     stages = STAGES[STAGES.index(first) : STAGES.index(last) + 1]
     if not stages:
@@ -124,7 +125,7 @@ def run(
         chain.keep_forecast(opened, resolved)
         links = chain.Chain(opened, resolved, quiet=as_json)
         links.go(first, last)
-    summary.finish(opened, links.results, as_json)
+    run_summary.finish(opened, links.results, as_json)
 
 
 def _check_before_anything_is_made(resolved: Resolved, path: Path, stages: tuple[str, ...]) -> None:
@@ -255,8 +256,6 @@ def report(
 
 
 def _summarise(summary: dict[str, Any], as_json: bool) -> None:
-    from clustertune import summary
-
     counts = {key: isinstance(value, int) and not isinstance(value, bool) for key, value in summary.items()}
     lines = [f"{key.replace('_', ' ')}: {value:,}" if counts[key] else f"{key}: {value}" for key, value in summary.items()]
     reply(as_json, summary, *lines)

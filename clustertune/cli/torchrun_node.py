@@ -31,8 +31,9 @@ def torchrun_node(
     run_dir: SharedRunDir = None,
     as_json: AsJson = False,
 ) -> None:
-    from clustertune import chain, summary, torchrun
+    from clustertune import chain, torchrun
     from clustertune.launch import cluster_paths
+    from clustertune.report import run_summary
 
     if node_rank >= nodes:
         text = f"there is no node {node_rank} of {nodes}: they are counted from 0"
@@ -52,7 +53,7 @@ def torchrun_node(
             links.go(last="train")
             server.done()
         links.go(first="export")
-    summary.finish(run, links.results, as_json)
+    run_summary.finish(run, links.results, as_json)
 
 
 def resolve_for_nodes(

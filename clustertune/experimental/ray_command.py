@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
-from clustertune import chain, summary
+from clustertune import chain
 from clustertune.cli.arguments import AsJson, Overrides, RecipeArgument, SharedRunDir, Tiny
 from clustertune.errors import UserError
 from clustertune.launch import cluster_paths
+from clustertune.report import run_summary
 from clustertune.resolve import megatron, resolve
 from clustertune.rundir import default_run_dir
 
@@ -48,4 +49,4 @@ def ray_train(
             links.use_gpu = gpus
             links.go(first="train", last="train")
         links.go(first="export")
-    summary.finish(run, links.results, as_json)
+    run_summary.finish(run, links.results, as_json)

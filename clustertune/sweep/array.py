@@ -16,7 +16,7 @@ from clustertune.console import emit_json, say
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.host.system import format_cpu_list
 from clustertune.launch import bill, cluster_paths, serving, shape, signal_margin, stage_jobs
-from clustertune.launch.batch import BatchJob
+from clustertune.launch.stage_jobs import StageJob
 from clustertune.plan import explanation
 from clustertune.process import end
 from clustertune.resolve.resolved import Resolved
@@ -158,7 +158,7 @@ def plan_array(
     cluster: Cluster,
     options: dict[str, Any],
     dry_run: bool,
-) -> tuple[Sweep, list[Resolved], BatchJob | None]:
+) -> tuple[Sweep, list[Resolved], StageJob | None]:
     """The sweep and its job array (None where nothing is left), everything checked that can be before it is submitted."""
     # Every task sees the ranks of a tiny training, whatever the allocation.
     shaped = [word for word in settings if word.startswith("slurm.")]
@@ -204,7 +204,7 @@ def plan_here(recipe: str, settings: list[str], options: dict[str, Any]) -> tupl
     return made, resolved
 
 
-def show_plan(made: Sweep, job: BatchJob | None, total: dict[str, Any] | None, as_json: bool) -> None:
+def show_plan(made: Sweep, job: StageJob | None, total: dict[str, Any] | None, as_json: bool) -> None:
     """Print the points, and the job or the commands here."""
     commands = [] if job else [run_command(made, point) for point in made.left()]
     if as_json:
