@@ -12,7 +12,7 @@ from pathlib import Path
 from clustertune import chain
 from clustertune.errors import Problem, UserError
 from clustertune.plan.lengths import SIGMA, Lengths
-from clustertune.recipe.schema import CHOOSING
+from clustertune.recipe.sections import CHOOSING
 from clustertune.report.source import counted_share
 from clustertune.resolve.megatron import require_startable
 from clustertune.resolve.resolve import resolve

@@ -13,7 +13,7 @@ from typing import Any
 
 from clustertune.errors import Problem
 from clustertune.recipe.native_rules import lora_defaults, train_defaults
-from clustertune.recipe.schema import Megatron
+from clustertune.recipe.sections import Megatron
 from clustertune.resolve.megatron import experts
 from clustertune.resolve.resolved import Resolved
 

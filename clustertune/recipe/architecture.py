@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError, raise_if
-from clustertune.recipe.load import did_you_mean
+from clustertune.recipe.layers import did_you_mean
 from clustertune.recipe.native_rules import is_number, is_whole
 from clustertune.recipe.parameters import count
 from clustertune.recipe.values import Values, config_fields, model_facts, model_types

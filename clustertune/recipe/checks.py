@@ -15,9 +15,10 @@ from clustertune.bounded import PATTERN_SECONDS, patterns_end
 from clustertune.host.credentials import holds_secret, may_name_secret
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import native_rules, quantization
+from clustertune.recipe.eval_tasks import find_task, unknown_tasks
 from clustertune.recipe.findings import SECRET_FIX, Found, schema_findings
+from clustertune.recipe.layers import did_you_mean, nearest
 from clustertune.recipe.library_facts import facts
-from clustertune.recipe.load import did_you_mean, nearest
 from clustertune.recipe.native_rules import NativeField, NumberRange, is_number, show_value, train_fields
 from clustertune.recipe.parameters import (
     adapted_experts,
@@ -28,7 +29,7 @@ from clustertune.recipe.parameters import (
     matches,
     narrowest,
 )
-from clustertune.recipe.schema import (
+from clustertune.recipe.sections import (
     FORMATS,
     OWN_PROMPTS,
     REWARD_OPTIONS,
@@ -41,7 +42,6 @@ from clustertune.recipe.schema import (
     Slurm,
     read_section,
 )
-from clustertune.recipe.tasks import find_task, unknown_tasks
 from clustertune.recipe.values import Values, model_facts
 from clustertune.recipe.yamlfile import KeyPath
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.host.credentials import may_name_secret
-from clustertune.recipe.load import did_you_mean, nearest
+from clustertune.recipe.layers import did_you_mean, nearest
 from clustertune.recipe.native_rules import show_value
 from clustertune.recipe.yamlfile import Document, KeyPath
 

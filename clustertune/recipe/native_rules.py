@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from clustertune.host.credentials import holds_secret, may_name_secret
 from clustertune.recipe.library_facts import facts
-from clustertune.recipe.schema import Number, refuse_bool
+from clustertune.recipe.sections import Number, refuse_bool
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clustertune.recipe.load import did_you_mean
+from clustertune.recipe.layers import did_you_mean
 from clustertune.recipe.native_rules import show_value
 
 BASE = "base_quantization"

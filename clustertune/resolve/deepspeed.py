@@ -10,8 +10,8 @@ from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import deepspeed_keys as keys
 from clustertune.recipe.deepspeed_keys import OFFLOADS, ZERO, get
 from clustertune.recipe.findings import Found
+from clustertune.recipe.layers import COMMAND_LINE, did_you_mean
 from clustertune.recipe.library_facts import facts
-from clustertune.recipe.load import COMMAND_LINE, did_you_mean
 from clustertune.recipe.native_rules import is_whole, show_value
 from clustertune.recipe.yamlfile import Document, leaves
 from clustertune.resolve.distribution import mixed_precision

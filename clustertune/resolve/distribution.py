@@ -13,7 +13,7 @@ from typing import Any
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import deepspeed_keys as ds
 from clustertune.recipe import quantization
-from clustertune.recipe.schema import ActivationCheckpointing, Megatron, Recipe
+from clustertune.recipe.sections import ActivationCheckpointing, Megatron, Recipe
 
 IN_FLIGHT = 5
 """Parts of weights that a rank holds in host memory at once while it reads: four reads, and the one that is placed."""

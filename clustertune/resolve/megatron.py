@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from clustertune.errors import Problem, raise_if
-from clustertune.recipe.schema import Megatron
+from clustertune.recipe.sections import Megatron
 from clustertune.resolve.resolved import Resolved
 
 NOT_STARTED = "is for Megatron-Bridge in its own container, which clustertune submit starts"

@@ -17,10 +17,19 @@ from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import architecture as arch
 from clustertune.recipe import checks, quantization
 from clustertune.recipe.findings import Found
-from clustertune.recipe.load import COMMAND_LINE, DESCRIPTION, Layer, Layers, base_folder, find_folder, read_layers, same_model
+from clustertune.recipe.layers import (
+    COMMAND_LINE,
+    DESCRIPTION,
+    Layer,
+    Layers,
+    base_folder,
+    find_folder,
+    read_layers,
+    same_model,
+)
 from clustertune.recipe.native_rules import MAX_PROMPT, filled, lora_defaults, row_tokens, train_defaults, usable
 from clustertune.recipe.parameters import adapted_experts, expert_parameters, parameter_count
-from clustertune.recipe.schema import NAME, ActivationCheckpointing, Megatron, Recipe, Reward, read_section
+from clustertune.recipe.sections import NAME, ActivationCheckpointing, Megatron, Recipe, Reward, read_section
 from clustertune.recipe.yamlfile import Document, KeyPath, leaves, read_text, read_yaml
 from clustertune.resolve import deepspeed, kernels, megatron
 from clustertune.resolve.distribution import mixed_precision, recomputed_layers

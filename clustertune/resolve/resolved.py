@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from clustertune.recipe import accelerate_file as acc
-from clustertune.recipe.schema import Recipe, is_address
+from clustertune.recipe.sections import Recipe, is_address
 from clustertune.resolve import distribution as distributions
 from clustertune.resolve.distribution import Distribution
 

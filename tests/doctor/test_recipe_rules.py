@@ -22,7 +22,7 @@ from clustertune.doctor import recipe_context, recipe_findings
 from clustertune.doctor.run_folder import needed
 from clustertune.doctor.stack_faults import holds
 from clustertune.host.facts import Mount
-from clustertune.recipe.load import RECIPES
+from clustertune.recipe.layers import RECIPES
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from tests.doctor.recipe_case import (

@@ -18,7 +18,7 @@ from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import checks
 from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.values import model_facts
-from clustertune.resolve import kernels, show
+from clustertune.resolve import kernels, view
 from clustertune.resolve.megatron import NOT_STARTED
 from clustertune.resolve.resolve import resolve
 from tests.command import run
@@ -268,7 +268,7 @@ def test_whether_and_how_a_model_is_compiled(train: dict[str, Any], dynamo: dict
 
 
 def test_a_ratio_says_alone_which_layers_are_recomputed() -> None:
-    values = show.as_json(resolve(REFERENCE, [f"{OWN}.ratio=0.5"]))["values"]
+    values = view.as_json(resolve(REFERENCE, [f"{OWN}.ratio=0.5"]))["values"]
     assert values[f"{OWN}.ratio"] == {"value": 0.5, "origin": "override"}
     assert values[f"train.{OWN}"]["value"] is True and "63 of 126 layers" in values[f"train.{OWN}"]["origin"]
     assert resolve(REFERENCE, [f"{OWN}.ratio=0"]).train_args[OWN] is False
@@ -280,7 +280,7 @@ def test_a_megatron_recipe_needs_no_accelerate_file(recipes: Path) -> None:
     words = ["megatron.tensor_model_parallel_size=8", "megatron.pipeline_model_parallel_size=2"]
     resolved = resolve(folder, words)
     assert (resolved.data_parallel_size, resolved.train_args["gradient_accumulation_steps"]) == (1, 32)
-    assert show.as_json(resolved)["values"]["megatron.pipeline_model_parallel_size"]["value"] == 2
+    assert view.as_json(resolved)["values"]["megatron.pipeline_model_parallel_size"]["value"] == 2
 
 
 @pytest.mark.parametrize("command", [["run", "--dry-run"], ["sky"]])
