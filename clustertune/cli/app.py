@@ -61,7 +61,7 @@ with deferred():
     from clustertune.plan import schedule
     from clustertune.recipe import library_facts, sections
     from clustertune.report import page
-    from clustertune.resolve import megatron, resolve, view
+    from clustertune.resolve import resolve, view
     from clustertune.resolve import tiny as scaled_down
     from clustertune.staging import bundle
 
@@ -142,7 +142,7 @@ def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int
     resolved = resolve.resolve(recipe, overrides or [], tiny=tiny, ranks=ranks)
     if not local:
         return resolved
-    megatron.require_startable(resolved)
+    resolved.require_startable()
     gpus = chain.visible_gpus()
     small = tiny or resolved.recipe.model.weights == "random"
     on_cpus = not gpus and not small and scaled_down.is_small(resolved.architecture)

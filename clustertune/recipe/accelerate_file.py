@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError
-from clustertune.recipe import deepspeed_keys as ds
+from clustertune.recipe import deepspeed_file as ds
 from clustertune.recipe.findings import Found
 from clustertune.recipe.layers import COMMAND_LINE, did_you_mean, nearest
 from clustertune.recipe.library_facts import facts

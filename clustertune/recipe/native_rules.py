@@ -348,6 +348,16 @@ def row_tokens(train: Mapping[str, Any]) -> Any:
     return train[MAX_PROMPT] + train["max_completion_length"] if MAX_PROMPT in train else train["max_length"]
 
 
+def mixed_precision(train: Mapping[str, Any]) -> str:
+    """What a run computes in beside its float32 weights: ``bf16``, ``fp16`` or ``no``; the one reader of these arguments.
+
+    TRL switches bf16 on where neither it nor fp16 is given (TRL 1.16, trainer/base_config.py:108).
+    """
+    if train["bf16"] or (train["bf16"] is None and not train["fp16"]):
+        return "bf16"
+    return "fp16" if train["fp16"] else "no"
+
+
 @cache
 def lora_fields() -> dict[str, NativeField]:
     """The fields of PEFT's ``LoraConfig`` with those of its bases."""

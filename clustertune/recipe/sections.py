@@ -365,6 +365,11 @@ class Megatron(Section):
     use_distributed_optimizer: bool = True
     fp8: Literal["hybrid", "e4m3"] | None = None
 
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that share one copy of the model and one sequence."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
 
 class PlanFacts(Section):
     """How a run that another program starts differs from one of ours; only ``plan`` reads it."""

@@ -16,6 +16,7 @@ from clustertune.errors import Problem, UserError, collect_problems
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import architecture as arch
 from clustertune.recipe import checks, quantization
+from clustertune.recipe import deepspeed_file as ds
 from clustertune.recipe.findings import Found
 from clustertune.recipe.layers import (
     COMMAND_LINE,
@@ -27,12 +28,20 @@ from clustertune.recipe.layers import (
     read_layers,
     same_model,
 )
-from clustertune.recipe.native_rules import MAX_PROMPT, filled, lora_defaults, row_tokens, train_defaults, usable
+from clustertune.recipe.native_rules import (
+    MAX_PROMPT,
+    filled,
+    lora_defaults,
+    mixed_precision,
+    row_tokens,
+    train_defaults,
+    usable,
+)
 from clustertune.recipe.parameters import adapted_experts, expert_parameters, parameter_count
 from clustertune.recipe.sections import NAME, ActivationCheckpointing, Megatron, Recipe, Reward, read_section
 from clustertune.recipe.yamlfile import Document, KeyPath, leaves, read_text, read_yaml
-from clustertune.resolve import deepspeed, kernels, megatron
-from clustertune.resolve.distribution import mixed_precision, recomputed_layers
+from clustertune.resolve import kernels
+from clustertune.resolve.distribution import recomputed_layers
 from clustertune.resolve.resolved import Derived, Resolved, is_there
 from clustertune.resolve.tiny import is_small, scale_deepspeed, scale_mesh, tiny_layer
 
@@ -225,12 +234,11 @@ class _Resolution:
     def _spread(self, distribution: dict[str, Any]) -> None:
         """The ranks that read different sequences: all, but for those that share a sequence or a layer."""
         if (m := self.megatron) is not None:
-            named, self.dp = "tp x pp x cp", megatron.data_parallel(m, self.world)
-            shared = m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
+            named, shared = "tp x pp x cp", m.model_parallel_size
         else:
             sizes = acc.parallel_sizes(distribution)
             named, shared = "tp x cp x sp", math.prod(sizes.get(axis, 1) for axis in ("tp", "cp", "sp"))
-            self.dp = max(1, self.world // shared)
+        self.dp = max(1, self.world // shared)
         reason = f"{self.world} ranks" + (f" / {shared} ({named})" if shared > 1 else "")
         self.derived.append(Derived("data_parallel_size", self.dp, reason))
         if self.megatron is None:
@@ -358,13 +366,15 @@ class _Resolution:
 
     def _fill_deepspeed(self, document: Document, accumulation: int, stated: Collection[str], *, lora: bool) -> None:
         """DeepSpeed's file against the train section, and what stands in the place of its ``auto``."""
-        described = deepspeed.RecipeValues(self.train, accumulation, self.dp, frozenset(stated))
-        self.report(deepspeed.find_problems(document, described))
-        if lora and mixed_precision(self.train) != "no" and document.data.get(deepspeed.REDUCED_IN) is None:
-            self.deepspeed = document = replace(document, data={**document.data, deepspeed.REDUCED_IN: "fp32"})
-            self.deepspeed_overrides = {deepspeed.REDUCED_IN: "fp32", **self.deepspeed_overrides}
-            self.derived.append(Derived(f"deepspeed.{deepspeed.REDUCED_IN}", "fp32", _FEW))
-        self.derived += deepspeed.filled(document.data, described)
+        meant = ds.meant(self.train, accumulation, self.dp)
+        self.report(ds.find_problems(document, meant, self.train, stated))
+        if lora and mixed_precision(self.train) != "no" and document.data.get(ds.REDUCED_IN) is None:
+            self.deepspeed = document = replace(document, data={**document.data, ds.REDUCED_IN: "fp32"})
+            self.deepspeed_overrides = {ds.REDUCED_IN: "fp32", **self.deepspeed_overrides}
+            self.derived.append(Derived(f"deepspeed.{ds.REDUCED_IN}", "fp32", _FEW))
+        # transformers fills in the others by the model's size.
+        filled_in = (item for item in meant if ds.get(document.data, item[0]) == ds.AUTO)
+        self.derived += [Derived(f"deepspeed.{key}", value, reason) for key, value, reason in filled_in]
 
     def _recomputation(self) -> None:
         """Which layers recompute their activations: those of the section, under Megatron-Bridge by its own key."""
@@ -386,9 +396,13 @@ class _Resolution:
             text = "--tiny trains on CPUs, where Megatron-Bridge has no kernels"
             fix = "submit --dry-run shows command and configuration without a GPU"
             yield ("megatron", "tensor_model_parallel_size"), text, fix
-        else:
-            found = megatron.find_problems(section, self.world)
-            yield from ((("megatron", key), text, fix) for key, text, fix in found)
+        elif self.world % (size := section.model_parallel_size):
+            # What does not divide the model Megatron-Core says at its start (parallel_state.py, transformer_config.py).
+            sizes = (section.tensor_model_parallel_size, section.pipeline_model_parallel_size, section.context_parallel_size)
+            text = (
+                "tensor {} x pipeline {} x context {}".format(*sizes) + f" is {size}, which does not divide {self.world} ranks"
+            )
+            yield ("megatron", "tensor_model_parallel_size"), text, f"use a multiple of {size} ranks"
         for key, value in {
             "activation_checkpointing": ratio,
             "train.model_init_kwargs.quantization_config": quantization.of(self.train),

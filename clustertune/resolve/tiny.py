@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.recipe import accelerate_file as acc
-from clustertune.recipe import deepspeed_keys as ds
+from clustertune.recipe import deepspeed_file as ds
 from clustertune.recipe.layers import RECIPES
 from clustertune.recipe.native_rules import train_defaults, usable
 from clustertune.recipe.parameters import parameter_count

@@ -19,8 +19,8 @@ from clustertune.recipe import checks
 from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.values import model_facts
 from clustertune.resolve import kernels, view
-from clustertune.resolve.megatron import NOT_STARTED
 from clustertune.resolve.resolve import resolve
+from clustertune.resolve.resolved import NOT_STARTED
 from tests.command import run
 from tests.conftest import TINY_LLAMA
 from tests.recipe.conftest import readable
