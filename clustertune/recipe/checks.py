@@ -397,34 +397,14 @@ def _check_options(reward: Reward) -> Iterator[tuple[str, str | None]]:
         yield "schema is not a mapping", "write the JSON schema as YAML, or column: the rows' column that holds it"
 
 
-def check_grpo(train: Mapping[str, Any], accelerate: Mapping[str, Any], world: int, *, megatron: bool) -> Iterator[Found]:
-    """What TRL's ``GRPOTrainer`` refuses in a rank, and what is not carried here with it.
-
-    ``world``: ranks.
-    """
-    known = facts("trl")["grpo"]
-    for key in ("loss_type", "importance_sampling_level"):
-        if train[key] not in known[key]:
-            fix = did_you_mean(str(train[key]), known[key])
-            yield ("train", key), f"{show_value(train[key])}: it takes {', '.join(known[key])}", fix
+def check_grpo(train: Mapping[str, Any], accelerate: Mapping[str, Any], *, megatron: bool) -> Iterator[Found]:
+    """What is not carried here with ``trainer: grpo``; what a group of answers does not divide ``GRPOConfig`` says itself."""
     if train["loss_type"] == "cispo" and train["epsilon_high"] is None:
         yield ("train", "epsilon_high"), "missing: loss_type cispo clips at it alone", "write epsilon_high: 5.0"
     if train["vllm_mode"] != "colocate":
         yield ("train", "vllm_mode"), f"{train['vllm_mode']}: {native_rules.GRPO_OWNED['vllm_server_host']}", "leave it out"
     if train["use_vllm"] and train["top_k"] is None:
         yield ("train", "top_k"), "empty", "write 0 for all tokens"
-    group, micro = train["num_generations"], int(train["per_device_train_batch_size"])
-    if (batch := train.get("global_batch_size")) is not None:  # what is wrong with it was reported
-        steps = train["steps_per_generation"]
-        size = batch if steps is None else micro * world * steps
-        if size % group:
-            text = f"{size} completions are generated at a time, which {group} (train.num_generations) does not divide"
-            key = "global_batch_size" if steps is None else "steps_per_generation"
-            yield ("train", key), text, f"a multiple of {group}, or another train.num_generations"
-    each, passes = train["num_generations_eval"] or group, int(train["per_device_eval_batch_size"]) * world
-    if train["eval_strategy"] != "no" and passes % each:
-        text = f"{train['per_device_eval_batch_size']} x {world} ranks is no multiple of the {each} answers to each prompt"
-        yield ("train", "per_device_eval_batch_size"), text, "write a multiple, or num_generations_eval: 1"
     if megatron:
         yield ("trainer",), "grpo: Megatron-Bridge is started for supervised fine-tuning alone", "write trainer: sft"
         return

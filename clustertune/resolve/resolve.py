@@ -318,7 +318,7 @@ class _Resolution:
         if self.trainer == "dpo":
             self.report(checks.check_dpo(self.train, distribution, megatron=self.megatron is not None))
         if self.trainer == "grpo":
-            self.report(checks.check_grpo(self.train, distribution, self.world, megatron=self.megatron is not None))
+            self.report(checks.check_grpo(self.train, distribution, megatron=self.megatron is not None))
         self._check_lengths()
         accumulated = accumulation(self.train, self.dp) if "global_batch_size" in self.train else None
         if isinstance(accumulated, Derived):
