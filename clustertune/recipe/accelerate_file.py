@@ -14,10 +14,9 @@ from typing import Any
 
 from clustertune.errors import Problem, UserError
 from clustertune.recipe import deepspeed_file as ds
-from clustertune.recipe.findings import Found
+from clustertune.recipe.findings import Found, is_whole, show_value
 from clustertune.recipe.layers import COMMAND_LINE, did_you_mean, nearest
 from clustertune.recipe.library_facts import facts
-from clustertune.recipe.native_rules import is_whole, show_value
 from clustertune.recipe.values import model_facts
 from clustertune.recipe.yamlfile import Document, Emptied, KeyPath, leaves, parse_json, read_text
 

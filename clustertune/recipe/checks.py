@@ -6,20 +6,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
 from clustertune.bounded import PATTERN_SECONDS, patterns_end
-from clustertune.host.credentials import holds_secret, may_name_secret
+from clustertune.host.credentials import holds_secret
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import native_rules, quantization
 from clustertune.recipe.eval_tasks import find_task, unknown_tasks
-from clustertune.recipe.findings import SECRET_FIX, Found, schema_findings
+from clustertune.recipe.findings import SECRET_FIX, Found, is_number, is_whole, schema_findings, show_value
 from clustertune.recipe.layers import did_you_mean, nearest
 from clustertune.recipe.library_facts import facts
-from clustertune.recipe.native_rules import NativeField, NumberRange, is_number, show_value, train_fields
 from clustertune.recipe.parameters import (
     adapted_experts,
     adapter_modules,
@@ -164,71 +162,6 @@ def _find_secrets(values: Mapping[str, Any], path: KeyPath) -> Iterator[Found]:
             yield from _find_secrets(value, key_path)
         elif any(holds_secret(item) for item in (value if isinstance(value, list) else [value])):
             yield key_path, "holds an access token (not shown)", SECRET_FIX
-
-
-@dataclass(frozen=True)
-class NativeSection:
-    """One section whose keys are a foreign dataclass's."""
-
-    name: str
-    owner: str
-    fields: dict[str, NativeField]
-    owned: Mapping[str, str]
-    removed: Mapping[str, str]
-    ranges: Mapping[str, NumberRange]
-
-    def check(self, field: NativeField, value: Any) -> Any:
-        """The value as the field takes it. Raises ValueError with what it takes."""
-        result = native_rules.check_value(field, value)
-        allowed = self.ranges.get(field.name)
-        if allowed and isinstance(result, int | float) and not isinstance(result, bool) and not allowed.holds(result):
-            raise ValueError(f"must be {allowed}")
-        return result
-
-
-def train_section(trainer: str = "sft") -> NativeSection:
-    """The section ``train`` of a recipe with this ``trainer``."""
-    rules = native_rules
-    owned = rules.TRAIN_OWNED | rules.OWNED[trainer]
-    ranges = rules.TRAIN_RANGES | {"dpo": rules.DPO_RANGES, "grpo": rules.GRPO_RANGES}.get(trainer, {})
-    fields = {**train_fields(trainer), "global_batch_size": rules.GLOBAL_BATCH}
-    return NativeSection("train", f"{trainer.upper()}Config", fields, owned, rules.TRAIN_REMOVED, ranges)
-
-
-def lora_section() -> NativeSection:
-    """The section ``lora``."""
-    rules = native_rules
-    return NativeSection("lora", "LoraConfig", rules.lora_fields(), rules.LORA_OWNED, rules.LORA_REMOVED, rules.LORA_RANGES)
-
-
-def check_native(section: NativeSection, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Found]]:
-    """The values of a section as the foreign dataclass takes them, and everything that is wrong with them."""
-    checked: dict[str, Any] = {}
-    found: list[Found] = []
-    known = set(section.fields) - set(section.owned)
-    for key, value in given.items():
-        path, fix = (section.name, key), None
-        if holds_secret(value):  # reported with the schema's problems
-            continue
-        if value is None and key not in section.fields and key in native_rules.train_fields():
-            continue  # of a base for the other trainer, taken out
-        if key in section.owned:
-            found.append((path, f"not allowed in a recipe: {section.owned[key]}", "leave it out"))
-        elif key in section.fields:
-            field = section.fields[key]
-            try:
-                checked[key] = section.check(field, value)
-            except ValueError as error:
-                fix = did_you_mean(value, field.choices) if field.choices and isinstance(value, str) else None
-                shown = "" if value is None else f"{show_value(value)}: "
-                known_words = f"{len(field.choices)} values are known here" if fix and len(field.choices) > 8 else str(error)
-                found.append((path, f"{shown}{known_words}", fix))
-        elif key not in section.removed and may_name_secret(key) and nearest(key, known) is None:
-            found.append((path, "looks like a secret (value not shown)", SECRET_FIX))
-        else:
-            fix = section.removed.get(key) or did_you_mean(key, known)
-            found.append((path, f"unknown key: not a field of {section.owner} in the pinned release", fix))
-    return checked, found
 
 
 def check_train(train: Mapping[str, Any]) -> Iterator[Found]:
@@ -387,7 +320,7 @@ def _check_options(reward: Reward) -> Iterator[tuple[str, str | None]]:
                 yield f"{key} is not a regular expression: {error}", "Python's form: docs.python.org/3/library/re.html"
     if reward.function == "length":
         ends = [told.get(key) for key in ("min", "max")]
-        if not any(is_number(end) for end in ends) or any(end is not None and not native_rules.is_whole(end) for end in ends):
+        if not any(is_number(end) for end in ends) or any(end is not None and not is_whole(end) for end in ends):
             yield "length needs min, max or both, whole numbers from 1", "write {function: length, max: 200}"
         elif None not in ends and ends[0] > ends[1]:  # type: ignore[operator]
             yield f"min {ends[0]} is greater than max {ends[1]}", None

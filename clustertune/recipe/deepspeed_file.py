@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from clustertune.recipe import native_rules
-from clustertune.recipe.findings import Found
+from clustertune.recipe.findings import Found, is_whole, show_value
 from clustertune.recipe.layers import COMMAND_LINE, did_you_mean
 from clustertune.recipe.library_facts import facts
-from clustertune.recipe.native_rules import is_whole, show_value
 from clustertune.recipe.yamlfile import Document, leaves
 
 ZERO = "zero_optimization"

@@ -15,9 +15,9 @@ from typing import Any
 from clustertune.errors import Problem, UserError, collect_problems
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import architecture as arch
-from clustertune.recipe import checks, quantization
+from clustertune.recipe import checks, native_rules, quantization
 from clustertune.recipe import deepspeed_file as ds
-from clustertune.recipe.findings import Found
+from clustertune.recipe.findings import Found, usable
 from clustertune.recipe.layers import (
     COMMAND_LINE,
     DESCRIPTION,
@@ -28,15 +28,7 @@ from clustertune.recipe.layers import (
     read_layers,
     same_model,
 )
-from clustertune.recipe.native_rules import (
-    MAX_PROMPT,
-    filled,
-    lora_defaults,
-    mixed_precision,
-    row_tokens,
-    train_defaults,
-    usable,
-)
+from clustertune.recipe.native_rules import MAX_PROMPT, filled, lora_defaults, mixed_precision, row_tokens, train_defaults
 from clustertune.recipe.parameters import adapted_experts, expert_parameters, parameter_count
 from clustertune.recipe.sections import NAME, ActivationCheckpointing, Megatron, Recipe, Reward, read_section
 from clustertune.recipe.yamlfile import Document, KeyPath, leaves, read_text, read_yaml
@@ -274,7 +266,7 @@ class _Resolution:
         self.report(checks.check_schema(self.values, self.position))
         given = self.values.get("train")
         if isinstance(given, dict):
-            self.report(checks.check_native(checks.train_section(self.trainer), given)[1])
+            self.report(native_rules.check(native_rules.train_section(self.trainer), given)[1])
 
     def _lay_tiny(self, distribution: dict[str, Any]) -> None:
         self._check_beneath_tiny()
@@ -306,8 +298,8 @@ class _Resolution:
         if self.values.get("save") is not None:
             self.report(self._find_saved_twice(given))
             given = {key: value for key, value in given.items() if key not in _SAVING}
-        section = checks.train_section(self.trainer)
-        stated, found = checks.check_native(section, given)
+        section = native_rules.train_section(self.trainer)
+        stated, found = native_rules.check(section, given)
         self.train = filled(train_defaults(self.trainer), stated)
         if self.complete and not {"global_batch_size"} & given.keys():
             fix = "write how many sequences one optimizer step takes over all ranks, such as 32"
@@ -419,7 +411,7 @@ class _Resolution:
             self.report([(("push",), "all parameters are trained: only adapters are pushed", "leave it out")])
         if not isinstance(given, dict):
             return
-        stated, found = checks.check_native(checks.lora_section(), given)
+        stated, found = native_rules.check(native_rules.lora_section(), given)
         self.lora = filled(lora_defaults(), stated)
         self.report(found)
         if "target_modules" in stated or "target_modules" not in given:

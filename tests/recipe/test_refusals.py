@@ -57,6 +57,10 @@ CASES: dict[tuple[str, int | None], list[tuple[list[str], str, str]]] = {
         ([f"{OWN}.save=[]"], f"{OWN}.save", ""), ([f"{OWN}.save=[scores]"], f"{OWN}.save.0", "attention"),
         (["train.liger_kernel_config={fused_linear_cross_entropy: true}"], "train.liger_kernel_config", "in tiles"),
         (["train.torch_compile_backend=eager", INDUCTOR], "train.torch_compile_backend", "is not read"),
+        # --- numbers that no run can mean
+        (["train.pad_to_multiple_of=1e8"], "train.pad_to_multiple_of", "1024"),
+        (["train.ddp_timeout=1"], "train.ddp_timeout", "60"),
+        (["eval.num_fewshot=10000"], "eval.num_fewshot", "256"),
     ],
     (TINY, 4): [
         # --- what a distribution does not carry
@@ -296,7 +300,6 @@ REFUSED = (
     "lora.rank_pattern={zzz: 4}", "lora.rank_pattern={'(': 4}", "lora.alpha_pattern={zzz: 4}", "train.warmup_steps=20",
     "data.eval_fraction=0.999999", "train.adam_epsilon=10", "train.optim_args=foo=bar", "train.optim_args=foo",
     "train.log_level=zzz", "train.model_init_kwargs=sdpa",
-    "accelerate.dynamo_config.dynamo_backend=zzz", "accelerate.deepspeed_config.deepspeed_multinode_launcher=true",
     "slurm.time=00:00:00", "slurm.time='0'", "slurm.time=01:60:00", "slurm.time=1-24", "slurm.time=999-00:00:00",
     ("train.optim=sgd", "train.optim_args=betas=0.9"),
     "train.num_train_epochs=1e9",
