@@ -116,7 +116,7 @@ def _plain(hint: Any) -> tuple[list[Any], str] | None:
 
 
 def trl_facts() -> dict[str, Any]:
-    """SFTConfig's fields, how DPOConfig's and GRPOConfig's differ, the arguments of schedules and optimizers."""
+    """SFTConfig's fields, how DPOConfig's and GRPOConfig's differ, the arguments of optimizers."""
     from trl import DPOConfig, GRPOConfig, SFTConfig
 
     fields = field_facts(SFTConfig)
@@ -125,7 +125,6 @@ def trl_facts() -> dict[str, Any]:
         "fields": fields,
         "dpo": _difference(fields, field_facts(DPOConfig)),
         "grpo": _difference(fields, field_facts(GRPOConfig)),
-        "schedulers": scheduler_facts(),
         "optimizers": optimizer_facts(),
     }
 
@@ -136,24 +135,6 @@ def _difference(fields: dict[str, Any], others: dict[str, Any]) -> dict[str, Any
         "fields": {name: field for name, field in others.items() if field != fields.get(name)},
         "lacks": [name for name in fields if name not in others],
     }
-
-
-def scheduler_facts() -> dict[str, list[str]]:
-    """By schedule: what ``lr_scheduler_kwargs`` may hold."""
-    from torch.optim.lr_scheduler import ReduceLROnPlateau
-    from transformers import optimization
-    from transformers.trainer_utils import SchedulerType
-
-    # get_scheduler passes nothing on to the constant ones; these two pass everything on to a class.
-    silent = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP)
-    classes = {SchedulerType.REDUCE_ON_PLATEAU: ReduceLROnPlateau, SchedulerType.GREEDY: optimization.GreedyLR}
-    filled = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
-    return {
-        name.value: [] if name in silent else [
-            key for key in inspect.signature(classes.get(name, function)).parameters if key not in filled
-        ]
-        for name, function in optimization.TYPE_TO_SCHEDULER_FUNCTION.items()
-    }  # fmt: skip
 
 
 def optimizer_facts() -> dict[str, list[str] | None]:

@@ -10,7 +10,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from clustertune.bounded import PATTERN_SECONDS, patterns_end
 from clustertune.host.credentials import holds_secret
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import native_rules, quantization
@@ -183,12 +182,6 @@ _EVALUATED = ("loss", "runtime", "samples_per_second", "steps_per_second")
 """What ``Trainer.evaluate`` returns here, each behind ``eval_`` (transformers 5, ``evaluation_loop`` and ``speed_metrics``)."""
 
 
-_SCHEDULE_NEEDS = {
-    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
-    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
-    "warmup_stable_decay": ("num_decay_steps",),
-}
-"""Of which arguments a schedule needs exactly one (transformers 5.23, optimization.py)."""
 _SCHEDULE_RANGES: dict[str, tuple[Callable[[float, float], bool], str]] = {
     **dict.fromkeys(("num_cycles", "power"), (lambda value, _: value > 0, "a rate that falls needs a number greater than 0")),
     **dict.fromkeys(
@@ -219,19 +212,13 @@ def _outside(key: str, value: Any, rate: float) -> str | None:
 def _check_arguments(train: Mapping[str, Any]) -> Iterator[Found]:
     """Arguments of saving, schedule and optimizer: transformers ignores a key of ``optim_args`` that it does not know."""
     schedule, optimizer = str(train["lr_scheduler_type"]), str(train["optim"])
-    known = facts("trl")["schedulers"][schedule]
     arguments, rate = train["lr_scheduler_kwargs"] or {}, train["learning_rate"]
-    if (one_of := _SCHEDULE_NEEDS.get(schedule)) and len(arguments.keys() & set(one_of)) != 1:
-        # transformers says so when the optimizer is made, which is once the weights are loaded.
-        text = f"the {schedule} schedule needs {'one of ' * (len(one_of) > 1)}{' and '.join(one_of)}"
-        yield ("train", "lr_scheduler_kwargs"), text, f"write {{{one_of[-1]}: {'0.1' if len(one_of) > 1 else 'STEPS'}}}"
-    for key, value in arguments.items():
-        if key in known and (needed := _outside(key, value, rate if is_number(rate) else math.inf)):
+    if schedule in ("constant", "constant_with_warmup") and arguments:
+        yield ("train", "lr_scheduler_kwargs"), f"the {schedule} schedule reads none", "leave it out"
+    for key, value in arguments.items():  # one that a schedule does not know, or lacks, transformers names as it makes it
+        if needed := _outside(key, value, rate if is_number(rate) else math.inf):
             text = f"{key} is {show_value(value)}: {needed}"
             yield ("train", "lr_scheduler_kwargs"), text, "see the function of this schedule in transformers/optimization.py"
-        if key not in known:
-            text = f"{show_value(key)} is not an argument of the {schedule} schedule; it takes {', '.join(known) or 'none'}"
-            yield ("train", "lr_scheduler_kwargs"), text, did_you_mean(key, known) if known else "leave it out"
     metric = str(train["metric_for_best_model"] or "loss").removeprefix("eval_")
     if train["save_strategy"] == "best" and metric not in _EVALUATED:
         # Trainer looks for it after the first evaluation only.
@@ -397,8 +384,12 @@ def _check_embeddings(lora: Mapping[str, Any], architecture: Mapping[str, Any]) 
 def _check_targets(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> Iterator[Found]:
     kind, target = str(architecture["model_type"]), lora["target_modules"]
     modules = adapter_modules(architecture)
-    if endless := list(_check_ends(lora, modules)):
-        yield from endless
+    patterns = {key: lora[key] for key in ("target_modules", "exclude_modules") if isinstance(lora[key], str)}
+    wrong = [(key, text) for key, text in patterns.items() if not is_pattern(text)]
+    wrong += [(key, text) for key in ("rank_pattern", "alpha_pattern") for text in lora[key] if not is_pattern(text)]
+    for key, text in wrong:
+        yield ("lora", key), f"{show_value(text)} is not a regular expression", None
+    if wrong:
         return
     yield from _check_head(lora, architecture)
     if not modules:
@@ -422,24 +413,6 @@ def _check_targets(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> 
         if not 0 <= index < layers:
             text = f"{index} is not a layer: the model has {layers}, counted from 0"
             yield ("lora", "layers_to_transform"), text, None
-
-
-def _check_ends(lora: Mapping[str, Any], modules: list[str]) -> Iterator[Found]:
-    """Patterns that are none, or go back again and again on the names of the model's modules."""
-    for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
-        value = lora[key]
-        for pattern in [value] if isinstance(value, str) else value if isinstance(value, dict) else ():
-            if _PLAIN_NAME.fullmatch(pattern):
-                continue
-            if not is_pattern(pattern):
-                yield ("lora", key), f"{show_value(pattern)} is not a regular expression", None
-            elif not patterns_end(re.compile(rf"(.*\.)?({pattern})$").match, modules):
-                text = f"{show_value(pattern)} takes more than {PATTERN_SECONDS:g} s to match the model's modules"
-                yield ("lora", key), text, "write it without nested repetitions, or list the names"
-
-
-_PLAIN_NAME = re.compile(r"[\w.-]*")
-"""Names, which always end: the child is for the rest."""
 
 
 def _check_parameters(lora: Mapping[str, Any], architecture: Mapping[str, Any] | None) -> Iterator[Found]:

@@ -306,14 +306,12 @@ REFUSED = (
     "train.num_train_epochs=-1", "train.dataloader_num_workers=100000", "train.lr_scheduler_kwargs={num_cycles: -3}",
     "train.lr_scheduler_kwargs={num_cycles: 0}", "eval.max_gen_toks=1000000000", "slurm.stall_seconds=1",
     ("train.save_strategy=best", "train.metric_for_best_model=nope"),
-    ("train.lr_scheduler_type=cosine_with_min_lr", "train.lr_scheduler_kwargs=null"),
-    ("train.lr_scheduler_type=warmup_stable_decay", "train.lr_scheduler_kwargs={}"),
-    ("train.lr_scheduler_type=cosine_with_min_lr", "train.lr_scheduler_kwargs={min_lr: 1e-6, min_lr_rate: 0.1}"),
     ("train.lr_scheduler_type=cosine_warmup_with_min_lr", "train.lr_scheduler_kwargs={min_lr_rate: 5}"),
     ("train.lr_scheduler_type=polynomial", "train.lr_scheduler_kwargs={power: -1}"),
     ("train.lr_scheduler_type=polynomial", "train.lr_scheduler_kwargs={lr_end: 1}"),
     ("train.lr_scheduler_type=inverse_sqrt", "train.lr_scheduler_kwargs={timescale: 0}"),
     ("train.lr_scheduler_type=warmup_stable_decay", "train.lr_scheduler_kwargs={num_decay_steps: -3}"),
+    ("train.lr_scheduler_type=constant", "train.lr_scheduler_kwargs={min_lr: 1e-6}"),
 )  # fmt: skip
 TAKEN = (
     "lora.rank_pattern={q_proj: 4}", "lora.rank_pattern={'layers.[01].self_attn.q_proj': 4}",
