@@ -21,15 +21,16 @@ from clustertune.resolve.distribution import IN_FLIGHT
 from clustertune.resolve.resolved import Resolved
 
 HALF, FULL = 2, 4
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-"""Projections that share an input."""
+GROUPS = (("q_proj", "k_proj", "v_proj", "qkv_proj"), ("o_proj",), ("gate_proj", "up_proj", "gate_up_proj"), ("down_proj",))
+"""Projections that share an input, joined or each for itself."""
 TILE_TOKENS, TILE_ENTRIES = 4096, 32768
 """TRL's loss projects so many tokens on so many vocabulary entries at once, in a buffer that is this wide even where the
 vocabulary is not (trl/kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE; trl/trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE)."""
 
 FORWARD, LOSS, REFERENCE = "forward pass, last layer", "end of the forward pass, at the loss", "forward pass of the reference"
 BACKWARD, UPDATE, GENERATION = "backward pass", "optimizer step", "generation of the answers"
-"""The moments of a step by name."""
+EVALUATION = "evaluation"
+"""The moments of a step by name, and the one between steps."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ def moments(shape: ModelShape, constants: Constants) -> list[Moment]:
         **({GENERATION: [*resting, *answers]} if (answers := generation.held(shape)) else {}),
         BACKWARD: _largest(resting, memory.backward()),
         UPDATE: update,
+        **({EVALUATION: _largest(resting, memory.evaluation())} if shape.strategy.eval_batch else {}),
     }
     return [Moment(name, [term for term in parts if term.value]) for name, parts in named.items()]
 
@@ -203,18 +205,26 @@ class SavedActivations:
         each = 1 if plan.attention == "sdpa" else self.width
         return float(each * plan.row) if self.masked and plan.recompute.share else 0.0
 
-    def experts(self, kind: LayerKind) -> float:
-        """Each token's row once for every expert that it goes to: sorted before, and their output before it is weighed."""
+    def expert_rows(self, kind: LayerKind) -> float:
+        """Bytes of each token's row, once for every expert that it goes to."""
         active = max((linear.active for linear in kind.linears if linear.copies > 1), default=0.0)
-        return 2 * self.width * active * self.shape.counted.hidden
+        return self.width * active * self.shape.counted.hidden
+
+    def experts(self, kind: LayerKind) -> float:
+        """These rows sorted before the experts, from which their weights' gradients are made, and their output before it is
+        weighed."""
+        return (1 if self.shape.strategy.lora and not self.shape.wrapped else 2) * self.expert_rows(kind)
 
     def inputs(self, kind: LayerKind) -> float:
         """What a product's weight gradient is computed from. A frozen weight has none; LoRA's first matrix does."""
-        attention = kind.attention
+        attention, own = kind.attention, [linear.name.split(".")[-1] for linear in kind.linears]
         sizes = (self.shape.counted.hidden, attention.heads * attention.v_dim, self.shape.counted.hidden, kind.inner)
-        return sum(size * self._of_group(index, names) for index, (size, names) in enumerate(zip(sizes, GROUPS, strict=True)))
+        groups = [[name for name in names if name in own] for names in GROUPS]
+        found = sum(size * self._of_group(index, names) for index, (size, names) in enumerate(zip(sizes, groups, strict=True)))
+        adapted = any(linear.name in self.shape.wrapped and linear.name.endswith(GROUPS[3]) for linear in kind.linears)
+        return found + (self.width * kind.inner if adapted else 0.0)
 
-    def _of_group(self, index: int, names: tuple[str, ...]) -> float:
+    def _of_group(self, index: int, names: list[str]) -> float:
         """Bytes for each element of the input that some projections share. Attention's output is kept by attention itself."""
         shape, kept_already = self.shape, index == 1
         if not shape.strategy.lora:
@@ -257,10 +267,13 @@ class SavedActivations:
         return max(2.0 * self.width * kind.inner, scores) / plan.tp + self.stream * self.shape.counted.hidden
 
     def passing(self, kind: LayerKind) -> float:
-        """What is in memory at once inside a layer that keeps nothing: the activation, up and their product, or attention; and
-        two rows of the residual sum's width."""
-        inside = self.width * max(3 * kind.inner, self.heads(kind)) + self.scores(kind)
-        return inside / self.shape.strategy.tp + 2 * self.stream * self.shape.counted.hidden
+        """What is in memory at once inside a layer that keeps nothing: the activation, up and their product (and gate, where
+        one product gives gate and up), or attention; and two rows of the residual sum's width. Experts hold their sorted rows
+        meanwhile, and at the end their output, weighed, and in the tokens' order again (transformers/integrations/moe.py)."""
+        joined = any(linear.name.endswith("gate_up_proj") for linear in kind.linears)
+        inside = self.width * max((4 if joined else 3) * kind.inner, self.heads(kind)) + self.scores(kind)
+        rows = self.expert_rows(kind)
+        return max(inside / self.shape.strategy.tp + rows, 4 * rows) + 2 * self.stream * self.shape.counted.hidden
 
     # -- activation_checkpointing.save ------------------------------------------------------------------------------------
 
@@ -286,7 +299,7 @@ class SavedActivations:
     def taken(self, kind: LayerKind) -> float:
         """Of that, what a layer which is computed again keeps for its backward pass anyway: the same tensors."""
         attention, plan = kind.attention, self.shape.strategy
-        names = {"gate_proj", "up_proj"} | (set() if self.repeats else {"v_proj"})
+        names = set(GROUPS[2]) | (set() if self.repeats else {"v_proj"})
         adapted = set(self.shape.targets) if plan.lora else set()
         width = sum(product.width for product in self.saved(kind) if product.name in names - adapted)
         if "attention" in self.save:
@@ -378,20 +391,43 @@ class _Memory(SavedActivations):
         inside = max(self.passing(kind) for kind in self.shape.counted.layers)
         if plan.recompute.share < 1:
             inside = max(inside, self.largest_saved)
-        row, work = (
-            Term("buffers", self.shape.tokens * size, BYTES, text, {"tokens": self.shape.tokens, "size": size})
-            for size, text in (
-                (float(self.stream * self.shape.counted.hidden), "input of the layer at work: {tokens} tokens x {size} B"),
-                (inside, "inside the layer at work: {tokens} tokens x {size} B"),
-            )
-        )
-        kept = [*self.activations((layers - 1) / layers), row]
+        kept = [*self.activations((layers - 1) / layers), self._rows(1, self.shape.tokens, "input of the layer at work")]
         first = [self._layers(2.0), self._ends(0.0 if plan.ends_apart else 2 * self.shape.ends)]
-        return [[self.accumulated(1.0), *rest] for rest in (first, [*kept, *copied], [*kept, *at_work, work])]
+        at_work += self._at_work(inside, self.shape.tokens)
+        return [[self.accumulated(1.0), *rest] for rest in (first, [*kept, *copied], [*kept, *at_work])]
+
+    def _rows(self, count: int, tokens: float, text: str) -> Term:
+        """Rows of the residual sum's width."""
+        values = {"tokens": tokens, "size": float(count * self.stream * self.shape.counted.hidden)}
+        return Term("buffers", tokens * values["size"], BYTES, text + ": {tokens} tokens x {size} B", values)
+
+    def _at_work(self, inside: float, tokens: float) -> list[Term]:
+        """What the forward pass of a layer takes; of adapted experts the update, and the sum that computes, until it is through."""
+        values = {"tokens": tokens, "size": inside}
+        text = "inside the layer at work: {tokens} tokens x {size} B"
+        return [Term("buffers", tokens * inside, BYTES, text, values), self._experts(2.0 * self.largest_experts)]
+
+    def evaluation(self) -> list[list[Term]]:
+        """A forward pass that keeps nothing, of an evaluation's own batch: a layer at work, with its input and the embedding's
+        output, which the model's forward pass holds; then the head, with the rows before and behind the mask of labels."""
+        plan = self.shape.strategy
+        tokens = self.shape.tokens / plan.micro_batch * plan.eval_batch
+        gathered = []
+        if self.gathers:
+            layers = self._layers(min(2.0, self.shape.layers) if plan.kind != "FSDP1" else 1.0)
+            gathered = [layers, self._ends(0.0 if plan.ends_apart else self.shape.ends)] if plan.reshard else self._all_gathered(1.0)
+        inside = max(self.passing(kind) for kind in self.shape.counted.layers)
+        if self.masked and plan.attention == "sdpa":
+            inside += (1 + self.width) * plan.row / plan.micro_batch * plan.eval_batch
+        held = self._rows(2, tokens, "inputs of the layer at work and of the first one")
+        head = [*self.gathered_at_loss(), self.whole_head(back=False), self.logits(back=False, tokens=tokens)]
+        return [
+            [*gathered, held, *self._at_work(inside, tokens)], [*head, self._rows(2, tokens, "rows for the head")],
+        ]  # fmt: skip
 
     def at_loss(self) -> list[list[Term]]:
         """All activations are there: once with the loss going forward, once with its gradient going back."""
-        around = [self.accumulated(1.0), self.buckets(), self.cast_weights(1.0), *self.activations(1.0)]
+        around = [self.accumulated(1.0), self.buckets(), self.cast_weights(1.0), *self.activations(1.0, self.last_norm())]
         forward = [*self.gathered_at_loss(), self.whole_head(back=False), self.logits(back=False)]
         back = [*self.gathered_at_loss(back=True), self.whole_head(back=True), self.logits(back=True), self.head_gradient()]
         return [[*around, *forward], [*around, *back]]
@@ -401,7 +437,8 @@ class _Memory(SavedActivations):
         values = {"tokens": self.shape.tokens, "bytes": self.largest_saved}
         text = "one layer of the reference: {tokens} tokens x {bytes} B"
         working = Term("buffers", self.shape.tokens * self.largest_saved, BYTES, text, values)
-        held = [self.accumulated(1.0), self.buckets(), self.cast_weights(1.0), *self.activations(1.0), *self.gathered_at_loss()]
+        held = [self.accumulated(1.0), self.buckets(), self.cast_weights(1.0), *self.activations(1.0, self.last_norm())]
+        held += self.gathered_at_loss()
         return [[*held, *(self.gathered_in_backward(1.0) if self.shape.strategy.reshard else []), working]]
 
     def backward(self) -> list[list[Term]]:
@@ -409,8 +446,7 @@ class _Memory(SavedActivations):
         of the last one are on their way while the inputs of all others are still kept; of the first two. Then the end."""
         layers = self.shape.layers
         found = []
-        working = max(self.shape.tokens * self.working(k) + self._down_gradient(k) for k in self.shape.counted.layers)
-        working += self._expert_gradients()
+        working = max(self._working(kind) for kind in self.shape.counted.layers)
         for index in sorted({max(0.0, n) for n in (layers - 1, layers - 2, min(1.0, layers - 1), 0.0)}, reverse=True):
             done = 1 - (index + 1) / layers
             common = [self.gradients(done), self.accumulated(1 - done), self.buckets(), self.cast_weights(1 - done)]
@@ -616,16 +652,17 @@ class _Memory(SavedActivations):
         counted = self.shape.counted
         return max(self.layer(kind) for kind in counted.layers) + self.rank() / counted.num_layers
 
-    def activations(self, share: float) -> list[Term]:
-        """What a share of the layers keeps for backward. Of a pipeline the first stage keeps that of as many micro batches as
-        there are stages."""
+    def activations(self, share: float, last: float = 0.0) -> list[Term]:
+        """What a share of the layers keeps for backward, and ``last`` bytes per token behind them, which are gone when the first
+        layer goes back. Of a pipeline the first stage keeps that of as many micro batches as there are stages."""
         plan, shape = self.shape.strategy, self.shape
         inflight = 1.0
         if plan.pp > 1:
             inflight = min(plan.accumulation, plan.pp) * (
                 1 + (plan.pp - 1) / (plan.pp * plan.virtual) if plan.virtual > 1 else 1
             )
-        whole = self.saved_activations * (1 - plan.recompute.share) * share + (self.last_norm() if share == 1 else 0.0)
+        kept = (1 - plan.recompute.share) * share
+        whole = self.saved_activations * kept + last
         row = self.stream * shape.counted.hidden / (plan.tp if plan.sequence_parallel else 1)
         saved = sum(kind.count * self.beside_input(kind) for kind in shape.counted.layers)
         inputs = 0.0 if plan.recompute.offload else shape.counted.num_layers * row
@@ -633,20 +670,34 @@ class _Memory(SavedActivations):
         scale = self.constants.memory_scale * shape.tokens * inflight / plan.pp
         values = {"tokens": shape.tokens, "bytes": whole, "inflight": inflight, "pp": plan.pp}
         text = "{tokens} tokens x {bytes} B (all layers) x {inflight} micro batches / {pp} stages"
-        terms = [Term("activations", whole * scale, BYTES, text, values), self._experts((1 - plan.recompute.share) * share)]
+        terms = [Term("activations", whole * scale, BYTES, text, values), self._experts(shape.all_experts * kept)]
         return [*terms, Term("saved layer inputs", stored * scale, BYTES, text, values | {"bytes": stored})]
 
-    def _experts(self, share: float) -> Term:
-        """Adapted experts with the update in them, which the product of a layer that is not recomputed keeps for backward."""
-        count = self.shape.all_experts * share
+    def _experts(self, count: float) -> Term:
+        """Adapted experts with the update in them, or the update alone. The product of a layer that is not recomputed keeps the
+        sum for backward."""
         text = "{count} parameters of experts x {bytes} B, with LoRA's update in them"
         return Term("activations", count * self.width, BYTES, text, {"count": count, "bytes": self.width})
 
-    def _expert_gradients(self) -> float:
-        """Of the layer at work: the adapted experts' own gradient, and a copy of it in the order in which A's and B's are made
-        of it; of a recomputed layer also the experts with the update in them."""
-        plan, largest = self.shape.strategy, max(self.shape.experts(kind) for kind in self.shape.counted.layers)
-        return largest * self.width * (3 if plan.recompute.share else 2)
+    @cached_property
+    def largest_experts(self) -> int:
+        """Adapted experts' parameters of the layer with most."""
+        return max(self.shape.experts(kind) for kind in self.shape.counted.layers)
+
+    def _working(self, kind: LayerKind) -> float:
+        """Bytes inside the layer at work, beside what it keeps: of its gradients; or of adapted experts that are computed again
+        the update and the sum, their weighed rows and the gradient of these, and the two rows of the residual sum.
+
+        Backward each matrix's gradient takes the place of its sum, but that one at a time has a copy, scaled.
+        """
+        adapted = [one.copies * one.inputs * one.outputs for one in kind.linears if one.name in self.shape.wrapped]
+        again = self.shape.strategy.recompute.share > 0 and bool(adapted)
+        back = self.shape.tokens * self.working(kind) + self._down_gradient(kind)
+        back += self.width * (max(adapted, default=0) + (sum(adapted) if again else 0))
+        if not again:
+            return back
+        rows = 2 * self.expert_rows(kind) + 2 * self.stream * self.shape.counted.hidden
+        return max(back, self.shape.tokens * rows + 2 * self.width * sum(adapted))
 
     def recomputed(self, index: float) -> list[Term]:
         """The layer that is recomputed at the moment. Where some are not recomputed, the last one is among them, and what it
@@ -660,12 +711,13 @@ class _Memory(SavedActivations):
 
     # -- the loss and the update ------------------------------------------------------------------------------------------
 
-    def logits(self, *, back: bool) -> Term:
+    def logits(self, *, back: bool, tokens: float | None = None) -> Term:
         """Logits with their float32 copy and log-softmax, or that with its gradient twice; of a loss in tiles one tile. Without
         a float32 copy, or where a compiler fuses it: logits and log-softmax, then a gradient of each, in 16 bits."""
         plan, shape = self.shape.strategy, self.shape
+        tokens = tokens or shape.tokens
         if plan.fused_loss:
-            rows = min(shape.tokens, TILE_TOKENS) if plan.tiled_loss else 0.0
+            rows = min(tokens, TILE_TOKENS) if plan.tiled_loss else 0.0
             values = {"rows": rows, "entries": TILE_ENTRIES, "bytes": self.width}
             size = rows * TILE_ENTRIES * self.width
             return Term("logits", size, BYTES, "a tile of {rows} tokens x {entries} vocabulary entries x {bytes} B", values)
@@ -673,9 +725,9 @@ class _Memory(SavedActivations):
         size = 3 * FULL if back else 2 * FULL + (HALF if half else 0)
         if half and ((plan.compiled and not plan.whole_loss) or plan.half_loss):
             size = (4 if back else 3) * HALF
-        values = {"tokens": shape.tokens, "entries": entries, "bytes": size}
+        values = {"tokens": tokens, "entries": entries, "bytes": size}
         text = "{tokens} tokens x {entries} vocabulary entries x {bytes} B"
-        return Term("logits", size * entries * shape.tokens, BYTES, text, values)
+        return Term("logits", size * entries * tokens, BYTES, text, values)
 
     def held_logits(self) -> Term:
         """A loop's own variable keeps the logits until the next forward pass has new ones."""
@@ -692,9 +744,10 @@ class _Memory(SavedActivations):
         cast = self.width if self.width < FULL else 0
         each = FULL + cast if tiles and not plan.lora else 0
         rows = shape.tokens * shape.counted.hidden if tiles else 0.0
-        values = {"count": self.head, "bytes": each, "rows": rows}
-        text = "gradient of the head {count} x {bytes} B + of its input {rows} x 4 B"
-        return Term("buffers", self.head * each + rows * FULL, BYTES, text, values)
+        size = FULL + (self.stream if self.stream < FULL else 0)
+        values = {"count": self.head, "bytes": each, "rows": rows, "size": size}
+        text = "gradient of the head {count} x {bytes} B + of its input {rows} x {size} B"
+        return Term("buffers", self.head * each + rows * size, BYTES, text, values)
 
     def update(self) -> Term:
         """Temporaries of the foreach implementation: the root of the second moment."""
