@@ -26,10 +26,10 @@ from clustertune.plan.lengths import PACKED_SHARE, Lengths, of_counts
 from clustertune.plan.predict import fewest_nodes
 from clustertune.plan.schedule import FEW_STEPS
 from clustertune.recipe.accelerate_file import ALONE, REPLICATED, SHARDED, merged
-from clustertune.recipe.load import RECIPES, did_you_mean, read_overrides
+from clustertune.recipe.layers import RECIPES, did_you_mean, read_overrides
 from clustertune.recipe.native_rules import filled, train_defaults
 from clustertune.recipe.parameters import count, parameter_count
-from clustertune.recipe.schema import NAME
+from clustertune.recipe.sections import NAME
 from clustertune.resolve.models import FoundModel, find_model, known_models, size_of
 from clustertune.resolve.overrides import RecipeSource, loading
 from clustertune.resolve.resolve import resolve

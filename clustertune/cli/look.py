@@ -19,8 +19,7 @@ def show(
 ) -> None:
     """Each value is shown with its origin: base, recipe, override, derived (and from what), or default."""
     from clustertune.plan import schedule
-    from clustertune.resolve import resolve
-    from clustertune.resolve import show as view
+    from clustertune.resolve import resolve, view
 
     resolved = resolve.resolve(recipe, overrides or [], tiny=tiny, ranks=ranks)
     raise_if(schedule.find_idle_schedule(resolved))
@@ -42,7 +41,7 @@ def show_cluster(
 ) -> None:
 
     from clustertune.cluster.load import load_cluster
-    from clustertune.resolve import show as view
+    from clustertune.resolve import view
 
     if write is not None:
         if cluster not in (None, "local"):
@@ -65,7 +64,7 @@ def _draft(file: Path) -> str:
     """Write a cluster file and return its text. Raises UserError where there is no Slurm, or the file is there."""
     from clustertune.cluster.load import LOCAL, load_cluster
     from clustertune.doctor import cluster_file
-    from clustertune.recipe.schema import NAME
+    from clustertune.recipe.sections import NAME
 
     if file.suffix not in (".yaml", ".yml") or not re.fullmatch(NAME, file.stem):
         raise UserError("is not a NAME.yaml", file=str(file), fix="as ops/clusters/my-cluster.yaml")

@@ -46,11 +46,11 @@ OutOption = Annotated[Path | None, path_option("The folder to write.", "--out")]
 def _resolve_here(recipe: str, overrides: list[str], *, tiny: bool, ranks: int | None) -> Resolved:
     """The recipe for the GPUs of this machine; of a small model without GPUs for as many processes. Raises UserError."""
     from clustertune import chain
-    from clustertune.resolve import megatron, resolve
+    from clustertune.resolve import resolve
     from clustertune.resolve import tiny as scaled_down
 
     resolved = resolve.resolve(recipe, overrides, tiny=tiny, ranks=ranks)
-    megatron.require_startable(resolved)
+    resolved.require_startable()
     gpus = chain.visible_gpus()
     small = tiny or resolved.recipe.model.weights == "random"
     on_cpus = not gpus and not small and scaled_down.is_small(resolved.architecture)
@@ -213,14 +213,14 @@ def evaluate(
     from clustertune.evaluate.by_command import eval_folder, eval_settings
     from clustertune.launch import cluster_paths
     from clustertune.launch.named_runs import existing_folder, merged_or_model, newest_merged
-    from clustertune.recipe import schema
+    from clustertune.recipe import sections
 
     below = cluster_paths.enter_local()
     model = newest_merged(below) if model is None else merged_or_model(model)
     given: dict[str, Any] = {"num_fewshot": num_fewshot, "max_gen_toks": max_gen_toks, "batch_size": batch_size, "limit": limit}
     given |= {} if tasks is None else {"tasks": tasks.split(",")}
     prompts = None
-    if data is not None and own_prompts.are_own(data, given.get("tasks", [schema.FIRST_TASK])):
+    if data is not None and own_prompts.are_own(data, given.get("tasks", [sections.FIRST_TASK])):
         prompts, given, data = data, {"tasks": [], **given, "data": str(data.absolute())}, None
     settings = eval_settings({**given, "apply_chat_template": apply_chat_template, "backend": backend.value})
     used = {**settings.model_dump(mode="json"), "device": device}

@@ -65,10 +65,10 @@ def resolve_for_nodes(
     two ranks in all at least. Raises UserError where this machine has too few, or the recipe asks for another number of nodes.
     """
     from clustertune import chain
-    from clustertune.resolve import megatron, resolve
+    from clustertune.resolve import resolve
 
     found = resolve.resolve(recipe, overrides, tiny=tiny)
-    megatron.require_startable(found)
+    found.require_startable()
     recipe_given = found.recipe
     small, gpus = tiny or recipe_given.model.weights == "random", chain.visible_gpus()
     wanted = recipe_given.slurm.gpus_per_node

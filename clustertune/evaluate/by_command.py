@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from clustertune.errors import Problem, UserError, raise_if
-from clustertune.recipe.load import did_you_mean
-from clustertune.recipe.schema import Eval
-from clustertune.recipe.tasks import unknown_tasks
+from clustertune.recipe.eval_tasks import unknown_tasks
+from clustertune.recipe.layers import did_you_mean
+from clustertune.recipe.sections import Eval
 
 
 def eval_folder(below: Path, model: Path, data: Path | None, settings: Mapping[str, Any]) -> Path:

@@ -20,7 +20,7 @@ from clustertune.evaluate import model as models
 from clustertune.evaluate import servers
 from clustertune.launch import batch, cluster_paths, serving, srun
 from clustertune.launch import shape as shapes
-from clustertune.recipe import schema
+from clustertune.recipe import sections
 
 
 def server_command(folder: Path, port: int, cluster: Cluster | None) -> tuple[list[str], dict[str, str]]:
@@ -54,7 +54,7 @@ def submit(folder: Path, port: int, cluster: Cluster, time: str, dry_run: bool) 
         raise UserError(text, file=str(folder), fix="an evaluation may span nodes, this command does not")
     gpus = found.gpus_per_node if cluster.compute.gpus else 0
     share = gpus / cluster.compute.gpus if gpus else 1.0
-    minutes = int(schema.parse_minutes(time) or 0)
+    minutes = int(sections.parse_minutes(time) or 0)
     if not minutes:
         raise UserError(f"{time!r} is not a time limit", file="command line", key="--time", fix="--time 04:00:00")
     cpus, memory = max(1, int(cluster.compute.threads * share)), max(1, int(cluster.compute.memory_gb * share * 0.95))

@@ -14,7 +14,7 @@ from clustertune.cli.arguments import AsJson, Overrides, RecipeArgument, SharedR
 from clustertune.errors import UserError
 from clustertune.launch import cluster_paths
 from clustertune.report import run_summary
-from clustertune.resolve import megatron, resolve
+from clustertune.resolve import resolve
 from clustertune.rundir import default_run_dir
 
 
@@ -36,7 +36,7 @@ def ray_train(
     from clustertune.experimental import raytrain
 
     resolved = resolve.resolve(recipe, overrides or [], tiny=tiny, ranks=workers)
-    megatron.require_startable(resolved)
+    resolved.require_startable()
     if workers is None and (tiny or resolved.recipe.model.weights == "random"):
         resolved = resolve.resolve(
             recipe, overrides or [], tiny=tiny, ranks=min(resolved.world_size, chain.visible_gpus() or 2)

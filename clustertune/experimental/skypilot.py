@@ -16,8 +16,8 @@ from clustertune.cli.arguments import Overrides, RecipeArgument, Tiny, path_opti
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.manifest import require_replaceable, write_durably
-from clustertune.recipe.schema import NAME
-from clustertune.resolve import megatron, resolve
+from clustertune.recipe.sections import NAME
+from clustertune.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from clustertune.tree import ROOT
 
@@ -135,7 +135,7 @@ def sky(
 ) -> None:
     """The task starts launch/torchrun.sh on every node."""
     resolved = resolve.resolve(recipe, overrides or [], tiny=tiny)
-    megatron.require_startable(resolved)
+    resolved.require_startable()
     text = render(resolved, overrides or [], SkyOptions(gpu=gpu, volume=volume, runs=runs, spot=spot))
     if out is None:
         typer.echo(text, nl=False)
