@@ -56,7 +56,6 @@ with deferred():
     from clustertune.data import prompts as own_prompts
     from clustertune.evaluate import run as evaluation
     from clustertune.evaluate import scores
-    from clustertune.export import whole
     from clustertune.launch import cluster_paths, node
     from clustertune.plan import schedule
     from clustertune.recipe import library_facts, schema
@@ -291,7 +290,7 @@ def export(
 
     Exports the adapter of a LoRA run, or the model if all parameters were trained.
     """
-    _summarise(whole.export_either(existing_run(source, "a run folder or a checkpoint"), out, base), as_json)
+    _summarise(chain.export_trained(existing_run(source, "a run folder or a checkpoint"), out, base), as_json)
 
 
 @app.command()

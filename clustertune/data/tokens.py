@@ -48,7 +48,7 @@ import numpy.typing as npt
 
 from clustertune import bounded, secrets
 from clustertune.console import byte_progress, say
-from clustertune.data.answers import MARKS_OR_ALL, NotPrefixPreserving, answer_spans, tokens_within
+from clustertune.data.answer_spans import MARKS_OR_ALL, NotPrefixPreserving, answer_spans, tokens_within
 from clustertune.data.chats import OF_ROLE, UNEQUAL
 from clustertune.data.prepare import KIND as DATASET
 from clustertune.data.prepare import SPLITS, locked

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from clustertune.console import make_table
@@ -251,7 +250,7 @@ def _run(path: Path) -> ComparedRun:
         last = metrics.steps[-1]
         peaks = metrics.steps.known("memory_bytes")
         entry.values |= {
-            "step_s": median(times) if (times := metrics.steps.steady()) else None, "steps": last.step, "loss": last.loss,
+            "step_s": metrics.steps.step_seconds(), "steps": last.step, "loss": last.loss,
             "peak_gib": max(peaks) / 2**30 if peaks else None,
         }  # fmt: skip
     nodes_measured = telemetry.TelemetryReader(path / telemetry.FOLDER).read()

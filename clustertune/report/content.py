@@ -237,11 +237,11 @@ def forecast(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, A
     Of steps the median behind the first two, which hold warm-up; None where nothing happened yet.
     """
     steps, peaks = metrics.steps, metrics.steps.known("memory_bytes")
-    times, rates = (steps.steady() or steps.known("seconds")), steps.known("tokens_per_second")
+    times, rates = steps.known("seconds"), steps.known("tokens_per_second")
     rates = steps.known("tokens_per_second", WARM_UP) or rates
     train_seconds = get(stages, "train", "seconds")
     reached = {
-        "step_s": median(times) if times else None,
+        "step_s": steps.step_seconds() or (median(times) if times else None),
         "tokens_per_s": median(rates) if rates else None,
         "peak_gib_per_gpu": max(peaks) / 2**30 if peaks else None,
         "hours": train_seconds / 3600 if isinstance(train_seconds, int | float) else None,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ def describe(run: Mapping[str, Any], metrics: Metrics) -> dict[str, Any] | None:
         return None
     resolved = run.get("recipe") or {}
     per_step = tokens_per_step(resolved)
-    steady = statistics.median(times) if (times := metrics.steps.steady()) else None
+    steady = metrics.steps.step_seconds()
     distributed = run.get("distributed")
     worlds = [a.world_size for a in metrics.attempts if a.world_size]
     tokens = per_step * count
