@@ -146,12 +146,12 @@ class RunDir:
         body = self.read()
         try:
             found = Resolved.from_dict(body["recipe"])
-            digest = found.fingerprint()
-            if body["fingerprint"] == digest:
-                return found
+            expected = str(body["fingerprint"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"contains no resolved recipe: {error!r}", file=str(self.run_json)) from None
-        text = f"its recipe was changed: fingerprint {digest[:12]} found, {body['fingerprint'][:12]} expected"
+        if (digest := found.fingerprint()) == expected:
+            return found
+        text = f"its recipe was changed: fingerprint {digest[:12]} found, {expected[:12]} expected"
         fix = "give another --run-dir"
         raise UserError(text, file=str(self.run_json), key="recipe", fix=fix)
 

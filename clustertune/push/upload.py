@@ -15,15 +15,15 @@ from clustertune.evaluate import scores as evaluation
 from clustertune.export.export import ADAPTER_FILES, is_adapter_file
 from clustertune.host.credentials import holds_secret
 from clustertune.manifest import MANIFEST, Manifest, find_problems, list_files, read_manifest, require_whole
-from clustertune.report import content, forms, source
+from clustertune.report import content, source
 from clustertune.report.content import get, is_number, number
 from clustertune.report.metrics import read_metrics
 from clustertune.resolve.distribution import format_distribution
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 from clustertune.tensorfile import read_header
 
 CARD = "README.md"
-BASE = ("recipe", "recipe", "model", "name")
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,10 @@ def pack(run: RunDir, repo: str, licence: str | None, secrets: Iterable[str] = (
     """
     document = run.read()
     fix = "push from the folder that the training wrote: this file was changed, or is not a run's"
-    problems = forms.find_problems(document, forms.RUN, str(run.run_json), fix)
-    if not problems and get(document, *BASE) is None:
-        problems = [
-            Problem("is missing: the card must name the base model", file=str(run.run_json), key=".".join(BASE), fix=fix)
-        ]
-    raise_if(problems)
-    raise_if(_refusals(run, document))
+    if (resolved := content.recipe_of(document)) is None:
+        text = "contains no recipe that can be read: the card must name the base model"
+        raise UserError(Problem(text, file=str(run.run_json), key="recipe", fix=fix))
+    raise_if(_refusals(run, resolved))
     if problems := find_problems(run.adapter, "adapter", allow_extra=True):
         fix = "--from export makes it again: clustertune run RECIPE --run-dir RUN --from export --to export"
         raise UserError(
@@ -89,11 +86,11 @@ def pack(run: RunDir, repo: str, licence: str | None, secrets: Iterable[str] = (
     return Upload(tuple(files), card, tuple(left))
 
 
-def _refusals(run: RunDir, document: Mapping[str, Any]) -> list[Problem]:
+def _refusals(run: RunDir, resolved: Resolved) -> list[Problem]:
     """Why a run has no adapter to push."""
     if run.adapter.is_dir():
         return []
-    if get(document, "recipe", "lora") is None:
+    if resolved.lora is None:
         text = "trains all parameters: there is no adapter, and a whole model is never pushed from here"
         return [Problem(text, file=str(run.path), fix="hf upload OWNER/NAME RUN/merged is the Hub's own command for a model")]
     return [Problem("has no adapter yet", file=str(run.path), fix="clustertune run RECIPE --to export")]
@@ -156,7 +153,7 @@ def build_card(run: RunDir, document: Mapping[str, Any], sealed: Manifest, repo:
     metrics = read_metrics(run.metrics)
     scored = _read_scores(run)
     model, template = recipe.get("model") or {}, get(document, "recipe", "chat_template")
-    notes = content.warnings_of(document, metrics, {"meta": sealed.meta})
+    notes = content.warnings_of(content.recipe_of(document), metrics, {"meta": sealed.meta})
     if model.get("weights") != "hub":
         notes.append("The base model has random weights and was made by the run itself: nobody else can load this adapter.")
     distributed = document.get("distributed") or {}
