@@ -20,6 +20,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from json import scanner
 from pathlib import Path, PurePath
 from typing import IO, Any
 
@@ -182,8 +183,9 @@ def excerpt(value: object, width: int = 60) -> str:
 # Python, whose frames lie on the heap (Python 3.11 and newer).
 
 
-_DECODER, _DEEP_DECODER = json.JSONDecoder(), json.JSONDecoder()
-_DEEP_DECODER.scan_once = json.scanner.py_make_scanner(_DEEP_DECODER)
+_DECODER = json.JSONDecoder()
+_DEEP_DECODER: Any = json.JSONDecoder()
+_DEEP_DECODER.scan_once = scanner.py_make_scanner(_DEEP_DECODER)  # type: ignore[attr-defined]
 MAX_LEVELS = 250_000
 """Of nesting; with 0.5 GB of frames."""
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -232,7 +234,8 @@ def parse_deep(text: str, at: int = 0) -> tuple[Any, int]:
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(before + 2 * MAX_LEVELS)  # two frames a level
     try:
-        return _DEEP_DECODER.raw_decode(text, at)
+        found: tuple[Any, int] = _DEEP_DECODER.raw_decode(text, at)
+        return found
     finally:
         sys.setrecursionlimit(before)
 

@@ -65,8 +65,8 @@ def pack(run: RunDir, repo: str, licence: str | None, secrets: Iterable[str] = (
     document = run.read()
     fix = "push from the folder that the training wrote: this file was changed, or is not a run's"
     if (resolved := content.recipe_of(document)) is None:
-        text = "contains no recipe that can be read: the card must name the base model"
-        raise UserError(Problem(text, file=str(run.run_json), key="recipe", fix=fix))
+        what = "contains no recipe that can be read: the card must name the base model"
+        raise UserError(Problem(what, file=str(run.run_json), key="recipe", fix=fix))
     raise_if(_refusals(run, resolved))
     if problems := find_problems(run.adapter, "adapter", allow_extra=True):
         fix = "--from export makes it again: clustertune run RECIPE --run-dir RUN --from export --to export"

@@ -86,7 +86,10 @@ def dataset_of(resolved: Resolved | None) -> str | None:
     if resolved is None:
         return None
     data, origins = resolved.recipe.data, resolved.origins
-    inputs = {"input": [data.input], "sources": [part.input or part.name for part in data.sources or ()]}
+    inputs: dict[str, list[str | None]] = {
+        "input": [data.input],
+        "sources": [part.input or part.name for part in data.sources or ()],
+    }
     for key, names in inputs.items():
         origin = origins.get(f"data.{key}")
         if any(names) and origin is not None and origin != origins.get("data.name"):
