@@ -9,10 +9,9 @@ from typing import Any
 
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.recipe.findings import is_number, is_whole
-from clustertune.recipe.layers import did_you_mean
-from clustertune.recipe.parameters import count
-from clustertune.recipe.values import Values, config_fields, model_facts, model_types
-from clustertune.recipe.yamlfile import parse_json, read_text
+from clustertune.recipe.layers import did_you_mean, parse_json, read_text
+from clustertune.recipe.library_facts import config_fields, model_facts, model_types
+from clustertune.recipe.parameters import Values, count
 
 INTEGERS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 """What planning, tiny runs and adapter checks cannot do without."""

@@ -12,9 +12,8 @@ from typing import Any
 
 from clustertune.recipe import native_rules
 from clustertune.recipe.findings import Found, is_whole, show_value
-from clustertune.recipe.layers import COMMAND_LINE, did_you_mean
+from clustertune.recipe.layers import COMMAND_LINE, Document, did_you_mean, leaves
 from clustertune.recipe.library_facts import facts
-from clustertune.recipe.yamlfile import Document, leaves
 
 ZERO = "zero_optimization"
 ALIGNMENT = f"{ZERO}.parameter_alignment"
