@@ -20,10 +20,10 @@ from clustertune.plan.constants import Constants
 from clustertune.plan.machine import PlanMachine, machine
 from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import ModelShape, Strategy
+from clustertune.recipe.layers import Document, read_yaml
 from clustertune.recipe.native_rules import filled, lora_defaults
 from clustertune.recipe.parameters import count, lora_parameter_count
 from clustertune.recipe.sections import NAME, Count, Number, Positive, Section
-from clustertune.recipe.yamlfile import Document, read_yaml
 from clustertune.resolve.distribution import Recompute
 
 FOLDER = Path(__file__).resolve().parent
