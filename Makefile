@@ -156,7 +156,7 @@ image_options = $(if $(value VARIANT),--variant '$(value VARIANT)') $(if $(value
 docs: setup ## build the documentation site in site/, without network
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-pictures: setup ## the pictures of the README, made by the commands that they show (and chromium)
+pictures: setup ## the README's picture of a plan, made by the command that it shows
 	@$(BIN)/python -m tools.pictures
 
 build-sif: ## train.sif: [VARIANT=cpu] [EXTRAS=ray] [DEFINITION=reference] [BASE=standin] [OUT=file]
