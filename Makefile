@@ -132,8 +132,8 @@ gpu-check: $(if $(filter file default undefined,$(origin PYTHON)),setup) ## chec
 	@$(GPU_PYTHON) -m tools.gpu_check $(if $(value NAME),--name '$(value NAME)') $(if $(value PARTS),--parts '$(value PARTS)') \
 		$(if $(value BUDGET),--budget '$(value BUDGET)') $(if $(value AGAIN),--again) $(if $(value BACKEND),--backend '$(value BACKEND)')
 
-bench-merge: setup ## measure the merge against cp and PEFT and write docs/results/
-	@$(BIN)/python -m tools.merge_bench --report docs/results/merge.md
+bench-merge: setup ## measure the merge against cp and PEFT
+	@$(BIN)/python -m tools.merge_bench
 
 doctor: setup ## find what would stop or slow a training run: make doctor [RECIPE=NAME] [CLUSTER=NAME]
 	@$(BIN)/clustertune doctor $(if $(filter-out file,$(origin RECIPE)),'$(value RECIPE)') $(if $(value CLUSTER),--cluster '$(value CLUSTER)')

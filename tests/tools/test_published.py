@@ -9,7 +9,6 @@ import pytest
 from clustertune.recipe.parameters import parameter_count
 from tools.planner_grade.data import cluster_document, published_models, published_runs
 
-
 # --- the files ---------------------------------------------------------------------------------------------------------
 
 
