@@ -49,7 +49,7 @@ class BuildRequest:
     base: str = ""
     """Empty: of containers/base.env; ``standin``; a docker-archive; or NAME@sha256:DIGEST."""
     out: Path | None = None
-    """The SIF; of an OCI image an archive that is written beside what the engine keeps."""
+    """The SIF."""
     tag: str = ""
     dry_run: bool = False
 
@@ -82,15 +82,16 @@ class BaseImage:
 def arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     """The options of ``build-sif`` and ``build-image``."""
     sif = kind == "build-sif"
-    parser.set_defaults(kind=kind, tag="")
+    parser.set_defaults(kind=kind, tag="", out=None)
     parser.add_argument("--definition", choices=DEFINITIONS if sif else ("train",), default="train", help="containers/NAME.def")
     parser.add_argument("--variant", choices=sorted(VARIANTS), default="cuda", help="which lock; CI uses cpu")
     parser.add_argument("--extras", default="", help=f"layers on top, as A+B: {', '.join(locks.LAYERS)}")
     parser.add_argument(
         "--base", default="", help="NAME@sha256:DIGEST, a docker-archive, or `standin` if no registry can be reached"
     )
-    parser.add_argument("--out", type=Path, help="the image file" if sif else "write it as a docker-archive too")
-    if not sif:
+    if sif:
+        parser.add_argument("--out", type=Path, help="the image file")
+    else:
         parser.add_argument("--tag", default="", help="name of the image")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done")
 
@@ -365,7 +366,7 @@ def _tag(what: BuildRequest) -> str:
 
 
 def _build_image(what: BuildRequest, lock: PackageLock | None, say: Say) -> dict[str, Any]:
-    """The image in the engine's store, tested, with its SBOM; an archive of it where asked."""
+    """The image in the engine's store, tested, with its SBOM."""
     engine, tag = find_engine(), _tag(what)
     assert lock, "only train has a Dockerfile"
     with _gathered(what, lock, "Dockerfile", tag, say) as given:
@@ -386,14 +387,9 @@ def _build_image(what: BuildRequest, lock: PackageLock | None, say: Say) -> dict
         run(command, "the build", say, env={"DOCKER_BUILDKIT": "1"})
         alone = [engine, "run", "--rm", "--network", "none", *limits(engine), tag]
         run([*alone, "python", SELFTEST], "the image's own test", say, seconds=TEST_SECONDS)
-        if what.out is None:
-            bill = _write_bill(ROOT / tag.replace("/", "-").replace(":", "-"), lock, given, say)
-            size = int((answer([engine, "image", "inspect", "--format", "{{.Size}}", tag]) or "0").strip() or 0)
-            return {"image": tag, "bytes": size, **bill}
-        out = what.out.absolute()
-        with _partial(out) as part:
-            run([engine, "save", "--output", str(part), tag], "saving the image", say)
-            return {"image": tag, **_publish(part, out, lock, given, say)}
+        bill = _write_bill(ROOT / tag.replace("/", "-").replace(":", "-"), lock, given, say)
+        size = int((answer([engine, "image", "inspect", "--format", "{{.Size}}", tag]) or "0").strip() or 0)
+        return {"image": tag, "bytes": size, **bill}
 
 
 def limits(engine: str) -> list[str]:

@@ -88,7 +88,6 @@ build)
     ls > {log}.files
     echo image > "$last";;
 image) echo 7;;
-save) echo archive > "$3";;
 esac
 """
 
@@ -136,23 +135,14 @@ def test_a_build_and_what_lies_beside_it(fake: Path) -> None:
     assert {path.name for path in (fake / "work").iterdir()} == {"lock", "wheels"}  # builds gather one at a time
 
 
-@pytest.mark.parametrize("archive", [False, True])
-def test_an_oci_image_has_its_bill_and_on_request_an_archive(
-    fake: Path, archive: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Built, tested without a network, described; the archive has a sum as a SIF does."""
+def test_an_oci_image_has_its_bill(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built, tested without a network, described."""
     monkeypatch.setattr(image_build, "ROOT", fake)
-    out = fake / "image.tar" if archive else None
-    made = image_build.build(BuildRequest("build-image", base=DIGEST, out=out, tag=f"{fake}/made"), lambda _: None)
+    made = image_build.build(BuildRequest("build-image", base=DIGEST, tag=f"{fake}/made"), lambda _: None)
     log = (fake / "log").read_text()
     assert f"--build-arg BASE_IMAGE={DIGEST}" in log and "--network none" in log and "planted" not in log
-    assert made["image"] == f"{fake}/made" and Path(made["sbom"]).read_text() == "bill\n"
-    if archive:
-        digest = hashlib.sha256(b"archive\n").hexdigest()
-        assert (fake / "image.tar.sha256").read_text() == f"{digest}  image.tar\n"
-    else:
-        assert made["bytes"] == 7
-    assert not list(fake.glob(".*.part")) and {path.name for path in (fake / "work").iterdir()} == {"lock", "wheels"}
+    assert made["image"] == f"{fake}/made" and Path(made["sbom"]).read_text() == "bill\n" and made["bytes"] == 7
+    assert {path.name for path in (fake / "work").iterdir()} == {"lock", "wheels"}
 
 
 def test_a_build_that_fails_leaves_the_old_image(fake: Path) -> None:
