@@ -121,8 +121,9 @@ def parse(text: str, file: str) -> PackageLock:
         name: LockedPackage(name, version, tuple(re.findall(r"sha256:(\w+)", hashes)))
         for name, version, hashes in _PACKAGE.findall(text)
     }
-    own = [head.get(key, "") for key in ("lock", "python", "platform", "before")]
-    lock = PackageLock(*own, entries, tuple(head.get("from source", "").split()), head.get("on top of", ""))
+    name, python, platform, before = (head.get(key, "") for key in ("lock", "python", "platform", "before"))
+    sources = tuple(head.get("from source", "").split())
+    lock = PackageLock(name, python, platform, before, entries, sources, head.get("on top of", ""))
     for line, written in zip_longest(text.splitlines(), lock.text().splitlines(), fillvalue=""):
         if line != written:
             message = f"was edited by hand: it has {line[:80]!r} in the place of {written[:80]!r}"
