@@ -16,7 +16,7 @@ from functools import cached_property
 from clustertune.plan import generation
 from clustertune.plan.constants import BYTES, Constants, Term, total
 from clustertune.plan.strategy import ModelShape
-from clustertune.recipe.counted import LayerKind, Linear, ParameterCount
+from clustertune.recipe.parameters import LayerKind, Linear, ParameterCount
 from clustertune.resolve.distribution import IN_FLIGHT
 from clustertune.resolve.resolved import Resolved
 

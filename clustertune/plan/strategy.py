@@ -14,8 +14,8 @@ from typing import Any
 from clustertune.errors import Problem, raise_if
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
-from clustertune.recipe.counted import LayerKind, ParameterCount
 from clustertune.recipe.native_rules import MAX_PROMPT, row_tokens
+from clustertune.recipe.parameters import LayerKind, ParameterCount
 from clustertune.recipe.quantization import Quantized
 from clustertune.resolve import kernels
 from clustertune.resolve.distribution import Distribution
@@ -386,7 +386,7 @@ def _recomputation_notes(resolved: Resolved) -> list[str]:
 def _find_problems(resolved: Resolved, split: Distribution) -> list[Problem]:
     """What tensor, context and sequence parallelism ask of the model and of the sequences."""
     if split.kind == "Megatron":
-        return []  # resolve() has checked them: clustertune/resolve/megatron.py
+        return []  # resolve() has checked them
     problems = []
     architecture = resolved.architecture
     file = f"{resolved.name}/{resolved.accelerate_file}"
