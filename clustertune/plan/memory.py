@@ -304,10 +304,10 @@ class SavedActivations:
         if plan.cp > 1:  # this rank's keys and values, the gathered and ordered values, and the outputs before they are one
             elements += attention.kv_heads * (attention.qk_dim + (1 + 2 * plan.cp) * attention.v_dim)
             elements += attention.heads * attention.v_dim
-        inside = self.width * max(wide * kind.inner, elements) + self.scores(kind)
-        rows, hidden = self.expert_rows(kind), self.shape.counted.hidden
-        norm = (2 * FULL - self.stream) * hidden if self.passes_norms else 0.0  # its input and the normalised row, in float32
-        return max(inside / self.shape.strategy.tp + rows, 4 * rows, norm) + 2 * self.stream * hidden
+        rows, row = self.expert_rows(kind), self.stream * self.shape.counted.hidden
+        within = (self.width * elements + self.scores(kind)) / plan.tp - row  # of two rows attention holds one, the normalised
+        norm = 2 * FULL * self.shape.counted.hidden - row if self.passes_norms else 0.0  # its input and its result in float32
+        return max(self.width * wide * kind.inner / plan.tp + rows, 4 * rows, within, norm) + 2 * row
 
     # -- activation_checkpointing.save ------------------------------------------------------------------------------------
 
@@ -447,14 +447,16 @@ class _Memory(SavedActivations):
 
     def evaluation(self) -> list[list[Term]]:
         """A forward pass that keeps nothing, of an evaluation's own batch: a layer at work, with its input and the embedding's
-        output, which the model's forward pass holds; then the head, with the rows before and behind the mask of labels."""
+        output, which the model's forward pass holds; then the head, with the rows before and behind the mask of labels. It
+        stays gathered behind the first batch: accelerate gives the last unit back in the backward pass alone."""
         plan = self.shape.strategy
         tokens = self.shape.tokens / plan.micro_batch * plan.eval_batch
         gathered = []
         if self.gathers:
             layers = self._layers(min(2.0, self.shape.layers) if plan.kind != "FSDP1" else 1.0)
-            ends = self._ends(0.0 if plan.ends_apart else self.shape.ends)
-            gathered = [layers, ends] if plan.reshard else self._all_gathered(1.0, self.first_end)
+            tail = self.head if plan.ends_apart and not plan.lora else 0.0
+            ends = self._ends(tail if plan.ends_apart else self.shape.ends)
+            gathered = [layers, ends] if plan.reshard else self._all_gathered(1.0, self.first_end + tail)
         inside = max(self.passing(kind) for kind in self.shape.counted.layers)
         if self.masked and plan.attention == "sdpa":
             inside += (1 + self.width) * plan.row / plan.micro_batch * plan.eval_batch
