@@ -15,9 +15,10 @@ from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import native_rules, quantization
 from clustertune.recipe.eval_tasks import find_task, unknown_tasks
 from clustertune.recipe.findings import SECRET_FIX, Found, is_number, is_whole, schema_findings, show_value
-from clustertune.recipe.layers import did_you_mean, nearest
-from clustertune.recipe.library_facts import facts
+from clustertune.recipe.layers import KeyPath, did_you_mean, nearest
+from clustertune.recipe.library_facts import facts, model_facts
 from clustertune.recipe.parameters import (
+    Values,
     adapted_experts,
     adapter_modules,
     expert_parameters,
@@ -39,8 +40,6 @@ from clustertune.recipe.sections import (
     Slurm,
     read_section,
 )
-from clustertune.recipe.values import Values, model_facts
-from clustertune.recipe.yamlfile import KeyPath
 
 QUANTIZATION = "quantization_config"
 TRANSPOSED = ("gpt_oss",)
