@@ -51,6 +51,8 @@ STEPS = 2
 MICRO_BATCHES = 2
 """At most: one that accumulates, and the last one, which reduces. Those between are like the first; what is counted of it is
 multiplied."""
+EVALUATED = 2
+"""Batches: what the first leaves behind is there in the second."""
 _KEPT = frozenset({"weights", "adapters", stand_ins.GATHERED})
 
 
@@ -247,7 +249,7 @@ class _Simulated:
             model=str(self._folder / "base"),
             args=args,
             train_dataset=self._rows((STEPS + 2) * args.per_device_train_batch_size * args.gradient_accumulation_steps),
-            eval_dataset=self._rows(args.per_device_eval_batch_size),
+            eval_dataset=self._rows(EVALUATED * args.per_device_eval_batch_size),
             processing_class=_tokenizer(),
             peft_config=LoraConfig(**resolved.lora) if resolved.lora is not None else None,
             callbacks=[_Watch(self)],

@@ -289,7 +289,7 @@ def test_experts_are_shared_out_over_the_tensor_parallel_group(benches: Benches,
 @pytest.mark.jobs
 @pytest.mark.parametrize(("trained", "ranks"), [("full", 4), ("full", 2), ("lora", 4)])
 def test_fewer_experts_than_ranks_are_split_by_columns(benches: Benches, trained: str, ranks: int) -> None:
-    """Two experts on four ranks: saved, continued on as many or on two (of a whole expert each), exported; all as one process."""
+    """Two experts on four ranks: saved, continued on as many or on two (a whole expert each), exported; all as one process."""
     mixtral, more = benches("mixtral2"), [*TRAINED[trained], "train.router_aux_loss_coef=0.0"]
     before, after = (wrapping(name, "MixtralDecoderLayer") for name in ("fsdp2-4", "fsdp2-4" if ranks == 4 else "fsdp2"))
     path, alone = mixtral.make(before, *more), mixtral.alone(*more)
