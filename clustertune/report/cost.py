@@ -362,7 +362,8 @@ def saves_as_dict(document: Mapping[str, Any], metrics: Metrics, attempts: Seque
     between = seconds_between_ends(nodes, mtbf, limit)
     every = next((record.every for record in reversed(saves) if record.every is not None), None)
     return {
-        "every": get(recipe, "save", "every") or (f"{steps}" if (steps := get(document, "recipe", "train_args", "save_steps")) else None),
+        "every": get(recipe, "save", "every")
+        or (f"{steps}" if (steps := get(document, "recipe", "train_args", "save_steps")) else None),
         "every_seconds": every,
         "milestones": list(get(recipe, "save", "milestones") or ()),
         "count": len(saves),
