@@ -135,8 +135,8 @@ gpu-check: $(if $(filter file default undefined,$(origin PYTHON)),setup) ## chec
 	@$(GPU_PYTHON) -m tools.gpu_check $(if $(value NAME),--name '$(value NAME)') $(if $(value PARTS),--parts '$(value PARTS)') \
 		$(if $(value BUDGET),--budget '$(value BUDGET)') $(if $(value AGAIN),--again) $(if $(value BACKEND),--backend '$(value BACKEND)')
 
-bench-merge: setup ## measure the merge against cp and PEFT and write docs/results/
-	@$(BIN)/python -m tools.merge_bench --report docs/results/merge.md
+bench-merge: setup ## measure the merge against cp and PEFT
+	@$(BIN)/python -m tools.merge_bench
 
 doctor: setup ## find what would stop or slow a training run: make doctor [RECIPE=NAME] [CLUSTER=NAME]
 	@$(BIN)/clustertune doctor $(if $(filter-out file,$(origin RECIPE)),'$(value RECIPE)') $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
@@ -154,19 +154,19 @@ planner-grade: setup ## grade the planner against published runs, as a table and
 # Images are built before anything is installed: any Python 3.11 or newer will do.
 IMAGE = $(PYTHON) -m clustertune.containers
 image_options = $(if $(value VARIANT),--variant '$(value VARIANT)') $(if $(value BASE),--base '$(value BASE)') \
-	$(if $(value EXTRAS),--extras '$(value EXTRAS)') $(if $(value OUT),--out '$(value OUT)')
+	$(if $(value EXTRAS),--extras '$(value EXTRAS)')
 
 docs: setup ## build the documentation site in site/, without network
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-pictures: setup ## the pictures of the README, made by the commands that they show (and chromium)
+pictures: setup ## the README's picture of a plan, made by the command that it shows
 	@$(BIN)/python -m tools.pictures
 
 build-sif: ## train.sif: [VARIANT=cpu] [EXTRAS=ray] [DEFINITION=reference] [BASE=standin] [OUT=file]
-	@$(IMAGE) build-sif $(image_options) $(if $(value DEFINITION),--definition '$(value DEFINITION)')
+	@$(IMAGE) build-sif $(image_options) $(if $(value DEFINITION),--definition '$(value DEFINITION)') $(if $(value OUT),--out '$(value OUT)')
 
-build-image: ## the same for docker or podman: [VARIANT=cpu] [EXTRAS=ray] [BASE=standin] [OUT=archive]
-	@$(IMAGE) build-image $(image_options)
+build-image: ## the same for docker or podman: [VARIANT=cpu] [EXTRAS=ray] [BASE=standin]
+	@$(if $(value OUT),$(error OUT is for build-sif: an archive of the image is made by podman save or docker save))$(IMAGE) build-image $(image_options)
 
 lock: setup ## write containers/*.lock from containers/versions.env: every package with its hash
 	@$(BIN)/python -P -m clustertune.containers lock

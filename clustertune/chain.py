@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,7 @@ from clustertune import manifest, secrets
 from clustertune.checkpoint import store
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say, show_error
-from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_cause, storage_error
 from clustertune.launch import image, progress
 from clustertune.launch.agent import Agent, measured
 from clustertune.launch.attempt import AttemptPlan, Node
@@ -31,12 +31,11 @@ from clustertune.launch.node import ranks_command
 from clustertune.manifest import hash_file
 from clustertune.megatron import inputs
 from clustertune.monitor import live
-from clustertune.recipe.schema import Push
+from clustertune.recipe.sections import Push
 from clustertune.report import content, cost, source
 from clustertune.resolve.resolved import Resolved
-from clustertune.rundir import STAGES, RunDir
+from clustertune.rundir import STAGES, RunDir, keep_private
 from clustertune.staging import bundle, needs
-from clustertune.storage import storage_cause
 from clustertune.training.event_log import EventLog
 from clustertune.tree import IS_INSTALLED, ROOT
 
@@ -54,11 +53,6 @@ def visible_gpus() -> int:
         return 0
     found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return sum(line.startswith("GPU ") for line in found.stdout.splitlines())
-
-
-def default_run_dir(resolved: Resolved, runs: Path) -> Path:
-    """``runs/<recipe>/<fingerprint>``: the same command finds the same run, another setting another."""
-    return runs / resolved.name / resolved.fingerprint()[:12]
 
 
 def check_folder(resolved: Resolved, path: Path) -> None:
@@ -113,6 +107,18 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str], *, take: bo
     manifest.write_durably(run.run_json, json.dumps(document, indent=1) + "\n")
     run.write_own_files(resolved)
     return run
+
+
+@contextlib.contextmanager
+def taken(resolved: Resolved, path: Path) -> Iterator[RunDir]:
+    """The run folder of a command on this machine, taken and locked while the context lasts."""
+    for warning in resolved.warnings:
+        say(f"warning: {warning}")
+    check_folder(resolved, path)  # before anything is written there: it may be no run folder at all
+    require_training(RunDir(path))
+    keep_private()
+    with RunDir(path).lock():
+        yield open_run(resolved, path, command_line())
 
 
 def keep_forecast(run: RunDir, resolved: Resolved, cluster: Cluster | None = None) -> None:

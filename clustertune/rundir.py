@@ -57,6 +57,11 @@ class Description:
     """How the stage ``eval`` answers its prompts (``launch.serving.Evaluation``); None: it was not decided."""
 
 
+def default_run_dir(resolved: Resolved, runs: Path) -> Path:
+    """``runs/<recipe>/<fingerprint>``: the same command finds the same run, another setting another."""
+    return runs / resolved.name / resolved.fingerprint()[:12]
+
+
 @dataclass(frozen=True)
 class RunDir:
     """Paths of one run; nothing is created by asking for one."""

@@ -19,7 +19,7 @@ from clustertune.cluster.load import load_cluster
 from clustertune.launch.srun import EXPORTED
 from clustertune.launch.stage_jobs import SCRIPT, split_script
 from clustertune.nccl_check.link_rules import page
-from clustertune.resolve import show
+from clustertune.resolve import view
 from clustertune.resolve.resolve import resolve
 from clustertune.setup.rendered import all_texts
 from tests.launch.machines import OURS, RECIPES, REPO, cluster_of
@@ -48,7 +48,7 @@ PLANS: list[tuple[str, ...]] = [(recipe, cluster_of(recipe)) for recipe in RECIP
 
 def shown(name: str, tiny: bool = False) -> dict[str, Any]:
     """``show --json`` without what differs between machines."""
-    return {k: v for k, v in show.as_json(resolve(name, tiny=tiny)).items() if k not in {"folder", "warnings"}}
+    return {k: v for k, v in view.as_json(resolve(name, tiny=tiny)).items() if k not in {"folder", "warnings"}}
 
 
 def resolutions() -> str:
@@ -73,7 +73,8 @@ def submission(recipe: str, tiny: bool) -> str:
         os.environ.pop(name, None)
     os.environ |= {"PATH": "/usr/bin", "HOME": "/h/me", "USER": "me"}
     try:
-        plan = submissions.plan_submission(recipe, [], tiny, cluster_of(recipe), REPO / "runs" / "X", None, "report")
+        cluster = load_cluster(cluster_of(recipe))
+        plan = submissions.plan_submission(recipe, [], tiny, cluster, REPO / "runs" / "X", None, "report")
         problems, _, _ = submissions.check(plan, dry_run=True)
         lines = [*map(str, problems), *submissions.warnings(plan), *submissions.lines(plan)]
     finally:

@@ -334,3 +334,24 @@ class CheckpointStore:
             return
         removed.append(checkpoint.path)
         self.tell(f"checkpoint {checkpoint.path.name} removed: {why}")
+
+
+def verify_all(path: Path) -> tuple[Path | None, list[Problem], list[str]]:
+    """Of one checkpoint, or all of a folder or run: the newest complete one, everything that is wrong, what is unfinished."""
+    if (path / manifest.MANIFEST).exists() or parse(path):
+        return path, verify(path), list(map(str, find_open(path)[:1]))
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    problems, notes, newest = [], list[str](), None
+    for checkpoint in list_checkpoints(folder):
+        if not (checkpoint.path / manifest.MANIFEST).exists():
+            notes.append(f"{checkpoint.path} has no manifest: it was never finished, and is not used")
+        elif found := verify(checkpoint.path):
+            problems += found
+        else:
+            newest = newest or checkpoint.path
+            notes += map(str, find_open(checkpoint.path)[:1])
+    if newest is None and not problems:
+        problems.append(
+            Problem("no complete checkpoint in this folder", file=str(folder), fix="train first: clustertune run RECIPE")
+        )
+    return newest, problems, notes

@@ -23,7 +23,7 @@ from clustertune.plan.constants import SECONDS, Constants, Term, total
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.memory import WHOLE, SavedActivations
 from clustertune.plan.strategy import ModelShape, Strategy
-from clustertune.recipe.counted import LayerKind
+from clustertune.recipe.parameters import LayerKind
 
 # --- computing --------------------------------------------------------------------------------------------------------
 
@@ -239,6 +239,13 @@ class RankGroup:
         nodes = max(1, machine.domain // machine.gpus_per_node)
         inter = machine.inter.bytes_per_s * inter_scale * nodes / max(1, sharing)
         return min(intra, inter) if members > 1 else inter
+
+    def nominal(self, machine: PlanMachine) -> float:
+        """The most that it could be: what the link promises, and of all nodes that an NVLink domain joins, if one group is all
+        that leaves it."""
+        if self.inside(machine):
+            return machine.intra.nominal_bytes_per_s
+        return machine.inter.nominal_bytes_per_s * max(1, machine.domain // machine.gpus_per_node)
 
     def latency(self, machine: PlanMachine) -> float:
         """Seconds of one step from a member to the next, the slowest."""

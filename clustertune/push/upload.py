@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
+
+from clustertune.console import emit_json, say
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.evaluate import scores as evaluation
 from clustertune.export.export import ADAPTER_FILES, is_adapter_file
@@ -299,3 +302,26 @@ def _read_scores(run: RunDir) -> dict[str, Any] | None:
 def _cell(value: Any) -> str:
     """A value in a table: one line, and nothing that ends a cell."""
     return "-" if value is None or value == "" else re.sub(r"\s+", " ", str(value)).replace("|", "\\|")
+
+
+def refuse_models(run: RunDir) -> None:
+    """Raise UserError for a folder that is a model or an adapter by itself, given in the place of the run that made it."""
+    if run.run_json.exists():
+        return
+    merged = any(run.path.glob("model*.safetensors"))
+    if merged or (run.path / "adapter_config.json").exists():
+        what = "is a whole model: only adapters are pushed" if merged else "is the adapter's own folder"
+        raise UserError(what, file=str(run.path), fix="give the run folder: the card is made from what it holds")
+
+
+def show(upload: Upload, name: str, public: bool, as_json: bool) -> None:
+    """What would be sent, and where."""
+    visibility = "public" if public else "private"
+    if as_json:
+        document: dict[str, Any] = {"repo": name, "status": "planned", "private": not public, "files": upload.as_json()}
+        emit_json({**document, "left_out": list(upload.left_out), "card": upload.card})
+        return
+    say(f"{visibility} repository {name}, {upload.size:,} bytes:")
+    for file in upload.files:
+        say(f"  {file.name}  {file.size:,} bytes  sha256 {file.sha256}")
+    typer.echo(upload.card, nl=False)  # what a person saves or reads

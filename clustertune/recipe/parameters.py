@@ -8,11 +8,237 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
-from clustertune.recipe.counted import Attention, LayerKind, Linear, ParameterCount
-from clustertune.recipe.values import Values, model_facts, window
+from clustertune.recipe.library_facts import model_facts
+
+# --- an architecture's values as its configuration class sees them: other names resolved, defaults filled in --------------
+
+
+class Values:
+    """An architecture's values by any of a key's names; what is not given has the default of the installed transformers."""
+
+    def __init__(self, architecture: Mapping[str, Any]) -> None:
+        kind = str(architecture["model_type"])
+        self.kind = kind
+        aliases = model_facts(kind)["aliases"]
+        self._same = {**aliases, **{own: other for other, own in aliases.items()}}
+        self._given = architecture
+        self._defaults = model_facts(kind)["defaults"]
+
+    def get(self, key: str) -> Any:
+        """The value of a key; None where there is none."""
+        for known in (self._given, self._defaults):
+            for name in (key, self._same.get(key, key)):
+                if name in known:
+                    return known[name]
+        return None
+
+    def keys(self) -> frozenset[str]:
+        """All keys that have a value or a default."""
+        return frozenset(self._given) | frozenset(self._defaults)
+
+    def whole(self, key: str) -> int:
+        """A whole number that must be there. Raises KeyError where it is not."""
+        value = self.get(key)
+        if value is None:
+            raise KeyError(key)
+        return int(value)
+
+    def flag(self, key: bool | str) -> bool:
+        """A key's truth, or the constant itself."""
+        return key if isinstance(key, bool) else bool(self.get(key))
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return self.whole("num_hidden_layers")
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self.whole("hidden_size")
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.whole("num_attention_heads")
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads: as many as query heads where nothing says otherwise."""
+        return int(self.get("num_key_value_heads") or self.heads)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return int(self.get("head_dim") or self.hidden // self.heads)
+
+    @cached_property
+    def attention_types(self) -> tuple[str, ...]:
+        """The kind of attention of each layer, as the configuration classes derive it where ``layer_types`` is not given."""
+        given = self.get("layer_types")
+        if given:
+            return tuple(map(str, given))
+        name = _NAMES.get(self.kind, "sliding_attention")
+        rule = _LOCAL.get(self.kind) if name != "sliding_attention" or self.is_windowed else None
+        return tuple(name if rule and rule(self, layer) else "full_attention" for layer in range(self.layers))
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether there is a sliding window at all."""
+        return bool(self.get("sliding_window")) and self.get("use_sliding_window") in (None, True)
+
+
+def _has_rope(values: Values, layer: int) -> bool:
+    """Layers without rotary positions see everything (NoPE)."""
+    given = values.get("no_rope_layers")
+    return bool(given[layer]) if given else (layer + 1) % values.whole("no_rope_layer_interval") != 0
+
+
+def _every(layer: int, values: Values, key: str, default: int) -> bool:
+    """Not every so-many-th layer, where the interval may be given under a key that is not a field."""
+    return (layer + 1) % int(values.get(key) or default) != 0
+
+
+_LOCAL: dict[str, Callable[[Values, int], bool]] = {
+    "qwen2": lambda values, layer: layer >= values.whole("max_window_layers"),
+    "qwen3": lambda values, layer: layer >= values.whole("max_window_layers"),
+    "qwen2_moe": lambda values, layer: layer % 2 == 0 and layer < values.whole("max_window_layers"),
+    "gemma2": lambda _, layer: layer % 2 == 0,
+    "gpt_oss": lambda _, layer: layer % 2 == 0,
+    "gemma3_text": lambda values, layer: _every(layer, values, "sliding_window_pattern", 6),
+    "qwen3_next": lambda values, layer: _every(layer, values, "full_attention_interval", 4),
+    "llama4_text": _has_rope,
+    "smollm3": lambda values, layer: not _has_rope(values, layer),
+    **dict.fromkeys(("mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe"), lambda *_: True),
+}
+"""Which layers see a part only, by model type: ``__post_init__`` of the configuration classes; others see everything."""
+_NAMES = {"qwen3_next": "linear_attention", "llama4_text": "chunked_attention"}
+_SEES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""The key that says how many tokens a layer sees, by its kind of attention."""
+
+
+def window(values: Values, layer: int) -> int | None:
+    """How many tokens one token of a layer sees; None: all before it."""
+    kind = values.attention_types[layer]
+    if kind not in _SEES or (kind == "sliding_attention" and not values.is_windowed):
+        return None
+    seen = values.get(_SEES[kind])
+    return int(seen) if seen else None
+
+
+# --- what is counted --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One matrix of a layer, or all experts' matrices of one name."""
+
+    name: str
+    """As in the module tree of the installed transformers, below the layer: ``self_attn.q_proj``, ``mlp.experts.down_proj``."""
+    inputs: int
+    outputs: int
+    bias: bool = False
+    copies: int = 1
+    """How many of it the layer has (experts)."""
+    active: float = 1.0
+    """How many of the copies one token passes through (experts per token)."""
+    bare: bool = False
+    """A bare parameter, not a linear module: the fused experts and the routers of transformers 5."""
+
+    @property
+    def size(self) -> int:
+        """Parameters of one copy."""
+        return self.inputs * self.outputs + (self.outputs if self.bias else 0)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of all copies."""
+        return self.copies * self.size
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What a layer's attention computes; ``qk_dim`` and ``v_dim`` are per head."""
+
+    heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    window: int | None = None
+    """Tokens that a token sees (sliding window or chunk); None: all before it."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers that are the same."""
+
+    count: int
+    linears: tuple[Linear, ...]
+    other: int
+    """Parameters beside the linears in one layer: norms, sinks."""
+    attention: Attention
+    inner: int
+    """Width between the up and down projections, summed over the experts that a token passes through."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of one layer."""
+        return sum(linear.parameters for linear in self.linears) + self.other
+
+    @property
+    def active(self) -> float:
+        """Parameters of one layer that one token passes through."""
+        return sum(linear.active * linear.size for linear in self.linears) + self.other
+
+    @property
+    def active_matmul(self) -> float:
+        """Multiply-adds of one token in one layer's linears (attention's own products are not among them)."""
+        return sum(linear.active * linear.inputs * linear.outputs for linear in self.linears)
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """The parameters of a model, exact."""
+
+    layers: tuple[LayerKind, ...]
+    hidden: int
+    vocabulary: int
+    embedding: int
+    """Parameters of the token embedding, and of learned positions where there are such."""
+    head: int
+    """Parameters of the output head; 0 where it is the token embedding (tied)."""
+    other: int
+    """The final norm."""
+    tied: bool
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return sum(kind.count * kind.parameters for kind in self.layers) + self.embedding + self.head + self.other
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token passes through: its experts, the output head (also a tied one), no embedding row.
+
+        As the gpt-oss model card counts (arXiv 2508.10925, table 1: 3.61B and 5.13B). Qwen3-30B-A3B's 3.3B and
+        DeepSeek-V3's 37B hold the embedding as well.
+        """
+        layers = sum(kind.count * kind.active for kind in self.layers)
+        return round(layers) + self.vocabulary * self.hidden + self.other
+
+    @property
+    def largest(self) -> int:
+        """Parameters of the largest matrix; all experts' matrices of one name are one parameter of transformers."""
+        return max([self.embedding, *(part.parameters for kind in self.layers for part in kind.linears)])
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return sum(kind.count for kind in self.layers)
+
 
 # --- parts of a layer --------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from clustertune.console import duration
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.attempt import AttemptPlan, read_attempts
 from clustertune.plan.schedule import best_seconds, seconds_between_ends
-from clustertune.recipe.schema import Budget
+from clustertune.recipe.sections import Budget
 from clustertune.report.content import get, number, on_cpu, percent, size
 from clustertune.report.metrics import Metrics
 from clustertune.report.telemetry import NodeTelemetry
@@ -355,6 +355,7 @@ def saves_as_dict(document: Mapping[str, Any], metrics: Metrics, attempts: Seque
     trained, met = sum(one.seconds(time.time()) for one in attempts), failures(attempts)
     stall, write = middle(lambda one: one.stall), middle(lambda one: one.write)
     recipe = get(document, "recipe", "recipe") or {}
+    steps = get(document, "recipe", "train_args", "save_steps")
     nodes = int(get(recipe, "slurm", "nodes") or 1)
     given = get(document, "cluster", "compute", "mtbf_hours")
     mtbf = given or met.mtbf_hours
@@ -362,8 +363,7 @@ def saves_as_dict(document: Mapping[str, Any], metrics: Metrics, attempts: Seque
     between = seconds_between_ends(nodes, mtbf, limit)
     every = next((record.every for record in reversed(saves) if record.every is not None), None)
     return {
-        "every": get(recipe, "save", "every")
-        or (f"{steps}" if (steps := get(document, "recipe", "train_args", "save_steps")) else None),
+        "every": get(recipe, "save", "every") or (f"{steps}" if steps else None),
         "every_seconds": every,
         "milestones": list(get(recipe, "save", "milestones") or ()),
         "count": len(saves),

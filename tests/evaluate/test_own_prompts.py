@@ -15,7 +15,7 @@ from clustertune.data.prompts import Judge, are_own, read_prompts
 from clustertune.errors import UserError
 from clustertune.evaluate.run import evaluate
 from clustertune.launch.serving import count_prompts, evaluation
-from clustertune.recipe.schema import OWN_PROMPTS, Eval
+from clustertune.recipe.sections import OWN_PROMPTS, Eval
 from clustertune.report.content import eval_content
 from clustertune.resolve.resolve import resolve
 from clustertune.staging import bundle
@@ -104,7 +104,7 @@ def test_answers_of_base_and_tuned_side_by_side(tiny_model: Path, tmp_path: Path
     losses = [line["tuned_scores"]["loss"] for line in lines if "answer" in line]
     assert len(losses) == 4 and min(losses) < row["loss,none"] < max(losses)
     paired = result["paired"][OWN_PROMPTS]
-    assert paired["loss,none"]["difference"] == 0.0 and paired["loss,none"]["verdict"] == "no difference"
+    assert paired["loss,none"]["difference"] == 0.0 and paired["loss,none"]["verdict"] == "too few"
     assert "own_prompts" not in " ".join(result["by_hand"])
     shown = eval_content(result)
     assert shown is not None and [len(one["sides"]) for one in shown["answers"]] == [2] * 6

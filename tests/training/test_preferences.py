@@ -56,7 +56,7 @@ def trl(path: Path, folder: Path) -> tuple[list[list[float]], dict[str, float]]:
     torch.set_num_threads(1)
     base, recipe = next((path / "model").iterdir()), json.loads((path / "run.json").read_bytes())["recipe"]
     rows = {split: datasets.Dataset.from_json(str(path / "data" / f"{split}.jsonl")) for split in ("train", "eval")}
-    values = fit_to_device(recipe["train_args"], cuda=False).values | {"save_strategy": "no"}
+    values = fit_to_device(recipe["train_args"], cuda=False)[0] | {"save_strategy": "no"}
     own = {key: value for key, value in values.items() if key in DPOConfig.__dataclass_fields__}
     trainer = DPOTrainer(
         model=str(base),

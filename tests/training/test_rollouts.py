@@ -16,7 +16,7 @@ from clustertune.data import rollout_rows
 from clustertune.data.rewards import Rewards
 from clustertune.errors import ExitCode
 from clustertune.export.whole import export_either
-from clustertune.recipe.schema import Recipe
+from clustertune.recipe.sections import Recipe
 from clustertune.training.build import fit_to_device
 from clustertune.training.rollouts import find_alarm, paired
 from tests.command import events, run
@@ -57,7 +57,7 @@ def trl(path: Path, folder: Path) -> list[list[float]]:
     torch.set_num_threads(1)
     base, recipe = next((path / "model").iterdir()), json.loads((path / "run.json").read_bytes())["recipe"]
     stated = Recipe.model_validate(recipe["recipe"])
-    values = fit_to_device(recipe["train_args"], cuda=False).values
+    values = fit_to_device(recipe["train_args"], cuda=False)[0]
     values |= {"save_strategy": "no", "eval_strategy": "no", "eval_on_start": False, "reward_weights": [1.0, 0.5]}
     own = {key: value for key, value in values.items() if key in GRPOConfig.__dataclass_fields__}
     with Rewards(stated.reward or (), recipe["reward_code"]) as rewards:
