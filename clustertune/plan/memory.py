@@ -576,7 +576,7 @@ class _Memory(SavedActivations):
 
     @property
     def held_ends(self) -> float:
-        """Parameters of the ends that stay gathered while layers are at work: the root's; and the embedding where it is the head,
+        """Parameters of the ends that stay gathered while layers are at work: the root's; and the embedding that is the head,
         which accelerate gives back in the backward pass alone."""
         plan = self.shape.strategy
         if not plan.ends_apart:

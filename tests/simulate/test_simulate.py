@@ -73,7 +73,7 @@ def hold(plan: Plan, found: run.Simulation) -> None:
     assert all(abs(value) < 0.005 for value in sent.values()), off
     assert sent or found.resolved.world_size == 1
     rank = flops(plan.shape, hardware=True) / found.resolved.world_size
-    assert 0.85 <= found.first["flops"] / rank <= 1.1  # without attention of packed rows, which torch has no count of
+    assert 0.85 <= found.first["flops"] / rank <= 1.15  # without attention of packed rows, which torch has no count of
 
 
 @pytest.mark.parametrize("name", ["llama405b-oasst2", "llama8b-lima"])
