@@ -16,7 +16,7 @@ from clustertune.cluster.load import load_cluster, read_cluster
 from clustertune.cluster.local import LocalMachine
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
-from clustertune.recipe.yamlfile import parse_yaml, read_yaml
+from clustertune.recipe.layers import parse_yaml, read_yaml
 from tests.command import run
 from tests.recipe.conftest import readable
 
