@@ -16,11 +16,12 @@ from tests import tree
 
 ORDER = (
     ("tree",),
-    ("errors",),
+    ("errors", "process"),
+    ("bounded",),
     ("events", "host"),
     ("check",),
-    ("console", "manifest", "process", "replaced", "storage", "tensorfile"),
-    ("bounded", "lock"),
+    ("console", "manifest", "replaced", "storage", "tensorfile"),
+    ("lock",),
     ("recipe",),
     ("cluster",),
     ("resolve",),

@@ -109,12 +109,10 @@ def version(text: str) -> tuple[int, ...]:
 
 
 def kernel(probe: Probe) -> dict[str, Any]:
-    """Versions of kernel, distribution and C library, and since when the machine runs."""
-    release = re.search(r'^PRETTY_NAME="?([^"\n]*)', probe.read("/etc/os-release"), re.MULTILINE)
+    """Versions of kernel and C library, and since when the machine runs."""
     uptime = re.match(r"[\d.]+", probe.read("/proc/uptime"))
     found: dict[str, Any] = {
         "kernel": probe.read("/proc/sys/kernel/osrelease"),
-        "os": release[1] if release else "",
         "uptime_s": float(uptime[0]) if uptime else None,
     }
     if probe.live:
@@ -162,24 +160,15 @@ def kernel_clock() -> tuple[bool, float] | None:
 
 
 def clock(probe: Probe) -> dict[str, Any]:
-    """The time, and whether something keeps it right: chrony's word, else systemd's, else the kernel's."""
-    found: dict[str, Any] = {"time": time.time()}
+    """The time, and whether something keeps it right: chrony's word, else the kernel's, which timedatectl repeats."""
     answer = probe.call("chronyc", "-c", "tracking", seconds=3.0)
-    chrony = parse_chrony(answer.text) if answer.good else None
-    if chrony is not None:
-        found["clock_synchronised"], found["clock_offset_s"] = chrony
-        return found
-    state = kernel_clock() if probe.live else None
-    if state is not None and state[0]:
-        found["clock_synchronised"], found["clock_offset_s"] = state
-        return found
-    output = probe.call("timedatectl", "show", "--property=NTPSynchronized", "--value", seconds=3.0)
-    word = output.text.strip()
-    if output.good and word in ("yes", "no"):
-        found["clock_synchronised"] = word == "yes"
-    elif state is not None:
-        found["clock_synchronised"] = state[0]
-    return found
+    state = parse_chrony(answer.text) if answer.good else None
+    state = state or (kernel_clock() if probe.live else None)
+    if state is None:
+        return {"time": time.time()}
+    # the kernel's offset is what it has yet to slew: it means something only where the clock is disciplined
+    offset = {"clock_offset_s": state[1]} if answer.good or state[0] else {}
+    return {"time": time.time(), "clock_synchronised": state[0], **offset}
 
 
 # --- cpus -----------------------------------------------------------------------------------------------------------------
