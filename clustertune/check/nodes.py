@@ -9,10 +9,36 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from clustertune.check.machine_context import Machine, gigabytes
-from clustertune.check.rule import FAIL, NODES, PASS, WARN, Rules, Seen, either, listed
+from clustertune.check.rule import (
+    FAIL,
+    MACHINE,
+    NODES,
+    PASS,
+    WARN,
+    Finding,
+    Rules,
+    Seen,
+    checks,
+    either,
+    listed,
+    rule_broken,
+    run,
+)
 from clustertune.host.mounts import lies_elsewhere
 
 RULES = Rules(NODES, __file__)
+
+
+def machine_findings(machine: Machine) -> list[Finding]:
+    """What all machine rules find on one machine."""
+    unread = [found for text in machine.facts.unread for found in rule_broken((text, machine.where))]
+    return [*run(checks(MACHINE), machine, machine.where), *unread]
+
+
+def cluster_findings(several: JobNodes) -> list[Finding]:
+    """What the rules find on each of several machines, and between them."""
+    found = [item for machine in several.machines for item in machine_findings(machine)]
+    return found + list(run(checks(NODES), several))
 
 
 @dataclass(frozen=True)

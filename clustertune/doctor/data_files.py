@@ -12,7 +12,7 @@ from pathlib import Path
 from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Rules, Seen, listed
 from clustertune.data import punkt
 from clustertune.doctor.recipe_context import RecipeContext
-from clustertune.doctor.recipe_plan import hours
+from clustertune.doctor.recipe_rules import hours
 from clustertune.errors import UserError
 from clustertune.host.mounts import lies_elsewhere
 from clustertune.recipe.architecture import contradictions

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.check.report import Report
-from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, as_json
+from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, Report, as_json
 from clustertune.cluster.hardware import HARDWARE, LinkFacts, NetworkFacts, read_hardware
 from clustertune.cluster.ignoring import ignored
 from clustertune.cluster.schema import Cluster

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from clustertune.check.machine_context import RDMA_KINDS, Expects, Machine
 from clustertune.check.nodes import JobNodes
-from clustertune.check.report import grouped, run
 from clustertune.check.rule import (
     FAIL,
     LINKS,
@@ -29,9 +28,11 @@ from clustertune.check.rule import (
     Seen,
     checks,
     either,
+    grouped,
     in_order,
     listed,
     rule_of,
+    run,
     worst,
 )
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from clustertune import console
-from clustertune.check.report import describe
-from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, describe
 from clustertune.console import escape, make_table, say
 from clustertune.nccl_check.link_rules import COLLECTIVES
 

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.doctor import wire
+from clustertune.doctor import node_facts
 from clustertune.host import credentials, mounts
 from clustertune.host.collect import collect
 from clustertune.host.facts import from_dict
@@ -211,11 +210,11 @@ def pool(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         pytest.skip("mounting a pool needs root")
 
     def look(mode: str, state: str) -> dict[str, Any]:
-        doctor = [sys.executable, "-m", "clustertune.doctor", f"--folder={tmp_path}/pool", "--seconds=8"]
+        doctor = node_facts.command("here", 8, folders=[f"{tmp_path}/pool"])
         command = ["unshare", "--mount", "--propagation", "private", "bash", "-c", POOL, "pool", str(tmp_path), mode, state]
         done = subprocess.run([*command, *doctor], capture_output=True, text=True, timeout=120, check=False, cwd=REPO)
         assert done.returncode == 0, done.stderr
-        (facts,) = wire.decode(done.stdout.splitlines())[0].values()
+        (facts,) = node_facts.decode(done.stdout.splitlines())[0].values()
         return facts.as_dict()
 
     return look
