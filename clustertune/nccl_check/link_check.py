@@ -28,7 +28,6 @@ from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import environment
 from clustertune.launch.shape import JobShape
 from clustertune.manifest import write_durably
-from clustertune.nccl_check.gpu_pairs import start
 from clustertune.nccl_check.link_measure import (
     FACTS_SECONDS,
     LAUNCHED,
@@ -37,6 +36,7 @@ from clustertune.nccl_check.link_measure import (
     CheckOptions,
     CheckRecords,
     Setup,
+    start,
 )
 from clustertune.nccl_check.link_rules import headline_of, judge_log
 from clustertune.nccl_check.nccl_log import Log, read

@@ -71,14 +71,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from clustertune import bounded
+from clustertune import bounded, process
 from clustertune.check.rule import listed
 from clustertune.errors import Problem, UserError
 from clustertune.events import read_events, read_object
 from clustertune.host.collect import collect
 from clustertune.launch.agent import await_object
 from clustertune.manifest import write_durably
-from clustertune.nccl_check.gpu_pairs import probe_pairs, start, tournament
+from clustertune.nccl_check.gpu_pairs import probe_pairs, tournament
 from clustertune.nccl_check.link_rules import COLLECTIVES
 from clustertune.process import kill_group
 
@@ -362,6 +362,12 @@ def _run_ranks(folder: Path, setup: Setup, node: int, environ: Mapping[str, str]
     finally:
         for child in children:
             kill_group(child)
+
+
+def start(command: Sequence[str], output: Path, last: signal.Signals, **given: Any) -> subprocess.Popen[bytes]:
+    """Start a program that writes to the end of ``output`` and gets signal ``last`` when this process ends. Raises OSError."""
+    with output.open("ab") as out:
+        return process.start(command, last, stdout=out, stderr=out, **given)
 
 
 def steering(values: Mapping[str, str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ import torch
 from clustertune.events import read_events
 from clustertune.host.system import MIB
 from clustertune.launch.rendezvous import free_port
-from clustertune.nccl_check import link_measure
+from clustertune.nccl_check import gpu_pairs, link_measure
 from clustertune.nccl_check import link_rank as measure
 from clustertune.nccl_check.gpu_pairs import probe_pairs, tournament
 from clustertune.nccl_check.link_measure import (
@@ -267,16 +268,37 @@ def test_the_probe_of_two_is_right() -> None:
     assert (entry["gpus"], entry["status"], entry["message"]) == ([0, 1], "ok", "")
 
 
-def test_a_probe_that_hangs_is_ended(tmp_path: Path) -> None:
+def test_a_probe_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four GPUs pairs go side by side; after a hang no further pair is tried, and no process is left."""
-    touch = f"pathlib.Path({str(tmp_path)!r}, f'pid-{{os.getpid()}}').touch()"
-    other_torch(tmp_path, f"import os, pathlib, time; {touch}; time.sleep(600)")
-    found = probe_pairs(4, "gloo", {**os.environ, "PYTHONPATH": str(tmp_path)}, 60.0, pairwise=True, seconds=3.0)
+
+    def hang(*_: object) -> dict[str, str]:
+        (tmp_path / f"pid-{os.getpid()}").touch()
+        time.sleep(600)
+        return {}
+
+    monkeypatch.setattr(gpu_pairs, "try_pair", hang)
+    found = gpu_pairs.probe_pairs(4, "gloo", {}, 60.0, pairwise=True, seconds=3.0)
     assert [entry["status"] for entry in found] == ["hung"] * 2 + ["skipped"] * 4
     assert sorted(tuple(entry["gpus"]) for entry in found) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
     pids = [int(path.name.partition("-")[2]) for path in tmp_path.glob("pid-*")]
     assert len(pids) == 4
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize(("words", "end"), [("the sum is wrong", None), ("was ended by signal 6", signal.SIGABRT)])
+def test_a_probe_that_fails_is_told_at_once(words: str, end: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other of the two would wait for it until the time limit."""
+
+    def fail(_store: Path, _gpu: int, rank: int, *_: object) -> dict[str, str]:
+        if rank == 1:
+            time.sleep(600)
+        if end is not None:
+            os.kill(os.getpid(), end)
+        return {"fault": words}
+
+    monkeypatch.setattr(gpu_pairs, "try_pair", fail)
+    (entry,) = gpu_pairs.probe_pairs(2, "gloo", {}, 60.0, pairwise=False, seconds=300.0)
+    assert (entry["status"], entry["message"]) == ("failed", words)
 
 
 def test_a_setup_of_another_program_is_refused(tmp_path: Path) -> None:
