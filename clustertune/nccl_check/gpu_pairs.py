@@ -31,8 +31,6 @@ def probe_pairs(
     ``pairwise``: every pair; else the first one. ``seconds``: what one may take.
     """
     deadline, found, why = time.monotonic() + limit, [], ""
-    with contextlib.suppress(ImportError):  # once, and not in every child; CUDA itself begins in these
-        import torch.distributed  # noqa: F401
     for turn in tournament(gpus) if pairwise else [[(0, 1)]]:
         why = why or ("no time was left" if time.monotonic() >= deadline else "")
         if why:
@@ -84,7 +82,7 @@ def try_pair(store: Path, gpu: int, rank: int, backend: str, environ: Mapping[st
     """One of the two processes: ``fault`` says what is wrong, nothing where the sum is right."""
     os.environ.update(environ)
     try:
-        import torch
+        import torch  # not in the process that forks: a library whose threads are lost may hang, which is what is looked for
         import torch.distributed as dist
 
         device = torch.device("cuda", gpu) if backend == "nccl" else torch.device("cpu")

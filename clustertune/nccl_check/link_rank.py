@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -294,7 +294,7 @@ class Rank:
             self.buffers = Buffers.make(min(self.setup.largest, self._room()), self.device)
             self._connect()
             self.store.set(f"room/{self.rank}", str(self.buffers.bytes))
-            self.records.write("up", **self._software(), room=self.buffers.bytes)
+            self.records.write("up", room=self.buffers.bytes)
             if self.rank == 0:
                 self.cases = self._schedule()
             for step in itertools.count(1):
@@ -351,12 +351,6 @@ class Rank:
         found = memory(Probe())
         free = [found[key] for key in ("memory_available_bytes", "memory_limit_bytes") if found[key] is not None]
         return max(MIB, min(free, default=1 << 30) // 4 // self.setup.ranks_per_node)
-
-    def _software(self) -> dict[str, Any]:
-        nccl = None
-        if self.device.type == "cuda":
-            nccl = ".".join(map(str, cast("tuple[int, ...]", torch.cuda.nccl.version())))
-        return {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl}
 
     # --- what comes next ----------------------------------------------------------------------------------------------
 
@@ -415,11 +409,9 @@ class Rank:
         if key not in self.groups:
             for old in [old for old in self.groups if old[0] == scope]:
                 dist.destroy_process_group(self.groups.pop(old))
-            began = time.monotonic()
             group = None if scope == "world" else dist.new_group(ranks, use_local_synchronization=True)
             self._meet_group(group)  # NCCL makes a communicator at its first use
             self.groups[key] = group
-            self.records.write("connected", scope=scope, turn=turn, seconds=round(time.monotonic() - began, 4))
         return self.groups[key]
 
     @property

@@ -380,13 +380,11 @@ def nodes_differ(context: LinkContext) -> Iterator[Seen]:
     if seen := context.from_log("nccl-versions"):
         yield from seen
         return
-    told: dict[str, dict[str, set[str]]] = {"NCCL": {}, "torch": {}}
-    for item in context.entries("software"):
-        for what, value in (("NCCL", item.get("nccl")), ("torch", item.get("torch"))):
-            if value:
-                told[what].setdefault(value, set()).add(item["node"])
-    told["NCCL"] = told["NCCL"] or context.log.versions
-    told["the network"] = context.log.networks
+    told: dict[str, dict[str, set[str]]] = {"NCCL": context.log.versions, "torch": {}, "the network": context.log.networks}
+    for facts in context.facts:
+        for package in facts.packages:
+            if package.name == "torch":
+                told["torch"].setdefault(package.version, set()).add(facts.hostname)
     settings = {name: context.log.settings.get(name, {}) for name in SAME_EVERYWHERE}
     bad = False
     for status, values in ((FAIL, told), (WARN, settings)):

@@ -16,12 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from clustertune.events import read_events
 from clustertune.host.system import MIB
 from clustertune.launch.rendezvous import free_port
 from clustertune.nccl_check import gpu_pairs, link_measure
 from clustertune.nccl_check import link_rank as measure
-from clustertune.nccl_check.gpu_pairs import probe_pairs, tournament
+from clustertune.nccl_check.gpu_pairs import tournament
 from clustertune.nccl_check.link_measure import (
     CheckRecords,
     CollectiveCase,
@@ -160,9 +159,6 @@ def test_every_collective_is_measured_and_right(swept: CheckRecords) -> None:
         part = 3 * 4 if entry["collective"] in ("all_gather", "reduce_scatter") else 4
         assert entry["bytes"] % part == 0
     assert swept.faults() == ([], [])
-    assert swept.software() == [
-        {"node": "n1", "torch": torch.__version__, "nccl": None, "cuda": None, "python": gather_python(), "ranks": [0, 1, 2]}
-    ]
 
 
 def test_a_wrong_result_is_told() -> None:
@@ -171,19 +167,6 @@ def test_a_wrong_result_is_told() -> None:
     for right in (True, False):
         operation = measure.Operation(run=lambda: None, fill=lambda: None, check=lambda right=right: right)
         assert measure.measure(case, operation, torch.device("cpu"), lambda: None, lambda: None)["correct"] is right
-
-
-def test_communicators_are_made_before_anything_is_measured(swept: CheckRecords) -> None:
-    """Of 512 ranks they take as long as a measurement may before it counts as hung."""
-    assert set(swept.connect_s) == {"intra"} and swept.connect_s["intra"] > 0
-    for rank in range(3):
-        events = [event["event"] for event in read_events(swept.folder / f"rank-{rank}.jsonl")]
-        assert events.index("connected") < events.index("up") < events.index("begin")
-        assert events.count("connected") == 1
-
-
-def gather_python() -> str:
-    return ".".join(map(str, sys.version_info[:3]))
 
 
 def test_what_looks_like_a_secret_stays_out() -> None:
@@ -264,7 +247,10 @@ def test_an_interface_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
 @pytest.mark.jobs
 def test_the_probe_of_two_is_right() -> None:
     """The same program that two GPUs run, on gloo."""
-    (entry,) = probe_pairs(2, "gloo", os.environ, 60.0, pairwise=False)
+    program = "import json, os\nfrom clustertune.nccl_check.gpu_pairs import probe_pairs\n"
+    program += "print(json.dumps(probe_pairs(2, 'gloo', os.environ, 60.0, pairwise=False)))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, timeout=120, check=True)
+    (entry,) = json.loads(done.stdout)
     assert (entry["gpus"], entry["status"], entry["message"]) == ([0, 1], "ok", "")
 
 
