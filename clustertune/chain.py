@@ -31,7 +31,7 @@ from clustertune.launch.node import ranks_command
 from clustertune.manifest import hash_file
 from clustertune.megatron import inputs
 from clustertune.monitor import live
-from clustertune.recipe.schema import Push
+from clustertune.recipe.sections import Push
 from clustertune.report import content, cost, source
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES, RunDir

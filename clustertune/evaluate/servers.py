@@ -33,7 +33,7 @@ from clustertune.launch.serving import ModelSize, Serving, serving, start_second
 from clustertune.manifest import write_durably
 from clustertune.merge.base import check_tensors
 from clustertune.process import Stopped, captured, die_with_parent, stop_signals
-from clustertune.recipe.schema import Eval
+from clustertune.recipe.sections import Eval
 from clustertune.tensorfile import FLOATS, read_header
 
 PROGRAM = "CLUSTERTUNE_VLLM"

@@ -21,7 +21,7 @@ from clustertune.containers import pins
 from clustertune.doctor import recipe_context, recipe_rules
 from clustertune.doctor.recipe_rules import bytes_to_write, holds
 from clustertune.host.facts import Mount
-from clustertune.recipe.load import RECIPES
+from clustertune.recipe.layers import RECIPES
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from tests.doctor.recipe_case import (
@@ -401,11 +401,11 @@ def test_a_login_node_needs_no_torch() -> None:
         "import sys\n"
         "from clustertune.cluster.load import load_cluster\n"
         "from clustertune.resolve.resolve import resolve\n"
-        "from clustertune.resolve import show\n"
+        "from clustertune.resolve import view\n"
         "from clustertune.doctor import recipe_context, recipe_rules\n"
         "resolved = resolve('llama405b-oasst2')\n"
         "context = recipe_context.build(resolved, load_cluster('rno-rtxpro6000'))\n"
-        "assert recipe_rules.recipe_findings(context) and show.as_json(resolved)\n"
+        "assert recipe_rules.recipe_findings(context) and view.as_json(resolved)\n"
         "print(sorted({'torch', 'transformers', 'trl', 'peft', 'accelerate', 'datasets', 'nltk'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True, cwd=REPO)
