@@ -128,16 +128,6 @@ def probe_folders(environ: Mapping[str, str]) -> list[str]:
     return [path for path in dict.fromkeys(named) if path.startswith("/")]
 
 
-def user_name() -> str:
-    """Who runs this; the number where the machine knows no name for it, as in containers."""
-    try:
-        import pwd
-
-        return pwd.getpwuid(os.getuid()).pw_name
-    except (KeyError, ImportError):
-        return str(os.getuid())
-
-
 def has_slurm(probe: Probe, environ: Mapping[str, str]) -> bool:
     """Whether this machine belongs to a Slurm: its commands alone may be left from anything."""
     named = environ.get("SLURM_CONF", "")
@@ -157,9 +147,10 @@ DIRECT: tuple[Reader, ...] = (
     network.nccl_files,
     gpus.devices,
     network.interfaces,
+    system.clock,
 )
 """Readers of the kernel's files, which answer at once."""
-ASKING: tuple[Reader, ...] = (gpus.driver, gpus.topology, gpus.kernel_log, system.clock)
+ASKING: tuple[Reader, ...] = (gpus.driver, gpus.topology, gpus.kernel_log)
 """Readers that run commands: side by side."""
 GRACE = 3.0
 """Seconds beyond the limit in which a reader whose command was killed says so."""
@@ -186,7 +177,8 @@ def collect(
     environ = dict(os.environ) if probe.live else {}
     kind, in_slurm = container(probe, environ), has_slurm(probe, environ)
     name = platform.node() if probe.live else probe.read("/proc/sys/kernel/hostname") or probe.read("/etc/hostname")
-    facts = HostFacts(hostname=name or "?", user=user_name() if probe.live else "", container=kind)
+    user = "root" if os.geteuid() == 0 else str(os.geteuid())  # a name may be asked of a directory service, which may hang
+    facts = HostFacts(hostname=name or "?", user=user if probe.live else "", container=kind)
     facts.environment = credentials.environment(environ)
     facts.place = place or find_place(kind, environ, slurm=in_slurm)
     asking: list[Reader] = [*ASKING, partial(_stack, python=python)]

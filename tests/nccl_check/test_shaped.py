@@ -105,17 +105,17 @@ def rule(document: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return [finding for finding in document["verdict"]["findings"] if finding["rule"] == name]
 
 
-@pytest.mark.jobs
 def test_the_measured_rate_follows_the_shaped_one(net: FaultyCluster, tmp_path: Path) -> None:
-    """Two rates in one run: no figure is above its line's, and their ratio is that of the lines. gloo is called gloo.
+    """One node of three at a quarter of the others' rate, in one run: no figure is above its line's, their ratio is that of the
+    lines, and the verdict names that node and no other. gloo is called gloo.
 
     The rates are so low that a busy machine still fills the lines; what it does to one figure it does to the other.
     """
     slow, fast = 20, 80
     for node, mbit in ((1, fast), (2, fast), (3, slow)):
         shape(net, node, mbit)
-    document, code = check(net, tmp_path, 3, 20, MIB, gbit=fast / 1000)
-    assert code == 2, "node3 is slow"
+    less = {"collectives": ("all_gather", "p2p"), "scopes": ("world", "pair")}
+    document, code = check(net, tmp_path, 3, 15, MIB, gbit=fast / 1000, **less)
     assert (document["backend"], document["transport"]) == ("gloo", "gloo TCP on eth0") and not document["hung"]
     assert document["environment"]["GLOO_SOCKET_IFNAME"] == "eth0"
     assert [facts["hostname"] for facts in document["facts"]] == ["node1", "node2", "node3"]
@@ -129,21 +129,11 @@ def test_the_measured_rate_follows_the_shaped_one(net: FaultyCluster, tmp_path: 
     between = [gb_s["node1", "node2"], gb_s["node2", "node1"]]
     behind = [found for ways, found in gb_s.items() if "node3" in ways]
     assert sum(between) / 2 / (sum(behind) / 4) == pytest.approx(fast / slow, rel=0.35)
-    for collective in ("all_gather", "all_reduce"):  # everything waits for the slowest line
-        assert best(document, collective) < 1.1 * slow / 8e3, collective
-    assert (tmp_path / "wires.nccl-check.json").exists(), "a result of the cluster's own nodes is kept for plan"
-
-
-def test_the_slow_node_of_three_is_found(net: FaultyCluster, tmp_path: Path) -> None:
-    """One node at a quarter of the others' rate: the verdict names it, and no other."""
-    for node, mbit in ((1, 400), (2, 400), (3, 100)):
-        shape(net, node, mbit)
-    less = {"collectives": ("all_gather", "p2p"), "scopes": ("world", "pair")}
-    document, code = check(net, tmp_path, 3, 12, MIB, gbit=0.4, **less)
+    assert best(document, "all_gather") < 1.1 * slow / 8e3, "everything waits for the slowest line"
     assert code == 2
     assert [item["where"] for item in rule(document, "slow-node") if item["status"] in ("fail", "warn")] == ["node3"]
     assert rule(document, "inter-speed")[0]["status"] == "fail", "all of them wait for it"
-    assert len({tuple(pair["nodes"]) for pair in document["per_pair"]}) == 6
+    assert (tmp_path / "wires.nccl-check.json").exists(), "a result of the cluster's own nodes is kept for plan"
 
 
 @pytest.mark.jobs
