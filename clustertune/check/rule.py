@@ -274,3 +274,11 @@ def describe(item: Finding, places: Sequence[str], width: int = 7) -> list[str]:
     if item.fix:
         lines += [f"{'':{width}} {word}: {text}" for word, text in (("why", item.why), ("fix", item.fix), ("see", item.link))]
     return [printable(line) for line in lines]
+
+
+def render_page(template: Path, **values: Any) -> str:
+    """A page of the docs from its template."""
+    import jinja2
+
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)  # noqa: S701 - no HTML
+    return environment.from_string(template.read_text(encoding="utf-8")).render(**values)

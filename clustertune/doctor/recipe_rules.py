@@ -31,6 +31,7 @@ from clustertune.check.rule import (
     Rules,
     Seen,
     checks,
+    render_page,
     rule_of,
     run,
 )
@@ -81,17 +82,14 @@ def recipe_warning(context: RecipeContext) -> Iterator[Seen]:
 
 def render() -> str:
     """The text of docs/doctor.md, which lists the rules. Imports what the recipe's rules need."""
-    import jinja2
-
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)  # noqa: S701 - no HTML
-    template = environment.from_string(Path(__file__).with_name("page.md.jinja").read_text(encoding="utf-8"))
     sections = {
         "Each machine": (MACHINE,),
         "Between the nodes of a job": (NODES, RULE_ERRORS),
         "Recipe, stack, data and runs": (RECIPE, REFUSED),
         "Batch scripts": (SCRIPT,),
     }
-    return template.render(sections=[(title, [one.rule for one in checks(*kinds)]) for title, kinds in sections.items()])
+    rules = [(title, [one.rule for one in checks(*kinds)]) for title, kinds in sections.items()]
+    return render_page(Path(__file__).with_name("page.md.jinja"), sections=rules)
 
 
 # --- what the planner foresees, and settings that run and are wrong, or slow -------------------------------------------

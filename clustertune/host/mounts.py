@@ -164,7 +164,7 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
     requests += [("mode", path) for path in wanted.files]
     requests += [("list", path) for path in wanted.libraries]
     requests += [(what, folder) for folder in folders for what in PROBES]
-    answered = answers(list(dict.fromkeys(requests)), probe.left(SECONDS))
+    answered = answers(list(dict.fromkeys(requests)), probe.left(2 * SECONDS) / 2)  # the driver is asked after it
     for mount in mounts:
         answer = answered.get(("space", mount.point))
         mount.silent = answer is None and mount_is_last(mount, mounts)

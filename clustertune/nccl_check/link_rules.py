@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from clustertune.check.machine_context import RDMA_KINDS, Expects, Machine
@@ -31,6 +32,7 @@ from clustertune.check.rule import (
     grouped,
     in_order,
     listed,
+    render_page,
     rule_of,
     run,
     worst,
@@ -661,16 +663,8 @@ def slow_pair(context: LinkContext) -> Iterator[Seen]:
 
 INTERFACES = ("wrong-interface", "interface", "interface-subnet", "bond", "mtu", "nodes-network")
 """The rules of interfaces, which gloo uses too."""
-VERDICT = f"""
-socket-fallback driver duplicate-gpu gpu-missing nccl-memory gpu-fault nvls imex p2p-hang p2p-refused small-shm shm-lost
-low-memlock shm memlock interface-down {" ".join(INTERFACES)} net-plugin gdr-off gpudirect-rdma rdma-port
-rdma-verbs nodes-differ forced-algorithm nccl-settings debug-settings nodes-driver nvlink-unused
-p2p-disabled gpu-pcie pcie-p2p rdma-open rdma-timeout rdma-connect collectives-differ port-refused slow-node
-slow-pair intra-speed inter-speed wrong-result cuda rdma-link rdma-error peers-disagree descriptors collective-hung peer-lost
-unexplained-error other-warning
-""".split()
-"""The rules for links, machines and nodes: among findings of equal severity, the first in this order becomes the headline. The
-likeliest causes come first, what often follows from another fault comes last. A new rule about links needs no place here."""
+VERDICT: list[str] = TABLE["order"]
+"""The rules for links, machines and nodes, as ``nccl_log.yaml`` orders them."""
 
 
 def ranked() -> list[Check]:
@@ -740,26 +734,5 @@ def headline_of(document: Mapping[str, Any], log: Log, findings: Sequence[Findin
 
 def page() -> str:
     """The rules as a page of the docs."""
-    rules = [one.rule for one in ranked() if one.subject == LINKS]
-    hosts = [f"`{one.rule.id}`" for one in ranked() if one.subject != LINKS]
-    lines = [
-        "# What nccl-check judges",
-        "",
-        "Written from the rules by `python -m tests.goldens`. Each rule says `pass`, `warn` or `fail`, `unknown`",
-        "where what it looks at could not be seen, and nothing where it does not apply. The verdict is the worst of them, or",
-        "`unknown` where nothing could be judged. Exit codes, as of the doctor: 0 pass, 1 warnings or unknown, 2 failures.",
-        "Rules named in `doctor: {ignore: [...]}` of the cluster file do not count. The same rules judge recorded logs of any",
-        "size and number alone (`-` is standard input):",
-        "",
-        "```sh",
-        "clustertune nccl-check --logs nccl.log",
-        "```",
-        "",
-        f"These {len(rules)} rules look at what was measured and at NCCL's log, what is closest to a cause first. What",
-        "the nodes report of themselves is judged by rules of the [doctor](doctor.md), with the same verdict as there:",
-        f"{', '.join(hosts)}.",
-        "",
-    ]
-    for one in rules:
-        lines += [f"## {one.id}", "", f"{one.title}. {one.why}", "", f"What to do: {one.fix}.", "", f"<{one.link}>", ""]
-    return "\n".join(lines)
+    rules, hosts = ([one.rule for one in ranked() if (one.subject == LINKS) is of_links] for of_links in (True, False))
+    return render_page(Path(__file__).with_name("page.md.jinja"), rules=rules, hosts=hosts)
