@@ -213,6 +213,8 @@ ITERATIONS, WARMUP = 20, 5
 """As nccl-tests (``-n``, ``-w``)."""
 LEAST_ITERATIONS = 3
 """Fewer have no spread; so many of a size whose time cannot be known yet."""
+PAIR_SHARE = 0.35
+"""Of the time, what is kept for the pairs of nodes: they find the slow node or way."""
 FEW = 4
 """How many equal shares of the time that is left one measurement may take."""
 MOST_OF_LIMIT = 0.5
@@ -223,35 +225,38 @@ Cases = Generator[CollectiveCase, float, None]
 
 
 def schedule(setup: Setup, clock: Callable[[], float], deadline: float, most_bytes: int, report: Callable[..., None]) -> Cases:
-    """The cases of a check, one after the other, the smallest size of everything first.
+    """The cases of a check, one after the other: collectives of all sizes, then each pair of nodes; the smallest size first.
 
     ``deadline``: when measuring ends, by ``clock``. ``most_bytes``: what the ranks' memory holds. ``report`` is called with
     scope, collective, bytes and reason of what is left out.
     """
     per_byte: dict[tuple[str, str, int, bool], float] = {}  # of a track: seconds for a byte, of its largest size
     scopes = shapes(setup)
-    tracks = [CollectiveCase(scope, name, 0) for scope in scopes if scope != "pair" for name in setup.collectives]
-    if "pair" in scopes and "p2p" in setup.collectives:
-        turns = range(len(tournament(len(setup.hosts))))
-        tracks += [CollectiveCase("pair", "p2p", 0, turn=turn, back=back) for turn in turns for back in (False, True)]
     sizes = [*(size for size in SIZES if size < setup.largest), setup.largest]
-    cases = [replace(track, bytes=size) for size in sizes for track in tracks]
-    for number, case in enumerate(cases):
-        # Time grows no faster than the size; the least measurement has its warm-up and its check.
-        each = per_byte.get(case.track, 0.0) * case.bytes
-        least, left = (LEAST_ITERATIONS + 2) * each, max(0.0, deadline - clock())
-        # Those that follow are as large or larger, but few of them need all of an equal share.
-        share = min(left, FEW * left / (len(cases) - number), MOST_OF_LIMIT * setup.case_seconds)
-        why = f"would take {least:.3g} s, {share:.3g} s are left for it" if left <= 0 or least > share else ""
-        why = "does not fit into memory" if case.bytes > most_bytes else why
-        if why:
-            report(scope=case.scope, collective=case.collective, bytes=case.bytes, reason=why)
-            continue
-        fitting = int(share / each) - 2 if each else LEAST_ITERATIONS
-        iterations = max(LEAST_ITERATIONS, min(ITERATIONS, fitting))
-        median_s = yield replace(case, iterations=iterations, warmup=max(1, min(WARMUP, fitting - iterations + 1)))
-        if median_s > 0:
-            per_byte[case.track] = median_s / case.bytes
+    tracks = [CollectiveCase(scope, name, 0) for scope in scopes if scope != "pair" for name in setup.collectives]
+    turns = range(len(tournament(len(setup.hosts)))) if "pair" in scopes and "p2p" in setup.collectives else ()
+    ways = [[CollectiveCase("pair", "p2p", 0, turn=turn, back=back) for back in (False, True)] for turn in turns]
+    together = [replace(track, bytes=size) for size in sizes for track in tracks]
+    # All of a turn at once: its groups are made once, under a name that torch takes from their ranks.
+    apart = [replace(way, bytes=size) for both in ways for size in sizes for way in both]
+    reserve = (deadline - clock()) * PAIR_SHARE if apart else 0.0
+    for cases, until in ((together, deadline - reserve), (apart, deadline)):
+        for number, case in enumerate(cases):
+            # Time grows no faster than the size; the least measurement has its warm-up and its check.
+            each = per_byte.get(case.track, 0.0) * case.bytes
+            least, left = (LEAST_ITERATIONS + 2) * each, max(0.0, until - clock())
+            # Those that follow are as large or larger, but few of them need all of an equal share.
+            share = min(left, FEW * left / (len(cases) - number), MOST_OF_LIMIT * setup.case_seconds)
+            why = f"would take {least:.3g} s, {share:.3g} s are left for it" if left <= 0 or least > share else ""
+            why = "does not fit into memory" if case.bytes > most_bytes else why
+            if why:
+                report(scope=case.scope, collective=case.collective, bytes=case.bytes, reason=why)
+                continue
+            fitting = int(share / each) - 2 if each else LEAST_ITERATIONS
+            iterations = max(LEAST_ITERATIONS, min(ITERATIONS, fitting))
+            median_s = yield replace(case, iterations=iterations, warmup=max(1, min(WARMUP, fitting - iterations + 1)))
+            if median_s > 0:
+                per_byte[case.track] = median_s / case.bytes
 
 
 def shapes(setup: Setup) -> list[str]:

@@ -108,6 +108,13 @@ def test_a_slow_scope_does_not_starve_the_others() -> None:
     assert any(scope == "world" for scope, *_ in left_out)
 
 
+def test_the_groups_of_a_turn_are_made_once() -> None:
+    """torch names them by their ranks: made again they would find the addresses of the ones before in the store."""
+    cases, _, _ = play(setup(4, 2, largest=32 * MIB), even(10.0), seconds=600.0)
+    turns = [case.turn for case in cases if case.scope == "pair"]
+    assert turns == sorted(turns) and set(turns) == {0, 1, 2}
+
+
 @pytest.mark.parametrize("players", [2, 3, 4, 5, 8, 17])
 def test_a_tournament_has_every_pair_once(players: int) -> None:
     """In as few turns as there can be, and no node twice in one."""
