@@ -45,8 +45,8 @@ from clustertune.launch import signal_margin as margins
 from clustertune.plan.predict import Plan
 from clustertune.plan.schedule import START_S, TOKENS_PER_CPU_S, tokens_to_prepare
 from clustertune.recipe.eval_tasks import PUNKT, needed
+from clustertune.recipe.library_facts import model_facts
 from clustertune.recipe.parameters import weight_bytes
-from clustertune.recipe.values import model_facts
 from clustertune.resolve.distribution import how_to_load
 from clustertune.resolve.resolved import is_there
 from clustertune.secrets import SECRET

@@ -4,7 +4,7 @@ What rests and what is kept for backward is counted; what comes and goes in betw
 gradients on their way to them, the loss) was followed, storage by storage, through steps of small models on two ranks
 and of layers of the real size on 64 ranks of fake tensors (both in tests/plan/test_measured_memory.py).
 What a layer keeps for its backward pass is counted, not fitted, where no compiler decides: with a dispatch mode that follows
-storages, on transformers 5.23's Llama, Qwen3 and Qwen3-MoE under FSDP2, FSDP1 and DDP on two ranks.
+storages, on transformers 5.23's Llama, Qwen3 and Qwen3-MoE under FSDP2 and DDP on two ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cached_property
 from clustertune.plan import generation
 from clustertune.plan.constants import BYTES, Constants, Term, total
 from clustertune.plan.strategy import ModelShape
-from clustertune.recipe.parameters import LayerKind, ParameterCount
+from clustertune.recipe.parameters import LayerKind, Linear, ParameterCount
 from clustertune.resolve.distribution import IN_FLIGHT
 from clustertune.resolve.resolved import Resolved
 
@@ -136,9 +136,9 @@ class SavedActivations:
     @property
     def masked(self) -> bool:
         """Attention gets a mask: of padded rows, and of packed ones that hold several sequences. Flash attention takes lengths
-        instead."""
+        instead, and context parallelism is causal alone (accelerate takes the mask away)."""
         plan = self.shape.strategy
-        return plan.attention != "flash" and (not plan.packing or plan.isolated)
+        return plan.attention != "flash" and plan.cp == 1 and (not plan.packing or plan.isolated)
 
     def layer(self, kind: LayerKind) -> float:
         """All that one layer keeps where nothing is recomputed."""
@@ -160,6 +160,10 @@ class SavedActivations:
         """Norms of the layer's whole width: 2 in Llama, 4 in Gemma."""
         return max(2, kind.other // self.shape.counted.hidden)
 
+    def adapts(self, linear: Linear) -> bool:
+        """Whether LoRA adapts this module."""
+        return not linear.bare and linear.name.split(".")[-1] in self.shape.targets
+
     def norm(self) -> float:
         """Of a norm its input in float32 (in float32 training that is the residual sum itself), and for the gradient of its
         weight the normalised row. Liger's norm keeps its input as it is (liger_kernel/ops/rms_norm.py)."""
@@ -176,9 +180,12 @@ class SavedActivations:
 
     def heads(self, kind: LayerKind) -> int:
         """Elements of queries, keys, values and attention's output. Under a mask the keys and values of a group are repeated
-        for each of its heads (transformers/integrations/sdpa_attention.py, use_gqa_in_sdpa); a compiler repeats them again."""
+        for each of its heads (transformers/integrations/sdpa_attention.py, use_gqa_in_sdpa); a compiler repeats them again.
+        Context parallelism repeats those of the whole sequence, and joins two outputs (:mod:`clustertune.training.context`)."""
         attention = kind.attention
         plan = self.shape.strategy
+        if plan.cp > 1:
+            return attention.heads * ((1 + plan.cp) * attention.qk_dim + (2 + plan.cp) * attention.v_dim)
         copies = 2 if self.shape.cudnn_attention and plan.attention == "sdpa" and (plan.compiled or self.masked) else 1
         wide = attention.heads * (attention.qk_dim + attention.v_dim * copies)
         return wide + (attention.heads if self.repeats else attention.kv_heads) * (attention.qk_dim + attention.v_dim)
@@ -217,8 +224,8 @@ class SavedActivations:
         return (1 if self.shape.strategy.lora and not self.shape.wrapped else 2) * self.expert_rows(kind)
 
     def inputs(self, kind: LayerKind) -> tuple[float, float]:
-        """What a product's weight gradient is computed from: of the residual sum's width, and within attention and feed-forward,
-        which tensor parallelism splits. A frozen weight has none; LoRA's first matrix does."""
+        """What a product's weight gradient is computed from: of the residual sum's width, and within attention and the
+        feed-forward, which tensor parallelism splits. A frozen weight has none; LoRA's first matrix does."""
         attention, own = kind.attention, [linear.name.split(".")[-1] for linear in kind.linears]
         qkv, out, up, down = (
             self._of_group(index, [name for name in names if name in own]) for index, names in enumerate(GROUPS)
@@ -286,13 +293,21 @@ class SavedActivations:
 
     def passing(self, kind: LayerKind) -> float:
         """What is in memory at once inside a layer that keeps nothing: the activation, up and their product (and gate, where
-        one product gives gate and up), or attention; and two rows of the residual sum's width. Experts hold their sorted rows
-        meanwhile, and at the end their output, weighed, and in the tokens' order again (transformers/integrations/moe.py)."""
+        one product gives gate and up), or attention; and two rows of the residual sum's width. An adapted up has two results
+        more, LoRA's and that scaled (peft/tuners/lora/layer.py). Experts hold their sorted rows meanwhile, and at the end their
+        output, weighed, and in the tokens' order again (transformers/integrations/moe.py)."""
+        plan, attention = self.shape.strategy, kind.attention
         joined = any(linear.name.endswith("gate_up_proj") for linear in kind.linears)
-        inside = self.width * max((4 if joined else 3) * kind.inner, self.heads(kind)) + self.scores(kind)
-        rows, hidden = self.expert_rows(kind), self.shape.counted.hidden
-        norm = (2 * FULL - self.stream) * hidden if self.passes_norms else 0.0  # its input and the normalised row, in float32
-        return max(inside / self.shape.strategy.tp + rows, 4 * rows, norm) + 2 * self.stream * hidden
+        adapted = plan.lora and any(linear.name.endswith(GROUPS[2]) and self.adapts(linear) for linear in kind.linears)
+        wide = (6 if joined else 4) if adapted else 4 if joined else 3
+        elements = self.heads(kind)
+        if plan.cp > 1:  # this rank's keys and values, the gathered and ordered values, and the outputs before they are one
+            elements += attention.kv_heads * (attention.qk_dim + (1 + 2 * plan.cp) * attention.v_dim)
+            elements += attention.heads * attention.v_dim
+        rows, row = self.expert_rows(kind), self.stream * self.shape.counted.hidden
+        within = (self.width * elements + self.scores(kind)) / plan.tp - row  # of two rows attention holds one, the normalised
+        norm = 2 * FULL * self.shape.counted.hidden - row if self.passes_norms else 0.0  # its input and its result in float32
+        return max(self.width * wide * kind.inner / plan.tp + rows, 4 * rows, within, norm) + 2 * row
 
     # -- activation_checkpointing.save ------------------------------------------------------------------------------------
 
@@ -410,11 +425,13 @@ class _Memory(SavedActivations):
         if plan.kind != "FSDP2" or not self.gathers:
             return []
         before = 1.0 if plan.ends_apart or layers < 2 else 2.0
-        copied = [self._layers(1.0 + before), self._ends(0.0 if plan.ends_apart else self.shape.ends)]
+        copied = [self._layers(1.0 + before), self._ends(self.held_ends)]
         at_work = [self._layers(2.0), copied[1]]
         if not plan.reshard:
-            copied, at_work = [*self._all_gathered(1.0), self._layers(before)], [*self._all_gathered(1.0), self._layers(1.0)]
-        first = [self._layers(2.0), self._ends(0.0 if plan.ends_apart else 2 * self.shape.ends)]
+            there = self._all_gathered(1.0, self.first_end)
+            copied, at_work = [*there, self._layers(before)], [*there, self._layers(1.0)]
+        rows = self._rows(1, self.shape.tokens, "rows of the embedding")
+        first = [self._layers(0.0 if plan.ends_apart else 2.0), self._ends(2 * self.first_end), rows]
         return [[self.accumulated(1.0), *rest] for rest in (first, [*kept, *copied], [*kept, *at_work, *working])]
 
     def _rows(self, count: int, tokens: float, text: str) -> Term:
@@ -423,29 +440,33 @@ class _Memory(SavedActivations):
         return Term("buffers", tokens * values["size"], BYTES, text + ": {tokens} tokens x {size} B", values)
 
     def _at_work(self, inside: float, tokens: float) -> list[Term]:
-        """What the forward pass of a layer takes; of adapted experts the update, and the sum that computes, until it is through."""
+        """What the forward pass of a layer takes; of adapted experts the update, and the sum that computes, until its end."""
         values = {"tokens": tokens, "size": inside}
         text = "inside the layer at work: {tokens} tokens x {size} B"
         return [Term("buffers", tokens * inside, BYTES, text, values), self._experts(2.0 * self.largest_experts)]
 
     def evaluation(self) -> list[list[Term]]:
         """A forward pass that keeps nothing, of an evaluation's own batch: a layer at work, with its input and the embedding's
-        output, which the model's forward pass holds; then the head, with the rows before and behind the mask of labels."""
+        output, which the model's forward pass holds; then the head, with the rows before and behind the mask of labels. It
+        stays gathered behind the first batch: accelerate gives the last unit back in the backward pass alone."""
         plan = self.shape.strategy
         tokens = self.shape.tokens / plan.micro_batch * plan.eval_batch
         gathered = []
         if self.gathers:
-            layers = self._layers(min(2.0, self.shape.layers) if plan.kind != "FSDP1" else 1.0)
-            gathered = [layers, self._ends(0.0 if plan.ends_apart else self.shape.ends)] if plan.reshard else self._all_gathered(1.0)
+            layers = self._layers(min(2.0, self.shape.layers))
+            tail = self.head if plan.ends_apart and not plan.lora and not self.shape.counted.tied else 0.0
+            ends = self._ends(self.held_ends + tail)
+            gathered = [layers, ends] if plan.reshard else self._all_gathered(1.0, self.first_end + tail)
         inside = max(self.passing(kind) for kind in self.shape.counted.layers)
         if self.masked and plan.attention == "sdpa":
             inside += (1 + self.width) * plan.row / plan.micro_batch * plan.eval_batch
         held = self._rows(2, tokens, "inputs of the layer at work and of the first one")
-        head = [*self.gathered_at_loss(), self.whole_head(back=False), self.logits(back=False, tokens=tokens)]
-        return [
-            [*gathered, self.cast_weights(1.0), held, *self._at_work(inside, tokens)],
-            [*head, self.cast_weights(1.0), self.cast_head(), self._rows(2, tokens, "rows for the head")],
-        ]
+        head = [*self.gathered_at_loss(), self.whole_head(back=False), self.logits(back=False, tokens=tokens), self.cast_head()]
+        values = {"tokens": tokens, "size": 2.0 * FULL * self.shape.counted.hidden if self.passes_norms else 0.0}
+        norm = Term("buffers", tokens * values["size"], BYTES, "inside the last norm: {tokens} tokens x {size} B", values)
+        rows = self._rows(2, tokens, "rows for the last norm and the head")
+        last = [[*gathered, held, *self._at_work(inside, tokens)], [*self.gathered_at_loss(), norm, rows], [*head, rows]]
+        return [[self.cast_weights(1.0), *terms] for terms in last]
 
     def at_loss(self) -> list[list[Term]]:
         """All activations are there: once with the loss going forward, once with its gradient going back."""
@@ -471,7 +492,7 @@ class _Memory(SavedActivations):
         working = max(self._working(kind) for kind in self.shape.counted.layers)
         for index in sorted({max(0.0, n) for n in (layers - 1, layers - 2, min(1.0, layers - 1), 0.0)}, reverse=True):
             done = 1 - (index + 1) / layers
-            common = [self.gradients(done), self.accumulated(1 - done), self.buckets(), self.held_logits()]
+            common = [self.gradients(done), self.accumulated(1 - done, back=True), self.buckets(), self.held_logits()]
             common.append(self.cast_weights(self.kept * (1 - done), again=self.kept < 1))
             common += [*self.gathered_in_backward(index), self.in_flight(index)]
             begin = Term("buffers", working, BYTES, "gradients inside the layer at work: {size} B", {"size": working})
@@ -504,8 +525,8 @@ class _Memory(SavedActivations):
         return self.shape.head_weights / self.shape.strategy.tp
 
     def whole_head(self, *, back: bool) -> Term:
-        """Under tensor parallelism TRL's tiles take the head whole on every rank (trl/trainer/utils.py, full_tensor), beside its
-        own part; and going back the gradient of the other ranks' part, in float32 and cast. Found by simulating."""
+        """Under tensor parallelism TRL's tiles take the head whole on every rank (trl/trainer/utils.py, full_tensor), beside
+        its own part; and going back the gradient of the other ranks' part, in float32 and cast. Found by simulating."""
         plan, shape = self.shape.strategy, self.shape
         whole = shape.head_weights if plan.tp > 1 and plan.fused_loss and plan.tiled_loss else 0.0
         others = whole * (1 - 1 / plan.tp) if back and not plan.lora else 0.0
@@ -520,11 +541,10 @@ class _Memory(SavedActivations):
         if not self.gathers:
             return []
         if not plan.reshard:
-            return self._all_gathered(1.0)
+            return [*self._all_gathered(1.0, self.shape.ends), self._ends(self.head if plan.ends_apart and not back else 0.0)]
         if not plan.ends_apart:
-            # FSDP1 gathers in place; ZeRO-3 has asked for the next layer by then.
-            count = {"FSDP1": 0.0, "FSDP2": 1.0}.get(plan.kind, min(2.0, layers))
-            return [self._layers(count), self._ends(self.shape.ends)]
+            # ZeRO-3 has asked for the next layer by then.
+            return [self._layers(1.0 if plan.is_fsdp else min(2.0, layers)), self._ends(self.shape.ends)]
         if plan.lora and plan.fused_loss and plan.tiled_loss:
             # TRL asks for the head's whole tensor, as it is stored (trl/trainer/utils.py, full_tensor), outside of FSDP.
             return [
@@ -541,20 +561,34 @@ class _Memory(SavedActivations):
         if not self.gathers:
             return []
         if not plan.reshard:
-            return self._all_gathered((index + 1) / shape.layers)
+            return self._all_gathered((index + 1) / shape.layers, self.first_end)
         if not plan.ends_apart:
-            return [self._layers(min(2.0, 1 + index if plan.kind == "FSDP1" else shape.layers)), self._ends(shape.ends)]
+            return [self._layers(min(2.0, shape.layers)), self._ends(shape.ends)]
         if index > 0:
-            return [self._layers(2.0)]
-        return [self._layers(1.0), self._ends(shape.counted.embedding / plan.tp)]
+            return [self._layers(2.0), self._ends(self.held_ends)]
+        return [self._layers(1.0), self._ends(self.first_end)]
 
-    def _all_gathered(self, left: float) -> list[Term]:
+    @property
+    def first_end(self) -> float:
+        """Parameters of the ends that are gathered, or hold a gradient, while layers are at work: those of the first unit, or
+        both where the root has them."""
+        return self.shape.counted.embedding / self.shape.strategy.tp if self.shape.strategy.ends_apart else self.shape.ends
+
+    @property
+    def held_ends(self) -> float:
+        """Parameters of the ends that stay gathered while layers are at work: the root's; and the embedding that is the head,
+        which accelerate gives back in the backward pass alone."""
+        plan = self.shape.strategy
+        if not plan.ends_apart:
+            return self.shape.ends
+        return self.first_end if self.shape.counted.tied and not plan.lora else 0.0
+
+    def _all_gathered(self, left: float, ends: float) -> list[Term]:
         """Kept from forward to backward; a layer that is through with its backward pass gives its weights back."""
         shape = self.shape
-        ends = shape.gathered - shape.body * shape.strategy.gather_bytes
-        size = shape.body * shape.strategy.gather_bytes * left + ends
-        values = {"left": left, "body": shape.body, "bytes": shape.strategy.gather_bytes, "ends": shape.ends}
-        values |= {"half": ends / shape.ends}
+        half = (shape.gathered - shape.body * shape.strategy.gather_bytes) / shape.ends
+        size = shape.body * shape.strategy.gather_bytes * left + ends * half
+        values = {"left": left, "body": shape.body, "bytes": shape.strategy.gather_bytes, "ends": ends, "half": half}
         text = "{left} x {body} parameters of layers x {bytes} B + {ends} others x {half} B"
         return [Term("gathered layers", size, BYTES, text, values)]
 
@@ -604,13 +638,14 @@ class _Memory(SavedActivations):
         text = "{count} trained parameters x {bytes} B / {shards} ranks"
         return Term("gradients", held * size / plan.gradient_shards, BYTES, text, values)
 
-    def accumulated(self, left: float) -> Term:
+    def accumulated(self, left: float, *, back: bool = False) -> Term:
         """Gradients of earlier micro batches. transformers' Trainer skips the reduction until the last one (no_sync), so that
-        FSDP keeps them whole on every rank until then."""
+        FSDP keeps them whole on every rank until then; ``back``: the head's is reduced, that of the first end waits."""
         plan = self.shape.strategy
-        whole = plan.kind in ("FSDP1", "FSDP2") and plan.accumulation > 1 and plan.gradient_shards > 1 and not plan.reduce_each
+        whole = plan.is_fsdp and plan.accumulation > 1 and plan.gradient_shards > 1 and not plan.reduce_each
         resident = whole or (plan.gradient_shards == 1 and (plan.accumulation > 1 or plan.pp > 1))
-        count = self.shape.local_trained * left if resident else 0.0
+        ends = 0.0 if plan.lora else self.first_end if back else self.shape.ends
+        count = (self.shape.local_trained - (0.0 if plan.lora else self.shape.ends)) * left + ends if resident else 0.0
         size = plan.reduce_bytes if whole else plan.gradient_bytes / (2 if self.has_buckets else 1)
         values = {"count": count, "bytes": size}
         text = "{count} trained parameters x {bytes} B, not yet reduced between micro batches"
@@ -633,19 +668,20 @@ class _Memory(SavedActivations):
         return self.shape.local_trained / self.shape.layers if self.shape.strategy.lora else self.shape.largest
 
     def whole_gradients(self) -> Term:
-        """Gradients of the layer at work before their reduction. FSDP1 joins them into one row first."""
+        """Gradients of the layer at work before their reduction."""
         plan = self.shape.strategy
-        copies = {"FSDP2": 1.0, "FSDP1": 2.0}.get(plan.kind, 0.0) if plan.gradient_shards > 1 else 0.0
-        values = {"copies": copies, "count": self.layer_trained, "bytes": self.width}
-        size = copies * self.layer_trained * self.width
-        return Term("gradients", size, BYTES, "{copies} x {count} parameters of a layer x {bytes} B, not yet reduced", values)
+        count = self.layer_trained if plan.is_fsdp and plan.gradient_shards > 1 else 0.0
+        values = {"count": count, "bytes": self.width}
+        return Term(
+            "gradients", count * self.width, BYTES, "{count} parameters of a layer x {bytes} B, not yet reduced", values
+        )
 
     def in_flight(self, index: float) -> Term:
-        """What the reduction of the unit before reads from; FSDP1's root keeps the head's gradient until the end."""
+        """What the reduction of the unit before reads from, and the head's gradient where it waits for the end."""
         plan, shape = self.shape.strategy, self.shape
-        last, split = index >= shape.layers - 1, plan.gradient_shards > 1 and plan.kind.startswith("FSDP")
+        last = index >= shape.layers - 1
         count = waiting = 0.0
-        if split and plan.kind == "FSDP2":
+        if plan.is_fsdp and plan.gradient_shards > 1:
             count = self.layer_trained if not last else 0.0 if self.head_waits or plan.lora else self.head
         if self.head_waits and not plan.lora:
             waiting = self.head
@@ -655,7 +691,7 @@ class _Memory(SavedActivations):
     def head_waits(self) -> bool:
         """The head's gradient waits for the embedding's: they are one parameter, or the root's of FSDP."""
         plan = self.shape.strategy
-        return self.shape.counted.tied or (plan.gradient_shards > 1 and plan.kind.startswith("FSDP") and not plan.ends_apart)
+        return self.shape.counted.tied or (plan.gradient_shards > 1 and plan.is_fsdp and not plan.ends_apart)
 
     def _reducing(self, count: float, waiting: float = 0.0) -> Term:
         size, width = self.shape.strategy.reduce_bytes, self.stream
@@ -670,24 +706,21 @@ class _Memory(SavedActivations):
         return sum(linear.parameters / plan.tp / (plan.ep if linear.copies > 1 else 1) for linear in first) * self.width
 
     def root_gradients(self) -> list[list[Term]]:
-        """The end: the embedding's gradient, or the root's with the head's. FSDP1 joins them into one row; FSDP2 gives its
-        weights back and copies them for their reduction (torch, _fsdp_collectives.py, foreach_reduce)."""
+        """The end: the embedding's gradient, or the root's with the head's. FSDP2 gives its weights back and copies them for
+        their reduction (torch, _fsdp_collectives.py, foreach_reduce)."""
         plan, shape = self.shape.strategy, self.shape
         if plan.lora or plan.pp > 1:
             return []
-        if plan.gradient_shards == 1 and plan.kind in ("NO", "DDP"):
+        if plan.kind in ("NO", "DDP"):
             copies = (plan.accumulation > 1) + shape.counted.tied  # beside what is held: its own, and the head's
             values = {"copies": copies, "count": shape.counted.embedding, "bytes": plan.weight_bytes}
             text = "{copies} gradients of the embedding and the head that it is x {count} x {bytes} B"
             return [[Term("gradients", copies * shape.counted.embedding * plan.weight_bytes, BYTES, text, values)]]
-        if plan.gradient_shards == 1 or not plan.kind.startswith("FSDP"):
+        if plan.gradient_shards == 1 or not plan.is_fsdp:
             return []
-        count = shape.counted.embedding / plan.tp if plan.ends_apart else shape.ends
-        copies = 2.0 if plan.kind == "FSDP1" else 1.0
-        values = {"copies": copies, "count": count, "bytes": self.width}
-        own = Term("gradients", copies * count * self.width, BYTES, "{copies} x {count} of the root x {bytes} B", values)
-        before = [own, self._ends(count), self._reducing(self.layer_trained if plan.kind == "FSDP2" else 0.0)]
-        return [before] if plan.kind == "FSDP1" else [before, [own, self._reducing(count)]]
+        count, values = self.first_end, {"count": self.first_end, "bytes": self.width}
+        own = Term("gradients", count * self.width, BYTES, "{count} of the root x {bytes} B", values)
+        return [[own, self._ends(count), self._reducing(self.layer_trained)], [own, self._reducing(count)]]
 
     # -- activations ------------------------------------------------------------------------------------------------------
 
@@ -703,8 +736,8 @@ class _Memory(SavedActivations):
         return max(self.layer(kind) for kind in counted.layers) + self.rank() / counted.num_layers
 
     def activations(self, share: float, last: float = 0.0) -> list[Term]:
-        """What a share of the layers keeps for backward, and ``last`` bytes per token behind them, which are gone when the first
-        layer goes back. Of a pipeline the first stage keeps that of as many micro batches as there are stages."""
+        """What a share of the layers keeps for backward, and ``last`` bytes per token behind them, which are gone when layers
+        go back. Of a pipeline the first stage keeps that of as many micro batches as there are stages."""
         plan, shape = self.shape.strategy, self.shape
         inflight = 1.0
         if plan.pp > 1:

@@ -240,6 +240,13 @@ class RankGroup:
         inter = machine.inter.bytes_per_s * inter_scale * nodes / max(1, sharing)
         return min(intra, inter) if members > 1 else inter
 
+    def nominal(self, machine: PlanMachine) -> float:
+        """The most that it could be: what the link promises, and of all nodes that an NVLink domain joins, if one group is all
+        that leaves it."""
+        if self.inside(machine):
+            return machine.intra.nominal_bytes_per_s
+        return machine.inter.nominal_bytes_per_s * max(1, machine.domain // machine.gpus_per_node)
+
     def latency(self, machine: PlanMachine) -> float:
         """Seconds of one step from a member to the next, the slowest."""
         return machine.intra.latency_s if self.inside(machine) else machine.inter.latency_s

@@ -148,12 +148,8 @@ def least_time(plan: Plan, simulation: Simulation) -> LeastTime:
         members = row["ranks"]
         if members == 1:
             continue
-        inside = RankGroup(members, row["stride"]).inside(machine)
-        link = machine.intra if inside else machine.inter
-        nominal = link.nominal_bytes_per_s or link.bytes_per_s
         share = (members - 1) / members * (2 if row["kind"] == "all-reduce" else 1)
-        if nominal:
-            seconds += row["bytes"] * share / nominal
+        seconds += row["bytes"] * share / RankGroup(members, row["stride"]).nominal(machine)
     return LeastTime(one["device_seconds"], seconds)
 
 

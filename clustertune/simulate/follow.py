@@ -6,6 +6,7 @@ gradients are reduced ``reduced gradients``, else it belongs to the moment of it
 
 from __future__ import annotations
 
+import sys
 import traceback
 import weakref
 from collections import Counter, defaultdict
@@ -22,7 +23,7 @@ from torch._subclasses import FakeTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from clustertune.simulate.results import Results
@@ -53,6 +54,10 @@ LARGEST = 12
 CACHE = 50 * 2**20
 """Bytes of a GPU's last cache (50 MB of an H100): a tensor that is larger is read from memory."""
 _LIBRARIES = ("clustertune", "trl", "transformers", "accelerate", "peft", "torch")
+
+
+def _local(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -149,7 +154,7 @@ class Memory:
     def rename_storages(self, tensors: list[torch.Tensor], name: str) -> None:
         """The storages of these are this from now on."""
         for tensor in tensors:
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            local = _local(tensor)
             key = local.untyped_storage()._cdata
             if (known := self._live.get(key)) is not None:
                 reference, size, old = known
@@ -157,8 +162,9 @@ class Memory:
                 self.parts[name] += size
                 self._live[key] = (reference, size, name)
 
-    def add(self, tensor: torch.Tensor, operator: str) -> None:
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    def add(self, tensor: torch.Tensor, operator: str, *, replaces: bool = False) -> None:
+        """A tensor was born; ``replaces``: on a GPU it takes the place of one that is about to go, so that it is no peak."""
+        local = _local(tensor)
         if local.device.type != self.device or not isinstance(local, FakeTensor):
             return
         storage = local.untyped_storage()
@@ -174,13 +180,15 @@ class Memory:
             self._drop(key, known[0])
         self._origin[key] = f"{operator} {list(local.shape)} {str(local.dtype).removeprefix('torch.')}"
         reference = weakref.ref(storage, partial(self._drop, key))
-        self._change(key, reference, storage.nbytes(), self._purpose[-1] if self._purpose else self.moment)
+        self._change(key, reference, storage.nbytes(), self._purpose[-1] if self._purpose else self.moment, replaces=replaces)
 
-    def _change(self, key: int, reference: Any, size: int, name: str) -> None:
+    def _change(self, key: int, reference: Any, size: int, name: str, *, replaces: bool = False) -> None:
         difference = size - (self._live[key][1] if key in self._live else 0)
         self.now += difference
         self.parts[name] += difference
         self._live[key] = (reference, size, name)
+        if replaces:
+            return
         self.curve.add(self.now)
         if difference > 0:
             self._peak()
@@ -333,8 +341,9 @@ class Follow(TorchDispatchMode):  # type: ignore[misc]
             leaves = [result]
         else:
             leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        replaces = func is aten.add.Tensor and _is_engine(sys._getframe().f_back)
         for leaf in leaves:
-            self.memory.add(leaf, known.text)
+            self.memory.add(leaf, known.text, replaces=replaces)
         if self.counted is not None:
             self._count(func, args, kwargs, result, leaves)
         return result
@@ -379,8 +388,12 @@ class Follow(TorchDispatchMode):  # type: ignore[misc]
         if func.namespace in ("c10d", "_c10d_functional") or func is aten.detach.default:
             return
         counted.launches += self._times
+        if any(isinstance(one, DTensor) for one in tree_leaves((args, result))):  # of this rank alone
+            args, result, results = tree_map(_local, (args, result, results))
         flops = 0.0
-        if (formula := flop_registry.get(func.overloadpacket)) is not None:
+        if func.overloadpacket is aten._grouped_mm:  # rows by experts, or, of a weight's gradient, rows that meet rows
+            flops = 2.0 * args[0].shape[0] * args[0].shape[1] * args[1].shape[-1]
+        elif (formula := flop_registry.get(func.overloadpacket)) is not None:
             # The formulas do not know the type that a product may be asked for.
             flops = float(formula(*(a for a in args if not isinstance(a, torch.dtype)), **kwargs, out_val=result))
         tensors = {id(t): t for t in (*(a for a in tree_leaves(args) if isinstance(a, torch.Tensor)), *results)}
@@ -421,6 +434,12 @@ def _shape(group: Any) -> tuple[int, int]:
     """How many ranks, and how far they lie apart."""
     ranks = dist.get_process_group_ranks(group)
     return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
+
+
+def _is_engine(caller: Any) -> bool:
+    """Whether autograd itself adds: two gradients of one tensor. It does so in place where it holds the last reference, but not
+    of a subclass as fake tensors are (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace)."""
+    return caller is None or caller.f_code.co_name == "_engine_run_backward"
 
 
 def _where() -> str:

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
+from clustertune.cluster.load import known_clusters, load_cluster
+from clustertune.errors import UserError
+from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.machine import Link, PlanMachine
+from clustertune.plan.predict import make_plan
 from clustertune.plan.step import (
     ADAM_BYTES,
     HOST_ADAM_BYTES_PER_S,
@@ -18,8 +22,10 @@ from clustertune.plan.step import (
     micro_batch,
     offload,
     step,
+    traffic,
 )
 from clustertune.plan.strategy import ModelShape
+from clustertune.resolve.resolve import resolve
 from tests.plan.world import (
     ADAPTERS,
     HBM,
@@ -39,6 +45,7 @@ from tests.plan.world import (
     mixture,
     shape,
 )
+from tests.tree import REPO
 
 TOKENS = 2 * 512
 HEAD = VOCABULARY * HIDDEN
@@ -183,3 +190,31 @@ def test_weights_on_the_host_come_over_the_host_link() -> None:
     assert loop.optimizer.value == pytest.approx(expected + more), "torch's own loop on CPUs is eight passes"
     nothing = offload(shape(), machine())
     assert (nothing.forward_s, nothing.backward_s, nothing.optimizer, nothing.note) == (0, 0, None, None)
+
+
+def test_no_plan_is_faster_than_the_roofline() -> None:
+    """Every recipe on every cluster that has room: the model's FLOPs at the GPU's nominal peak, and each collective at the
+    nominal speed of its link. That simulated operators are as many FLOPs: tests/simulate."""
+    recipes = [resolve(folder.parent) for folder in sorted((REPO / "recipes").glob("*/recipe.yaml"))]
+    seen = 0
+    for name in known_clusters():
+        cluster = find_calibrated(load_cluster(name), None)
+        for resolved in recipes:
+            try:
+                plan = make_plan(resolved, cluster.machine(resolved.recipe.slurm.nodes), sure=False)
+            except UserError:
+                continue  # more ranks than GPUs
+            one, used, peak = plan.machine, plan.strategy, plan.machine.peak_flops
+            if used.compute == "fp8":
+                peak = one.peak_flops_fp8 or peak
+            sent = traffic(plan.shape)
+            each = [(c, used.accumulation) for c in (*sent.forward, *sent.backward, *sent.exposed)]
+            wire = 0.0
+            for collective, times in [*each, *((c, 1) for c in (*sent.last, *sent.after))]:
+                if collective.group.size > 1 and collective.kind in ("gather", "reduce"):
+                    share = 1 - 1 / collective.group.size
+                    wire += times * collective.size * share / collective.group.nominal(one)
+            least = max(flops(plan.shape, hardware=False) / used.world_size / peak, wire)
+            assert 0 < least < plan.step.seconds, (name, resolved.name)
+            seen += 1
+    assert seen > 50

@@ -19,12 +19,13 @@ import pytest
 from typer.testing import CliRunner
 
 from clustertune.cli.app import app
-from clustertune.cluster.load import load_cluster, of_gpus
+from clustertune.cluster.load import known_clusters, load_cluster, of_gpus
 from clustertune.errors import UserError
 from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.lengths import Lengths
-from clustertune.plan.memory import BACKWARD, FORWARD, LOSS, UPDATE
+from clustertune.plan.memory import BACKWARD, EVALUATION, FORWARD, LOSS, REFERENCE, UPDATE
 from clustertune.plan.predict import Plan, make_plan
+from clustertune.plan.step import flops
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from clustertune.simulate import compare, drawing, guard, run
@@ -42,8 +43,8 @@ def recipe(name: str, *overrides: str, depth: int | None = DEPTH) -> Resolved:
     return found if depth is None else run.with_depth(found, depth)
 
 
-def plan_of(resolved: Resolved) -> Plan:
-    gpus = MANY.get(resolved.name)
+def plan_of(resolved: Resolved, gpus: str | None = None) -> Plan:
+    gpus = gpus or MANY.get(resolved.name)
     cluster = find_calibrated(of_gpus(gpus) if gpus else load_cluster("dgx-h100"), None)
     full = Lengths((int(resolved.train_args["max_length"]),), "full rows")
     return make_plan(resolved, cluster.machine(resolved.recipe.slurm.nodes), cluster.constants, lengths=full, sure=False)
@@ -56,25 +57,30 @@ def simulated(name: str, *overrides: str, depth: int | None = DEPTH, ranks: tupl
     return plan, run.simulate(resolved, plan.machine, ranks=ranks, tell=lambda _: None)
 
 
-def differences(name: str, *overrides: str) -> dict[str, float]:
-    return {one.term: one.difference for one in compare.terms(*simulated(name, *overrides)) if one.difference is not None}
-
-
-def hold(name: str, *overrides: str) -> None:
-    """What rests, the peak and every byte that is sent are the plan's."""
-    found = differences(name, *overrides)
-    assert abs(found["at rest"]) < 0.001, found
-    assert abs(found[UPDATE]) < 0.001, found
-    assert -0.03 <= found["peak"] <= 0.05, found  # of two layers; of all of them docs/results/simulate.md
-    sent = {term: value for term, value in found.items() if term.startswith(("all-gather", "reduce-scatter"))}
-    assert sent and all(abs(value) < 0.005 for value in sent.values()), found
+def hold(plan: Plan, found: run.Simulation) -> None:
+    """What rests, every moment and every byte that is sent are the plan's."""
+    terms = {one.term: one for one in compare.terms(plan, found)}
+    off = {name: one.difference for name, one in terms.items() if one.difference is not None}
+    small = 2**22  # bytes of the batch and of rotary tables
+    rest = terms["at rest"]
+    assert rest.planned is not None and abs(rest.planned - rest.counted) < 0.001 * rest.counted + small, off
+    assert -0.01 <= off["peak"] <= 0.03, off
+    moments = [name for name in (FORWARD, LOSS, REFERENCE, BACKWARD, UPDATE, EVALUATION) if name in found.first["moments"]]
+    for one in (terms[name] for name in moments):
+        assert one.planned is not None
+        assert -0.02 * one.counted - small <= one.planned - one.counted <= 0.03 * one.counted + small, off
+    sent = {term: value for term, value in off.items() if term.startswith(("all-gather", "reduce-scatter", "all-reduce"))}
+    assert all(abs(value) < 0.005 for value in sent.values()), off
+    assert sent or found.resolved.world_size == 1
+    rank = flops(plan.shape, hardware=True) / found.resolved.world_size
+    assert 0.85 <= found.first["flops"] / rank <= 1.15  # without attention of packed rows, which torch has no count of
 
 
 @pytest.mark.parametrize("name", ["llama405b-oasst2", "llama8b-lima"])
 def test_two_layers_at_full_width_and_full_world(name: str) -> None:
     """LoRA on 16 ranks, all parameters on 8: loading, sharding, trainer and loss, at the full width."""
-    hold(name)
-    _, found = simulated(name)
+    plan, found = simulated(name)
+    hold(plan, found)
     moments = found.first["moments"]
     assert moments.keys() == {"loading", "at rest", FORWARD, LOSS, BACKWARD, UPDATE, "save", "evaluation"}
     assert found.first["recomputed"] == "2 of 2"
@@ -124,21 +130,58 @@ def test_the_picture_is_of_the_same_numbers() -> None:
 @pytest.mark.parametrize(
     "name",
     ["llama70b-lora", "llama70b-tp-fsdp2", "llama8b-longcontext-32k", "llama70b-fsdp2", "qwen3-8b", "mistral7b-alpaca",
-     "qwen3-30b-a3b-lora"],
+     "qwen3-30b-a3b-lora", "mixtral8x7b-tulu3"],
 )  # fmt: skip
 def test_more_recipes_run_at_full_width(name: str) -> None:
-    """Tensor and context parallelism, offloading, experts: all of it runs, and what rests and is sent is what the plan says."""
-    terms = compare.terms(*simulated(name))
-    sent = [one for one in terms if one.term.startswith(("all-gather", "reduce-scatter", "all-reduce"))]
-    assert sent and all(one.difference is not None and abs(one.difference) < 0.005 for one in sent), sent
-    rest = next(one for one in terms if one.term == "at rest")
-    assert rest.planned is not None and abs(rest.planned - rest.counted) < 0.002 * rest.counted + 2**21  # and the batch
+    """Tensor and context parallelism, offloading, experts, of which there may be fewer than ranks."""
+    hold(*simulated(name))
+
+
+HSDP = [f"accelerate.parallelism_config.parallelism_config_{key}_size={size}" for key, size in
+        (("dp_replicate", 2), ("dp_shard", 4))]  # fmt: skip
+ALONE = ["slurm.gpus_per_node=1", "train.global_batch_size=4", "train.per_device_train_batch_size=1"]
+TIED = {"tie_word_embeddings": True, "vocab_size": 50_304, "num_hidden_layers": 5}
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192,
+        "num_hidden_layers": 3, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 100_352, "pad_token_id": 0,
+        "max_position_embeddings": 4096, "tie_word_embeddings": False, "rms_norm_eps": 1e-5}  # fmt: skip
+SHAPES: dict[str, tuple[str, list[str], dict[str, Any], str | None]] = {
+    "tied, another vocabulary": ("qwen3-8b", [], TIED, None),
+    "tied, one GPU": ("llama1b-oasst2", ALONE, {"num_hidden_layers": 3}, None),
+    "not tied, one GPU": ("llama1b-oasst2", ALONE, TIED | {"tie_word_embeddings": False}, None),
+    "replicas": ("llama8b-lima", HSDP, {"num_hidden_layers": 3, "vocab_size": 64_000}, None),
+    "512 ranks": ("llama405b-oasst2", ["slurm.nodes=64", "train.global_batch_size=512"], {"num_hidden_layers": 3},
+                  "64x8xh100-sxm"),
+    "gate and up in one": ("llama8b-lima", [], PHI3, None),
+    "gate and up in one, adapted": ("llama70b-lora", ["lora.target_modules=[qkv_proj,o_proj,gate_up_proj,down_proj]"],
+                                    PHI3, None),
+    "64 experts of 4": ("qwen3-30b-a3b-lora", [], {"num_hidden_layers": 3, "num_experts": 64, "num_experts_per_tok": 4,
+                                                   "moe_intermediate_size": 1408}, None),
+    "experts that are frozen": ("qwen3-30b-a3b-lora", ["lora.target_parameters=null"], {"num_hidden_layers": 3}, None),
+    "16 experts, all trained": ("mixtral8x7b-tulu3", [], {"num_hidden_layers": 3, "num_local_experts": 16,
+                                                          "intermediate_size": 6400}, None),
+    "preferences, with a reference": ("tiny-dpo", ["lora=null", "train.bf16=true"], PHI3, None),
+    "preferences, with an adapter": ("tiny-dpo", ["train.bf16=true"], PHI3, None),
+    "wider heads under tp": ("llama70b-tp-fsdp2", [], {"num_hidden_layers": 3, "intermediate_size": 14_336}, None),
+}  # fmt: skip
+"""Of none of the recipes: one of them, overrides, keys of its model.json, GPUs."""
+
+
+def of_shape(name: str, folder: Path) -> tuple[Plan, Any]:
+    base, overrides, changes, gpus = SHAPES[name]
+    for part in ("_base", base):
+        shutil.copytree(REPO / "recipes" / part, folder / part)
+    whole = {} if "model_type" in changes else recipe(base, depth=None).architecture
+    (folder / base / "model.json").write_text(json.dumps(whole | changes))
+    resolved = resolve(folder / base, overrides)
+    plan = plan_of(resolved, gpus)
+    return plan, run.simulate(resolved, plan.machine, tell=lambda _: None)
 
 
 @pytest.mark.jobs
-def test_fewer_experts_than_ranks_are_split_evenly() -> None:
-    """Mixtral's 8 on 32 ranks: by its first dimension eight ranks would hold all of them, and the run would be refused."""
-    assert abs(differences("mixtral8x7b-tulu3")["at rest"]) < 0.002
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_that_are_in_no_recipe(name: str, tmp_path: Path) -> None:
+    """Other layers, vocabularies, heads, experts and worlds: the plan's moments follow from the model, not from a fit."""
+    hold(*of_shape(name, tmp_path))
 
 
 def test_no_wait_of_the_host_grows_with_the_layers() -> None:
@@ -161,10 +204,17 @@ def test_ranks_make_the_same_collectives() -> None:
     simulated.cache_clear()
 
 
-def test_the_plan_is_never_faster_than_the_roofline() -> None:
-    for name in ("llama405b-oasst2", "llama8b-lima"):
-        plan, found = simulated(name)
-        assert 0 < compare.least_time(plan, found).seconds < plan.step.seconds
+@pytest.mark.parametrize("name", ["llama405b-oasst2", "llama8b-lima"])
+def test_the_plan_is_never_faster_than_the_roofline(name: str) -> None:
+    """On any cluster that has room: what the operators take at the GPU's peak, and the collectives at nominal speed."""
+    plan, found = simulated(name)
+    assert 0 < compare.least_time(plan, found).seconds < plan.step.seconds
+    for cluster in known_clusters():
+        machine = find_calibrated(load_cluster(cluster), None).machine(found.resolved.recipe.slurm.nodes)
+        if found.resolved.distribution.ranks_per_node <= machine.gpus_per_node:
+            other = make_plan(found.resolved, machine, lengths=plan.lengths, sure=False)
+            least = compare.least_time(other, found)
+            assert max(least.link, found.first["flops"] / machine.peak_flops) < other.step.seconds, cluster
 
 
 # --- planted faults -----------------------------------------------------------------------------------------------------

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.chain import open_run
+from clustertune.chain import export_trained, open_run
 from clustertune.checkpoint.store import verify
-from clustertune.export.whole import export_either
 from clustertune.manifest import read_manifest
 from tests.command import events
 from tests.training.benches import (
@@ -76,7 +75,7 @@ def exported(path: Path) -> dict[str, Any]:
     """The tensors that ``clustertune export`` takes out of the final checkpoint."""
     from safetensors.torch import load_file
 
-    summary = export_either(path)
+    summary = export_trained(path)
     tensors = {k: v for file in sorted(Path(summary["out"]).glob("*.safetensors")) for k, v in load_file(file).items()}
     assert len(tensors) == summary["tensors"]
     return tensors
@@ -289,7 +288,7 @@ def test_experts_are_shared_out_over_the_tensor_parallel_group(benches: Benches,
 @pytest.mark.jobs
 @pytest.mark.parametrize(("trained", "ranks"), [("full", 4), ("full", 2), ("lora", 4)])
 def test_fewer_experts_than_ranks_are_split_by_columns(benches: Benches, trained: str, ranks: int) -> None:
-    """Two experts on four ranks: saved, continued on as many or on two (of a whole expert each), exported; all as one process."""
+    """Two experts on four ranks: saved, continued on as many or on two (a whole expert each), exported; all as one process."""
     mixtral, more = benches("mixtral2"), [*TRAINED[trained], "train.router_aux_loss_coef=0.0"]
     before, after = (wrapping(name, "MixtralDecoderLayer") for name in ("fsdp2-4", "fsdp2-4" if ranks == 4 else "fsdp2"))
     path, alone = mixtral.make(before, *more), mixtral.alone(*more)
