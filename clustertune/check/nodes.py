@@ -214,17 +214,19 @@ def nodes_network(several: JobNodes) -> Iterator[Seen]:
 def nodes_mounts(several: JobNodes) -> Iterator[Seen]:
     """File systems of the network are mounted on all nodes, from the same place."""
     machines, lines = several.machines, []
+    if len(machines) < 2:
+        return
     tables = {id(m): {mount.point: mount.source for mount in m.facts.mounts if lies_elsewhere(mount.kind)} for m in machines}
     own = {str(brick.get("mount")) for m in machines for brick in m.section("storage").get("bricks") or ()}
     points = sorted({point for table in tables.values() for point in table} - own)  # a brick is local on its own node
-    for point in points if len(machines) > 1 else ():
+    for point in points:
         lacking = [m.where for m in machines if point not in tables[id(m)] and not _waits(m, point)]
         sources = {origin(table[point]): table[point] for table in tables.values() if point in table}
         if lacking:
             lines.append(f"{point} is not mounted on {', '.join(lacking[:6])}")
         elif len(sources) > 1:
             lines.append(f"{point} is mounted from {', '.join(sorted(sources.values())[:4])}")
-    good = f"{len(points)} network file systems: the same on {len(machines)} nodes" if points and len(machines) > 1 else ""
+    good = f"{len(points)} network file systems: the same on {len(machines)} nodes" if points else ""
     yield from either(WARN, "; ".join(lines[:6]), good)
 
 

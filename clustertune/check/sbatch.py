@@ -381,8 +381,8 @@ def _secrets(script: Script) -> Iterator[Hit]:
     for number, row in enumerate(script.rows, 1):
         if holds_secret(row):
             yield "secret-in-file", number, {}
-    for name, values in script.assigned.items():
-        for one in values if names_secret(name) else ():
+    for name in filter(names_secret, script.assigned):
+        for one in script.assigned[name]:
             if re.fullmatch(r"[A-Za-z0-9_+=.:-]{8,}", one.text) and re.search(r"\d", one.text) and not hint.search(one.text):
                 yield "secret-in-file", one.line, {}
 

@@ -148,9 +148,11 @@ def gpu_links(topology: str) -> dict[tuple[int, int], str]:
     links: dict[tuple[int, int], str] = {}
     for row in rows:
         own = re.fullmatch(r"GPU(\d+)", row[0].strip()) if row else None
-        for name, cell in zip(columns, row, strict=False) if own and row is not head else ():
+        if own is None or row is head:
+            continue
+        for name, cell in zip(columns, row, strict=False):
             other = re.fullmatch(r"GPU(\d+)", name)
-            if own and other and own[1] != other[1] and cell.strip():
+            if other and own[1] != other[1] and cell.strip():
                 links[int(own[1]), int(other[1])] = cell.strip()
     return links
 

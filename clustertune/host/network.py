@@ -122,8 +122,8 @@ def nccl_files(probe: Probe) -> dict[str, Any]:
     found: dict[str, str] = {}
     home = os.environ.get("HOME", "") if probe.live else ""
     named = os.environ.get("NCCL_CONF_FILE", "") if probe.live else ""
-    for path in (named or (f"{home}/.nccl.conf" if home else ""), "/etc/nccl.conf"):
-        for line in probe.read(path).splitlines() if path else ():
+    for path in filter(None, (named or (f"{home}/.nccl.conf" if home else ""), "/etc/nccl.conf")):
+        for line in probe.read(path).splitlines():
             name, equals, value = line.partition("#")[0].strip().partition("=")
             if equals and re.fullmatch(r"NCCL_[A-Z0-9_]+", name.strip()):
                 found.setdefault(name.strip(), f"{value.strip()} ({path})")
