@@ -105,14 +105,17 @@ eval-ifeval: setup ## IFEval: make eval-ifeval [MODEL=dir] [IFEVAL_DATA=file.jso
 report: setup ## the report of a run: make report RUN=runs/NAME/ID
 	@$(BIN)/clustertune report '$(value RUN)'
 
-lint: setup ## ruff, mypy (strict on the package) and shellcheck
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --diff --quiet . ; exit 1; }
-	@$(BIN)/mypy
-	@find .ci clustertune containers launch ops tests \( -name '*.sh' -o -name '*.sbatch' -o -path '.ci/*' -type f \) -exec $(BIN)/shellcheck {} +
+LINT = $(BIN)/ruff check . && { $(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --diff --quiet .; false; }; } && $(BIN)/mypy && \
+	find .ci clustertune containers launch ops tests \( -name '*.sh' -o -name '*.sbatch' -o -path '.ci/*' -type f \) -exec $(BIN)/shellcheck {} +
 
-test: lint ## lint and the tests, without whole jobs (test-jobs) and campaigns (test-long)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not jobs and not containers" $(PYTEST_FLAGS)
+lint: setup ## ruff, mypy (strict on the package) and shellcheck
+	@$(LINT)
+
+# Side by side: while tests are collected one core has nothing else to do. What lint says comes last.
+test: setup ## lint and the tests, without whole jobs (test-jobs) and campaigns (test-long)
+	@said=$$(mktemp); trap 'rm -f "$$said"' EXIT; { $(LINT); } > "$$said" 2>&1 & lint=$$!; code=0; \
+	$(BIN)/python -m pytest --workers $(WORKERS) -m "not long and not gpu and not jobs and not containers" $(PYTEST_FLAGS) || code=$$?; \
+	wait $$lint || code=$$?; cat "$$said"; exit $$code
 
 test-jobs: setup ## whole jobs under Slurm, torchrun and Ray, each with a fault: power, links, preemption, hangs
 	@$(BIN)/python -m pytest -m "jobs and not long and not containers" --timeout 1800 $(PYTEST_FLAGS)
@@ -172,7 +175,7 @@ lock-check: setup ## check that locks have hashes, match the pins, and no known 
 	@$(BIN)/python -P -m clustertune.containers lock-check $(if $(value DATABASE),--database '$(value DATABASE)')
 
 test-containers: setup ## a SIF and an OCI image of the CPU variant, built, run and searched [SIF=file built before]
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "containers and not long" --timeout 1800 tests/containers $(if $(value SIF),--sif '$(value SIF)') $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest --workers $(WORKERS) -m "containers and not long" --timeout 1800 tests/containers $(if $(value SIF),--sif '$(value SIF)') $(PYTEST_FLAGS)
 
 library-facts: setup ## record the settings of the pinned TRL, PEFT, accelerate, DeepSpeed and transformers
 	@$(BIN)/python -m tools.library_facts

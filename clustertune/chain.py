@@ -93,19 +93,8 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str], *, take: bo
         if not same or (before.world_size, before.accelerate) != (resolved.world_size, resolved.accelerate):
             run.describe(resolved)
         return run
-    document = {
-        "description": 1,
-        "recipe": resolved.as_dict(),
-        "fingerprint": resolved.fingerprint(),
-        "created": round(time.time(), 3),
-        "command": list(command),
-        "versions": _versions(),
-        "host": {"name": platform.node(), "platform": platform.platform(), "cpus": os.cpu_count(), "gpus": visible_gpus()},
-        "git": _git(),
-    }
-    path.mkdir(parents=True, exist_ok=True)
-    manifest.write_durably(run.run_json, json.dumps(document, indent=1) + "\n")
-    run.write_own_files(resolved)
+    host = {"name": platform.node(), "platform": platform.platform(), "cpus": os.cpu_count(), "gpus": visible_gpus()}
+    run.create(resolved, command=list(command), versions=_versions(), host=host, git=_git())
     return run
 
 
