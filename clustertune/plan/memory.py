@@ -459,7 +459,7 @@ class _Memory(SavedActivations):
             gathered = [layers, ends] if plan.reshard else self._all_gathered(1.0, self.first_end + tail)
         inside = max(self.passing(kind) for kind in self.shape.counted.layers)
         if self.masked and plan.attention == "sdpa":
-            inside += (1 + self.width) * plan.row / plan.micro_batch * plan.eval_batch
+            inside += (1 + self.width) * plan.sequence * (plan.eval_batch if plan.packing and plan.isolated else 1)
         held = self._rows(2, tokens, "inputs of the layer at work and of the first one")
         head = [*self.gathered_at_loss(), self.whole_head(back=False), self.logits(back=False, tokens=tokens), self.cast_head()]
         values = {"tokens": tokens, "size": 2.0 * FULL * self.shape.counted.hidden if self.passes_norms else 0.0}
@@ -768,22 +768,18 @@ class _Memory(SavedActivations):
         return max(self.shape.experts(kind) for kind in self.shape.counted.layers)
 
     def _working(self, kind: LayerKind) -> float:
-        """Bytes inside the layer at work, beside what it keeps: of its gradients; or of adapted experts that are computed again
-        the update and the sum, their weighed rows and the gradient of these, and the two rows of the residual sum.
-
-        Backward each matrix's gradient takes the place of its sum, but that one at a time has a copy, scaled.
-        """
+        """Bytes inside the layer at work, beside what it keeps: of its gradients; or, where experts are computed again, what is
+        there at their end: four times the tokens' rows, of which some are kept, two rows of the residual sum, and of adapted
+        ones the update and the sum. Backward each matrix's gradient takes the place of its sum; one at a time has a copy."""
         adapted = [one.copies * one.inputs * one.outputs for one in kind.linears if one.name in self.shape.wrapped]
-        again = self.shape.strategy.recompute.share > 0 and bool(adapted)
+        again = self.shape.strategy.recompute.share > 0
         back = max(
             self.shape.tokens * self.working(kind) + self._gradients(kind, GROUPS[3]),
             self.shape.tokens * self.norm_back(kind) + self._gradients(kind, GROUPS[2] + GROUPS[3]),
         )
         back += self.width * (max(adapted, default=0) + (sum(adapted) if again else 0))
-        if not again:
-            return back
-        rows = 2 * self.expert_rows(kind) + 2 * self.stream * self.shape.counted.hidden
-        return max(back, self.shape.tokens * rows + 2 * self.width * sum(adapted))
+        rows = 4 * self.expert_rows(kind) - self.experts(kind) + 2 * self.stream * self.shape.counted.hidden
+        return max(back, self.shape.tokens * rows + 2 * self.width * sum(adapted)) if again else back
 
     def recomputed(self, index: float) -> list[Term]:
         """The layer that is recomputed at the moment. Where some are not recomputed, the last one is among them, and what it
