@@ -105,14 +105,17 @@ eval-ifeval: setup ## IFEval: make eval-ifeval [MODEL=dir] [IFEVAL_DATA=file.jso
 report: setup ## the report of a run: make report RUN=runs/NAME/ID
 	@$(BIN)/clustertune report '$(value RUN)'
 
-lint: setup ## ruff, mypy (strict on the package) and shellcheck
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --diff --quiet . ; exit 1; }
-	@$(BIN)/mypy
-	@find .ci clustertune containers launch ops tests \( -name '*.sh' -o -name '*.sbatch' -o -path '.ci/*' -type f \) -exec $(BIN)/shellcheck {} +
+LINT = $(BIN)/ruff check . && { $(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --diff --quiet .; false; }; } && $(BIN)/mypy && \
+	find .ci clustertune containers launch ops tests \( -name '*.sh' -o -name '*.sbatch' -o -path '.ci/*' -type f \) -exec $(BIN)/shellcheck {} +
 
-test: lint ## lint and the tests, without whole jobs (test-jobs) and campaigns (test-long)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not jobs and not containers" $(PYTEST_FLAGS)
+lint: setup ## ruff, mypy (strict on the package) and shellcheck
+	@$(LINT)
+
+# Side by side: while tests are collected one core has nothing else to do. What lint says comes last.
+test: setup ## lint and the tests, without whole jobs (test-jobs) and campaigns (test-long)
+	@said=$$(mktemp); trap 'rm -f "$$said"' EXIT; { $(LINT); } > "$$said" 2>&1 & lint=$$!; code=0; \
+	$(BIN)/python -m pytest --workers $(WORKERS) -m "not long and not gpu and not jobs and not containers" $(PYTEST_FLAGS) || code=$$?; \
+	wait $$lint || code=$$?; cat "$$said"; exit $$code
 
 test-jobs: setup ## whole jobs under Slurm, torchrun and Ray, each with a fault: power, links, preemption, hangs
 	@$(BIN)/python -m pytest -m "jobs and not long and not containers" --timeout 1800 $(PYTEST_FLAGS)
@@ -132,8 +135,8 @@ gpu-check: $(if $(filter file default undefined,$(origin PYTHON)),setup) ## chec
 	@$(GPU_PYTHON) -m tools.gpu_check $(if $(value NAME),--name '$(value NAME)') $(if $(value PARTS),--parts '$(value PARTS)') \
 		$(if $(value BUDGET),--budget '$(value BUDGET)') $(if $(value AGAIN),--again) $(if $(value BACKEND),--backend '$(value BACKEND)')
 
-bench-merge: setup ## measure the merge against cp and PEFT and write docs/results/
-	@$(BIN)/python -m tools.merge_bench --report docs/results/merge.md
+bench-merge: setup ## measure the merge against cp and PEFT
+	@$(BIN)/python -m tools.merge_bench
 
 doctor: setup ## find what would stop or slow a training run: make doctor [RECIPE=NAME] [CLUSTER=NAME]
 	@$(BIN)/clustertune doctor $(if $(filter-out file,$(origin RECIPE)),'$(value RECIPE)') $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
@@ -151,19 +154,19 @@ planner-grade: setup ## grade the planner against published runs, as a table and
 # Images are built before anything is installed: any Python 3.11 or newer will do.
 IMAGE = $(PYTHON) -m clustertune.containers
 image_options = $(if $(value VARIANT),--variant '$(value VARIANT)') $(if $(value BASE),--base '$(value BASE)') \
-	$(if $(value EXTRAS),--extras '$(value EXTRAS)') $(if $(value OUT),--out '$(value OUT)')
+	$(if $(value EXTRAS),--extras '$(value EXTRAS)')
 
 docs: setup ## build the documentation site in site/, without network
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-pictures: setup ## the pictures of the README, made by the commands that they show (and chromium)
+pictures: setup ## the README's picture of a plan, made by the command that it shows
 	@$(BIN)/python -m tools.pictures
 
 build-sif: ## train.sif: [VARIANT=cpu] [EXTRAS=ray] [DEFINITION=reference] [BASE=standin] [OUT=file]
-	@$(IMAGE) build-sif $(image_options) $(if $(value DEFINITION),--definition '$(value DEFINITION)')
+	@$(IMAGE) build-sif $(image_options) $(if $(value DEFINITION),--definition '$(value DEFINITION)') $(if $(value OUT),--out '$(value OUT)')
 
-build-image: ## the same for docker or podman: [VARIANT=cpu] [EXTRAS=ray] [BASE=standin] [OUT=archive]
-	@$(IMAGE) build-image $(image_options)
+build-image: ## the same for docker or podman: [VARIANT=cpu] [EXTRAS=ray] [BASE=standin]
+	@$(if $(value OUT),$(error OUT is for build-sif: an archive of the image is made by podman save or docker save))$(IMAGE) build-image $(image_options)
 
 lock: setup ## write containers/*.lock from containers/versions.env: every package with its hash
 	@$(BIN)/python -P -m clustertune.containers lock
@@ -172,7 +175,7 @@ lock-check: setup ## check that locks have hashes, match the pins, and no known 
 	@$(BIN)/python -P -m clustertune.containers lock-check $(if $(value DATABASE),--database '$(value DATABASE)')
 
 test-containers: setup ## a SIF and an OCI image of the CPU variant, built, run and searched [SIF=file built before]
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "containers and not long" --timeout 1800 tests/containers $(if $(value SIF),--sif '$(value SIF)') $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest --workers $(WORKERS) -m "containers and not long" --timeout 1800 tests/containers $(if $(value SIF),--sif '$(value SIF)') $(PYTEST_FLAGS)
 
 library-facts: setup ## record the settings of the pinned TRL, PEFT, accelerate, DeepSpeed and transformers
 	@$(BIN)/python -m tools.library_facts

@@ -98,7 +98,7 @@ class StandingChild:
                     pipe.write(_answer(lambda: work(json.loads(line))) + b"\n")  # noqa: B023 - called at once
                     pipe.flush()
 
-        self._pid, answers = _fork(serve, memory, (requests,))
+        self._pid, answers = fork_child(serve, memory, (requests,))
         os.close(requests)
         self._answers = open(answers, "rb")  # noqa: PTH123, SIM115
         self.ended = False
@@ -119,10 +119,10 @@ class StandingChild:
         self.ended = True
         os.close(self._requests)
         self._answers.close()
-        if (status := _reap(self._pid, time.monotonic() + 1.0)) is None:
+        if (status := reap(self._pid, time.monotonic() + 1.0)) is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
-            status = _reap(self._pid, time.monotonic() + 0.5)
+            status = reap(self._pid, time.monotonic() + 0.5)
         return status
 
 
@@ -171,7 +171,7 @@ def _collect(started: Mapping[str, tuple[int, int]], deadline: float) -> dict[st
 
 
 def _start(work: Work, memory: int | None = None) -> tuple[int, int]:
-    return _fork(lambda pipe: pipe.write(_answer(work)), memory)
+    return fork_child(lambda pipe: pipe.write(_answer(work)), memory)
 
 
 def _answer(work: Work) -> bytes:
@@ -182,7 +182,7 @@ def _answer(work: Work) -> bytes:
     return json.dumps(answer).encode()
 
 
-def _fork(talk: Callable[[BinaryIO], Any], memory: int | None, kept: Iterable[int] = ()) -> tuple[int, int]:
+def fork_child(talk: Callable[[BinaryIO], Any], memory: int | None = None, kept: Iterable[int] = ()) -> tuple[int, int]:
     """A child that talks into a pipe, with its limits and no file of ours but ``kept``; its id, and the pipe's other end."""
     reader, writer = os.pipe()
     pid = os.fork()
@@ -211,7 +211,7 @@ def _fork(talk: Callable[[BinaryIO], Any], memory: int | None, kept: Iterable[in
 
 def _end(pid: int, fd: int, text: bytes, done: bool, gone_by: float) -> Answer:
     os.close(fd)
-    status = _reap(pid, gone_by + 10.0 if done else gone_by)  # what has closed its pipe is at its end
+    status = reap(pid, gone_by + 10.0 if done else gone_by)  # what has closed its pipe is at its end
     if done and text:
         return Answer(**json.loads(text))
     if done:
@@ -224,7 +224,7 @@ def _without_answer(status: int | None) -> Answer:
     return Answer(errno=errno.ECHILD, signal=os.WTERMSIG(status) if status and os.WIFSIGNALED(status) else None)
 
 
-def _reap(pid: int, deadline: float) -> int | None:
+def reap(pid: int, deadline: float) -> int | None:
     """How the child has ended, None where it has not; a killed one takes a moment, one in ``D`` for ever."""
     while True:
         with contextlib.suppress(ChildProcessError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import tempfile
 import time
@@ -13,10 +14,11 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from clustertune.cluster.load import load_cluster, of_gpus
-from clustertune.errors import Problem, UserError, raise_if, storage_error
+from clustertune.data.measure import MeasuredData, measure
+from clustertune.errors import Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.host.system import GIB
 from clustertune.plan.advise import CostedCandidate, advise
 from clustertune.plan.calibration import CalibratedCluster, find_calibrated
@@ -24,17 +26,15 @@ from clustertune.plan.lengths import PACKED_SHARE, Lengths, of_counts
 from clustertune.plan.predict import fewest_nodes
 from clustertune.plan.schedule import FEW_STEPS
 from clustertune.recipe.accelerate_file import ALONE, REPLICATED, SHARDED, merged
-from clustertune.recipe.layers import RECIPES, read_overrides
+from clustertune.recipe.layers import RECIPES, did_you_mean, read_overrides
 from clustertune.recipe.native_rules import filled, train_defaults
 from clustertune.recipe.parameters import count, parameter_count
-from clustertune.resolve.models import FoundModel, size_of
+from clustertune.recipe.sections import NAME
+from clustertune.resolve.models import FoundModel, find_model, known_models, size_of
 from clustertune.resolve.overrides import RecipeSource, loading
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.tiny import RANKS
 from clustertune.tree import how_to_install
-
-if TYPE_CHECKING:
-    from clustertune.data.measure import MeasuredData
 
 METHODS = ("lora", "qlora", "full")
 BATCH, SMALL_BATCH = 32, 8
@@ -433,3 +433,52 @@ def commands(recipe: str, options: Sequence[str]) -> list[str]:
         f"clustertune nccl-check {cluster}",
         f"clustertune submit {recipe} {cluster}",
     ]
+
+
+def read_options(
+    model: str | None, data: str | None, method: str, gpus: str | None, cluster: str | None, *,
+    needs_data: bool = False, of_data: Mapping[str, Any] | None = None,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """What the options name: the model, the measured data (None without), the place. Raises UserError with every problem.
+
+    ``of_data``: keys of the section ``data`` that the command line states.
+    """
+    problems: list[Problem] = []
+    if method not in METHODS:
+        fix = did_you_mean(method, METHODS)
+        problems.append(Problem(f"{method!r} is not a method", file="command line", key="--method", fix=fix))
+    if model is None:
+        fix = f"--model OWNER/NAME or a config.json; known without the Hub: {', '.join(known_models())}"
+        problems.append(Problem("missing", file="command line", key="--model", fix=fix))
+    if data is None and needs_data:
+        fix = "--data FILE, a folder, or a dataset of the Hub"
+        problems.append(Problem("missing", file="command line", key="--data", fix=fix))
+    if gpus is not None and cluster is not None:
+        text = "--gpus and --cluster exclude each other: a cluster file says which GPUs there are"
+        problems.append(Problem(text, file="command line", key="--gpus", fix="leave one out"))
+    made_of = measured = at = None
+    if model is not None:
+        with collect_problems(problems):
+            made_of = find_model(model)
+    if data is not None:
+        with collect_problems(problems):
+            measured = measure(data, of_data)
+    with collect_problems(problems):
+        at = where(gpus, cluster)
+    raise_if(problems)
+    return made_of, measured, at
+
+
+def target(name: str) -> Path:
+    """The folder of a new recipe. Raises UserError where the name is none, or the folder exists."""
+    folder = Path(name) if "/" in name else Path("recipes", name)
+    text = fix = None
+    if not re.fullmatch(NAME, folder.name):
+        text = "must be letters, digits, '.', '_' and '-', 64 at most, the first a letter or digit"
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        text, fix = "exists already: nothing is overwritten", "choose another name, or remove it"
+    elif not folder.parent.is_dir() and "/" in name:
+        text, fix = f"{folder.parent} is not a folder", "make it first"
+    if text:
+        raise UserError(text, file=str(folder), key="NAME", fix=fix)
+    return folder

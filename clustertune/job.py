@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from clustertune.containers import pins
 from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, UserError, raise_if
 from clustertune.evaluate.servers import GIVEN, JOB, START_SECONDS, ServingJob, note_end
-from clustertune.launch import container, image, megatron_image, progress, serving, slurm, srun
+from clustertune.events import read_object
+from clustertune.launch import cluster_paths, container, image, megatron_image, progress, serving, signal_margin, slurm, srun
 from clustertune.launch.agent import stop_request_file
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import AttemptPlan, Node
@@ -32,8 +33,8 @@ from clustertune.launch.rendezvous import first_port
 from clustertune.nccl_check import link_check
 from clustertune.process import STOP_SIGNALS, Stopped, end
 from clustertune.resolve.resolved import Resolved
-from clustertune.rundir import STAGES, RunDir, keep_private
-from clustertune.staging import staging_step
+from clustertune.rundir import STAGES, Description, RunDir, keep_private
+from clustertune.staging import bundle, staging_step
 from clustertune.training.event_log import EventLog
 
 CONTROLLER_SECONDS = 900.0
@@ -41,16 +42,87 @@ CONTROLLER_SECONDS = 900.0
 ASK_SECONDS = 10.0
 
 
+@dataclass(frozen=True)
+class JobInputs:
+    """What a job works on, from its first line to its last."""
+
+    resolved: Resolved
+    cluster: Cluster
+    allocation: Allocation
+    path: Path
+    """The run folder."""
+    stages: tuple[str, str]
+    """The first and the last."""
+    variables: Sequence[Setting] = ()
+    """Of every stage and rank: where caches lie. This process has them already."""
+    evaluation: serving.Evaluation | None = None
+    """How ``eval`` answers its prompts; None: it is derived here."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether the training is among the stages."""
+        return "train" in STAGES[STAGES.index(self.stages[0]) : STAGES.index(self.stages[1]) + 1]
+
+    def step_command(self, attempt: int, environ: Mapping[str, str] = os.environ) -> list[str]:
+        """``srun`` of the node's program, in the cluster's container if it has one. ``environ``: of the batch script."""
+        return self._on_nodes(srun.node_command(self.path, attempt), environ=environ)
+
+    def staging_command(self, attempt: int) -> list[str]:
+        """``srun`` of the copies on every node. One that fails leaves the others theirs."""
+        return self._on_nodes(staging_step.step_command(self.path, attempt), options=["--kill-on-bad-exit=0"])
+
+    def _on_nodes(self, command: Sequence[str], **how: Any) -> list[str]:
+        inside = megatron_image.of_training(self.resolved, self.cluster)
+        return srun.in_job(command, inside, self.allocation, binds=container.paths_of(self.resolved, self.path), **how)
+
+    def settings(self, traces: str | None = None) -> list[Setting]:
+        """The environment of every rank. Cores are those that this node really has: a rehearsal claims more."""
+        cores = len(os.sched_getaffinity(0))
+        return environment(
+            self.cluster,
+            world_size=self.resolved.world_size,
+            ranks_per_node=max(1, self.resolved.world_size // len(self.allocation.nodes)),
+            cpus_per_node=self.allocation.cpus_per_node or cores,
+            job=self.allocation.job_id,
+            cpu_only=not has_gpus(),
+            present=cores,
+            traces=traces,
+        )
+
+    def describe(self) -> list[str]:
+        """What the job is about to do, a line each: nodes, ranks, environment with the reason of each variable, the command."""
+        allocation, (first, last) = self.allocation, self.stages
+        start = f", start {allocation.restart + 1}" if allocation.restart else ""
+        what = first if first == last else f"{first} to {last}"
+        nodes = ", ".join(allocation.nodes)
+        lines = [f"job {allocation.job_id}{start}: {self.resolved.name}, {what}, on {nodes}; run folder {self.path}"]
+        lines += [f"  {s.name}={s.value}  # {s.reason}" for s in self.variables]
+        if not self.trains:
+            return lines
+        ranks = self.resolved.world_size // len(allocation.nodes)
+        return [
+            *lines,
+            f"{self.resolved.world_size} ranks, {ranks} on each node; cluster {self.cluster.name}",
+            *(f"  {s.name}={s.value}  # {s.reason}" for s in self.settings()),
+            f"on every node: {shlex.join(self.step_command(1))}",
+        ]
+
+
 @dataclass
 class JobChain(chain.Chain):
     """The chain with its training spread over the nodes of an allocation."""
 
-    allocation: Allocation = field(kw_only=True)
-    cluster: Cluster = field(kw_only=True)
-    evaluation: serving.Evaluation | None = None
-    """How ``eval`` answers its prompts; None: it is derived here."""
+    inputs: JobInputs = field(kw_only=True)
     signals: list[int] = field(default_factory=list)
     """Stop signals that this process got, in order."""
+
+    @property
+    def allocation(self) -> Allocation:
+        return self.inputs.allocation
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.inputs.cluster
 
     @property
     def job(self) -> str:
@@ -128,7 +200,7 @@ class JobChain(chain.Chain):
     @contextlib.contextmanager
     def servers(self) -> Iterator[Path | None]:
         """vLLM's servers as a step of the job, while the context lasts; the folder by which the client finds them."""
-        found = self.evaluation or serving.evaluation(self.resolved, self.cluster)
+        found = self.inputs.evaluation or serving.evaluation(self.resolved, self.cluster)
         if found.serving is None:
             yield None
             return
@@ -172,8 +244,7 @@ class JobChain(chain.Chain):
 
     def make_plan(self, attempt: int, from_step: int) -> AttemptPlan:
         names = self.allocation.nodes
-        traces = str(self.run.attempt(attempt).resolve())
-        settings = settings_of(self.resolved, self.cluster, self.allocation, traces)
+        settings = self.inputs.settings(traces=str(self.run.attempt(attempt).resolve()))
         return AttemptPlan(
             attempt=attempt,
             nodes=tuple(Node(name, name) for name in names),
@@ -193,43 +264,24 @@ class JobChain(chain.Chain):
     def start(self, plan: AttemptPlan) -> bool:
         """One attempt as one step of the job."""
         folder = self.run.attempt(plan.attempt)
-        command = step_command(self.resolved, self.run.path, plan.attempt, self.cluster, self.allocation)
+        command = self.inputs.step_command(plan.attempt)
         say(f"attempt {plan.attempt}: {plan.world_size} ranks on {', '.join(node.name for node in plan.nodes)}")
         contained = self.cluster.container.runtime in container.RUNTIMES
         ask = stop_request_file(folder).touch if contained else None
         if staging_step.is_on(self.resolved, self.cluster):
             # A step of its own: it ends when every node has its copies, and no rank waits in a collective for one that copies.
-            copies = staging_command(self.resolved, self.run.path, plan.attempt, self.cluster, self.allocation)
+            copies = self.inputs.staging_command(plan.attempt)
             srun.run_step(copies, self.signals, self.still_mine, ask=stop_request_file(folder).touch)
         srun.run_step(command, self.signals, self.still_mine, lambda: any_node_failed(folder, plan), ask)
         return bool(self.signals)
 
 
-def step_command(
-    resolved: Resolved,
-    run_path: Path,
-    attempt: int,
-    cluster: Cluster,
-    allocation: Allocation,
-    environ: Mapping[str, str] = os.environ,
-) -> list[str]:
-    """``srun`` of the node's program, in the cluster's container if it has one. ``environ``: of the batch script."""
-    command, inside = srun.node_command(run_path, attempt), megatron_image.of_training(resolved, cluster)
-    return srun.in_job(command, inside, allocation, binds=container.paths_of(resolved, run_path), environ=environ)
-
-
-def staging_command(resolved: Resolved, run_path: Path, attempt: int, cluster: Cluster, allocation: Allocation) -> list[str]:
-    """``srun`` of the copies on every node. One that fails leaves the others theirs."""
-    command, inside = staging_step.step_command(run_path, attempt), megatron_image.of_training(resolved, cluster)
-    binds = container.paths_of(resolved, run_path)
-    return srun.in_job(command, inside, allocation, binds=binds, options=["--kill-on-bad-exit=0"])
-
-
-def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
+def check_image(run: RunDir, inputs: JobInputs) -> None:
     """Hold the cluster's image against its sum, and what it has installed against the pins; run.json keeps both.
 
     Once in every start of the job: what is missing is reported before hours of preparation. Raises UserError.
     """
+    resolved, allocation = inputs.resolved, inputs.allocation
     gpus = bool(allocation.gpus_per_node)
 
     def look(of: Cluster) -> tuple[image.Image, list[str], image.Stack] | None:
@@ -241,9 +293,9 @@ def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
         started = srun.on_first_node(command, of, binds=binds, host=allocation.nodes[0], gpus=gpus, environ=os.environ)
         return found, notes, image.ask(started, found.image)
 
-    if (looked := look(cluster)) is None:
+    if (looked := look(inputs.cluster)) is None:
         return
-    (found, notes, seen), pinned, resolved = looked, pins.read(), run.resolved()
+    (found, notes, seen), pinned = looked, pins.read()
     problems, warnings = image.judge(seen, pinned, found.image)
     problems += image.lacking(seen, resolved.train_args, found.image, gpus=gpus)
     for text in filter(None, (*notes, image.changed(run.read().get("container"), found), *warnings)):
@@ -251,8 +303,8 @@ def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
     raise_if(problems)
     say(f"container: {found.image}, sha256 {(found.sha256 or 'unknown')[:16]}, Python {seen.python}")
     run.update(container={**found.as_json(), **image.record(seen, pinned)})
-    inner = megatron_image.of_training(resolved, cluster)
-    if inner is cluster or (looked := look(inner)) is None:  # the ranks of a Megatron recipe run in another image
+    inner = megatron_image.of_training(resolved, inputs.cluster)
+    if inner is inputs.cluster or (looked := look(inner)) is None:  # the ranks of a Megatron recipe run in another image
         return
     found, notes, seen = looked
     for text in notes:
@@ -263,23 +315,12 @@ def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
     run.update(megatron_container={**found.as_json(), "python": seen.python, "packages": versions})
 
 
-def run(
-    resolved: Resolved,
-    cluster: Cluster,
-    allocation: Allocation,
-    path: Path,
-    stages: tuple[str, str],
-    command: Sequence[str],
-    variables: Sequence[Setting] = (),
-    evaluation: serving.Evaluation | None = None,
-) -> dict[str, dict[str, Any]]:
+def run(inputs: JobInputs, command: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The stages of a job. Where it has to end before them, and may continue later, it is requeued.
-
-    ``variables``: of every stage and rank, as this process has them already; run.json keeps them. ``evaluation``: what was
-    decided on the stage ``eval``; None: nothing.
 
     Raises UserError as the chain does, or Stopped.
     """
+    resolved, cluster, allocation, path = inputs.resolved, inputs.cluster, inputs.allocation, inputs.path
     chain.check_folder(resolved, path)  # before anything is written there: it may be no run folder at all
     signals: list[int] = []
     began = False
@@ -289,13 +330,12 @@ def run(
             stack.enter_context(progress.taken_over(RunDir(path), allocation.job_id, allocation.restart, slurm.is_running))
             began = True
             opened = chain.open_run(resolved, path, command)
-            opened.describe(resolved, cluster, None, evaluation)
+            opened.describe(resolved, cluster, None, inputs.evaluation)
             opened.update(allocation=asdict(allocation))
-            opened.update(environment=[asdict(setting) for setting in variables])
-            check_image(opened, cluster, allocation)
+            opened.update(environment=[asdict(setting) for setting in inputs.variables])
+            check_image(opened, inputs)
             chain.keep_forecast(opened, resolved, cluster)
-            links = JobChain(opened, resolved, allocation=allocation, cluster=cluster, evaluation=evaluation, signals=signals)
-            return links.go(*stages)
+            return JobChain(opened, resolved, inputs=inputs, signals=signals).go(*inputs.stages)
         except UserError as error:
             if error.code is ExitCode.AGAIN and began:
                 _requeue(allocation, path, signals)
@@ -360,47 +400,94 @@ def _may_requeue(job: str) -> bool:
     return found.get("Reason") == "TimeLimit" or found.get("JobState") == "RUNNING"
 
 
-def describe(
-    resolved: Resolved,
-    cluster: Cluster,
-    allocation: Allocation,
-    path: Path,
-    stages: tuple[str, str],
-    variables: Sequence[Setting] = (),
-) -> list[str]:
-    """What a job is about to do, line by line: nodes, ranks, environment with the reason of each variable, the command."""
-    start = f", start {allocation.restart + 1}" if allocation.restart else ""
-    what = stages[0] if stages[0] == stages[1] else f"{stages[0]} to {stages[1]}"
-    head = f"job {allocation.job_id}{start}: {resolved.name}, {what}, on {', '.join(allocation.nodes)}; run folder {path}"
-    settings = [f"  {s.name}={s.value}  # {s.reason}" for s in variables]
-    if "train" not in STAGES[STAGES.index(stages[0]) : STAGES.index(stages[1]) + 1]:
-        return [head, *settings]
-    ranks = resolved.world_size // len(allocation.nodes)
-    return [
-        head,
-        *settings,
-        f"{resolved.world_size} ranks, {ranks} on each node; cluster {cluster.name}",
-        *(f"  {s.name}={s.value}  # {s.reason}" for s in settings_of(resolved, cluster, allocation)),
-        f"on every node: {shlex.join(step_command(resolved, path, 1, cluster, allocation))}",
-    ]
-
-
 def has_gpus() -> bool:
     """Whether this node really has GPUs: those of a rehearsal are names only."""
     return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
 
 
-def settings_of(resolved: Resolved, cluster: Cluster, allocation: Allocation, traces: str | None = None) -> list[Setting]:
-    """The environment of every rank. Cores are those that this node really has: a rehearsal claims more."""
-    ranks = max(1, resolved.world_size // len(allocation.nodes))
-    cores = len(os.sched_getaffinity(0))
-    return environment(
-        cluster,
-        world_size=resolved.world_size,
-        ranks_per_node=ranks,
-        cpus_per_node=allocation.cpus_per_node or cores,
-        job=allocation.job_id,
-        cpu_only=not has_gpus(),
-        present=cores,
-        traces=traces,
-    )
+# --- what a job begins with --------------------------------------------------------------------------------------------
+
+
+def start(inputs: JobInputs, script: Path | None, command: Sequence[str]) -> None:
+    """Say what the job is about to do, and run it. ``script``: the batch script of a job by hand. Raises UserError, Stopped."""
+    cluster_paths.make()
+    margin = inputs.resolved.recipe.slurm.signal_seconds
+    late = None
+    if script is not None:
+        take_log(inputs.path, inputs.allocation.name, inputs.allocation.job_id)
+        if inputs.trains:  # the other stages continue file by file, and need less
+            stated = signal_margin.given_in(script.read_text(errors="replace"))
+            late = signal_margin.warning(stated, margin, inputs.allocation.limit_minutes)
+    for line in inputs.describe():
+        say(line)
+    for text in filter(None, (late, *inputs.resolved.warnings)):
+        say(f"warning: {text}")
+    run(inputs, command)
+    say(f"done: {inputs.path}")
+
+
+def begun(job: str, folders: Iterable[Path]) -> tuple[Path, int] | None:
+    """Run folder and description of a job by hand that is started again; None if its first start recorded none.
+
+    Recipe and cluster file may have been edited since: another recipe would be another run, from its first step.
+    """
+    for folder in folders:
+        if read_object(folder / progress.OWNER).get("job") == job and RunDir(folder).run_json.exists():
+            body = RunDir(folder).read()
+            return (folder, int(body["description"])) if body.get("cluster") else None
+    return None
+
+
+def recorded(run_dir: Path | None, number: int | None, *, of_sweep: bool) -> Description | None:
+    """What ``submit``, or ``sweep`` for a point, decided; None for a job by hand.
+
+    Raises UserError where the run folder does not say it.
+    """
+    if of_sweep and run_dir is not None and RunDir(run_dir).run_json.exists():
+        body = RunDir(run_dir).read()
+        number = body.get("description") if body.get("cluster") else None
+    if number is None:
+        return None
+    if run_dir is None:
+        raise UserError("--description needs --run-dir", file="command line", key="--description", fix="add --run-dir")
+    found = RunDir(run_dir).description(number)
+    if found.cluster is None:
+        text = f"description {number} has no cluster"
+        raise UserError(text, file=str(RunDir(run_dir).run_json), key="cluster", fix="clustertune submit again")
+    return found
+
+
+def collected(resolved: Resolved, cluster: Cluster) -> Path | None:
+    """What lies for the recipe in the cluster's folder of models.
+
+    ``submit`` has looked into one that only its shell can name.
+    """
+    try:
+        found, notes = bundle.offered(resolved, cluster_paths.folder(cluster, "models"))
+    except UserError as error:
+        found, notes = None, [str(error.problems[0])]
+    for note in notes:
+        say(f"note: {note}")
+    return found
+
+
+def take_log(run: Path, name: str, job: str) -> None:
+    """Move the log of a job by hand from the checkout, where the header of launch/run.sbatch has it begin, to the run's others.
+
+    A log of another name was chosen, and stays as it is. The batch script is asked to follow (SIGUSR2).
+    """
+    written, wanted = Path.cwd() / f"{name}-{job}.log", run.resolve() / "logs" / f"{name}-{job}.log"
+    try:
+        if written.is_symlink() or not written.is_file() or not written.samefile("/proc/self/fd/1"):
+            return
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        sys.stdout.flush()
+        handle = os.open(wanted, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # of an earlier start too: requeued jobs append
+        os.write(handle, written.read_bytes())
+        for stream in (1, 2):
+            os.dup2(handle, stream)
+        os.close(handle)
+        os.kill(os.getppid(), signal.SIGUSR2)
+        written.unlink()
+    except OSError as error:
+        say(f"note: the log stays at {written}: {error}")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 from clustertune import manifest, secrets
 from clustertune.checkpoint.cadence import Cadence
 from clustertune.checkpoint.store import CheckpointStore
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, is_full, storage_cause, storage_error
 from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.attempt import PLAN, AttemptPlan, check_fence
 from clustertune.launch.environment import one_gpu
@@ -36,7 +36,6 @@ from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 from clustertune.staging import bundle, needs, staging_step
 from clustertune.staging.hashed_copy import amount
-from clustertune.storage import is_full, storage_cause
 from clustertune.training import bench_schedule, tracker
 from clustertune.training.heartbeat import Attempt, Heartbeat
 
@@ -187,7 +186,7 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
         _limit(run, resolved, number, stop)
     keys = _take_secrets()
     near = staging_step.local_folders(records, _node_of(int(os.environ.get("RANK", "0")), records))
-    source = (str(near["model"]), None) if "model" in near else needs.model_source(run, resolved)
+    source = (str(near["model"]), None) if "model" in near else needs.base_of(resolved, run).source
 
     def fence() -> None:
         check_fence(run.path, number)

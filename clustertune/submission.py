@@ -12,9 +12,9 @@ from typing import Any
 import typer
 
 from clustertune import chain, lock
-from clustertune.cluster.load import argument, load_cluster
+from clustertune.cluster.load import reference
 from clustertune.cluster.schema import Cluster
-from clustertune.console import emit_json, say
+from clustertune.console import aligned, duration, emit_json, reply, say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import bill, cluster_paths, container, image, megatron_image, serving, shape, signal_margin
 from clustertune.launch import stage_jobs as launch
@@ -23,9 +23,10 @@ from clustertune.launch.attempt import newest_attempt
 from clustertune.launch.environment import Setting, environment
 from clustertune.megatron import settings, shown
 from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
+from clustertune.report import state as states
 from clustertune.resolve.models import find_obstacles
 from clustertune.resolve.resolved import Resolved, expand_home, is_there
-from clustertune.rundir import STAGES, RunDir, keep_private, require_stage
+from clustertune.rundir import STAGES, RunDir, default_run_dir, keep_private, require_stage
 from clustertune.staging import bundle
 from clustertune.tree import ROOT
 
@@ -41,7 +42,7 @@ class SubmissionPlan:
     """What a submission would send."""
 
     resolved: Resolved
-    machine: Cluster
+    cluster: Cluster
     path: Path
     stages: list[str]
     jobs: list[launch.StageJob]
@@ -65,7 +66,7 @@ def plan_submission(
     recipe: str,
     overrides: list[str],
     tiny: bool,
-    cluster: str | None,
+    cluster: Cluster,
     run_dir: Path | None,
     first: str | None,
     last: str,
@@ -74,19 +75,18 @@ def plan_submission(
     for key, stage in (("--from", first), ("--to", last)):
         if stage is not None:
             require_stage(stage, key)
-    machine = load_cluster(cluster)
-    resolved, shaped = shape.resolve_on(recipe, overrides, machine, tiny=tiny)
-    variables = cluster_paths.of_jobs(machine)
-    collected, notes = bundle.offered(resolved, cluster_paths.folder(machine, "models"))
+    resolved, shaped = shape.resolve_on(recipe, overrides, cluster, tiny=tiny)
+    variables = cluster_paths.of_jobs(cluster)
+    collected, notes = bundle.offered(resolved, cluster_paths.folder(cluster, "models"))
     if collected is not None:
         shaped += [f"staged={collected}"]
         resolved = resolved.with_staged(collected)
-    path = (run_dir or chain.default_run_dir(resolved, cluster_paths.runs(machine))).absolute()
+    path = (run_dir or default_run_dir(resolved, cluster_paths.runs(cluster))).absolute()
     finished = [stage for stage in STAGES if RunDir(path).stage(stage) is not None]
     stages = launch.left_to_do(finished, first, last)
-    shapes = shape.stage_shapes(resolved, machine)
-    evaluation = serving.evaluation(resolved, machine)
-    number = RunDir(path).describe(resolved, machine, shapes, evaluation, write=False)
+    shapes = shape.stage_shapes(resolved, cluster)
+    evaluation = serving.evaluation(resolved, cluster)
+    number = RunDir(path).describe(resolved, cluster, shapes, evaluation, write=False)
     jobs = []
     if stages:
         jobs = launch.make_jobs(
@@ -97,29 +97,30 @@ def plan_submission(
             arguments=[resolved.folder, *shaped],
             flags=[
                 *(["--tiny"] if tiny else []),
-                *(["--cluster", argument(cluster)] if cluster else []),
+                "--cluster",
+                reference(cluster),
                 *cluster_paths.flags(variables),
                 *("--description", str(number)),
             ],
             signal_seconds=resolved.recipe.slurm.signal_seconds,
         )
-    return SubmissionPlan(resolved, machine, path, stages, jobs, variables, shapes, evaluation, number, notes)
+    return SubmissionPlan(resolved, cluster, path, stages, jobs, variables, shapes, evaluation, number, notes)
 
 
 def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], image.Image | None, list[str]]:
     """Everything that keeps it from being submitted, at once; the cluster's image as it is here, and what to warn of."""
-    problems = shape.find_problems(plan.resolved, plan.machine) if plan.trains else []
-    problems += megatron_image.find_problems(plan.resolved, plan.machine)
+    problems = shape.find_problems(plan.resolved, plan.cluster) if plan.trains else []
+    problems += megatron_image.find_problems(plan.resolved, plan.cluster)
     if plan.resolved.recipe.megatron is not None:
         problems += settings.find_problems(plan.resolved)
     problems += find_obstacles(plan.resolved) + _base_problems(plan)
     problems += find_idle_schedule(plan.resolved) if plan.trains else []
     wrong = bundle.find_problems(plan.resolved)
     problems += wrong
-    if plan.trains and plan.machine.container.runtime == "none" and plan.resolved.recipe.megatron is None:
+    if plan.trains and plan.cluster.container.runtime == "none" and plan.resolved.recipe.megatron is None:
         problems += image.trackers(plan.resolved.train_args)
     if plan.trains:
-        minutes = shape.train_shape(plan.resolved, plan.machine).minutes
+        minutes = shape.train_shape(plan.resolved, plan.cluster).minutes
         problems += signal_margin.find_problems(plan.resolved.recipe.slurm.signal_seconds, minutes, file=plan.resolved.name)
     there = next(path for path in (plan.path, *plan.path.parents) if path.exists())
     fix = "give another --run-dir, or correct storage.runs in the cluster file"
@@ -132,10 +133,10 @@ def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], image.
     if dry_run:
         return problems, None, []
     fix = "call this on a login node of the cluster; --dry-run needs no Slurm, clustertune demo-slurm brings its own"
-    problems += launch.find_missing(plan.machine, [("the run folder", plan.path)], fix)
-    if plan.machine.slurm is None:
+    problems += launch.find_missing(plan.cluster, [("the run folder", plan.path)], fix)
+    if plan.cluster.slurm is None:
         fix = "add a slurm section to its file, or --cluster names another one"
-        problems.append(Problem(f"cluster {plan.machine.name} has no Slurm", file=plan.machine.source, fix=fix))
+        problems.append(Problem(f"cluster {plan.cluster.name} has no Slurm", file=plan.cluster.source, fix=fix))
     wrong_image, found, notes = _image_problems(plan)
     return [*problems, *wrong_image], found, notes
 
@@ -144,7 +145,7 @@ def _not_reached(plan: SubmissionPlan) -> list[Problem]:
     """What prepare would ask the Hub for on a node that does not reach it: neither staged nor in the cache."""
     from clustertune.staging import needs
 
-    recipe, internet = plan.resolved.recipe, plan.machine.network.internet
+    recipe, internet = plan.resolved.recipe, plan.cluster.network.internet
     if internet == "all" or plan.resolved.tiny or recipe.staged:
         return []
     cache = {setting.name: Path(setting.value) for setting in plan.variables if setting.name.startswith("HF_H")}
@@ -152,8 +153,8 @@ def _not_reached(plan: SubmissionPlan) -> list[Problem]:
     from_hub = recipe.model.weights == "hub" and recipe.model.path is None
     asked = [("models", recipe.model.name, recipe.model.revision)] if from_hub else []
     asked += [("datasets", part.name, part.revision) for _, part in recipe.data.keyed_parts() if part.input is None]
-    where = f"network.internet: {internet} of {plan.machine.source}"
-    models = cluster_paths.folder(plan.machine, "models")
+    where = f"network.internet: {internet} of {plan.cluster.source}"
+    models = cluster_paths.folder(plan.cluster, "models")
     to = f" --to {models / plan.resolved.name}" if models else " --to DIR"
     who = "on a login node" if internet == "login" else "on a machine with a network, and copy it"
     fix = f"clustertune stage {plan.resolved.folder}{to}, {who}; then submit again"
@@ -192,12 +193,12 @@ def _base_problems(plan: SubmissionPlan) -> list[Problem]:
 
 def _image_problems(plan: SubmissionPlan) -> tuple[list[Problem], image.Image | None, list[str]]:
     """What keeps the jobs from the cluster's image: it is not what its sum says, or cannot be shown the run; and the image."""
-    if plan.machine.container.runtime == "none":
+    if plan.cluster.container.runtime == "none":
         return [], None, []
     caches = cluster_paths.binds({setting.name: setting.value for setting in plan.variables})
     problems = container.unbindable([ROOT, *container.paths_of(plan.resolved, plan.path), *caches])
     try:
-        return problems, *image.look(plan.machine.container)
+        return problems, *image.look(plan.cluster.container)
     except UserError as error:
         return [*problems, *error.problems], None, []
 
@@ -205,11 +206,11 @@ def _image_problems(plan: SubmissionPlan) -> tuple[list[Problem], image.Image | 
 def warnings(plan: SubmissionPlan, notes: Sequence[str] = ()) -> list[str]:
     """What is allowed and probably not meant; ``notes``: of :func:`check`."""
     caches = [(setting.name, Path(setting.value)) for setting in plan.variables if setting.name in ("HF_HOME", "HF_HUB_CACHE")]
-    unseen = map(str, cluster_paths.find_unshared(caches, plan.machine))
+    unseen = map(str, cluster_paths.find_unshared(caches, plan.cluster))
     return [
         *plan.resolved.warnings,
-        *plan.machine.notes,
-        *shape.warnings(plan.resolved, plan.machine),
+        *plan.cluster.notes,
+        *shape.warnings(plan.resolved, plan.cluster),
         *check_schedule_end(plan.resolved),
         *plan.notes,
         *notes,
@@ -221,11 +222,11 @@ def node_lines(plan: SubmissionPlan) -> tuple[list[dict[str, str]], list[str]]:
     """The environment of the ranks with the reason of each variable, and the command that starts every node."""
     from clustertune import job as program
 
-    wanted = shape.train_shape(plan.resolved, plan.machine)
-    names = tuple(host.name for host in plan.machine.compute_nodes[: wanted.nodes])
+    wanted = shape.train_shape(plan.resolved, plan.cluster)
+    names = tuple(host.name for host in plan.cluster.compute_nodes[: wanted.nodes])
     given = Allocation(PLANNED, 0, names, wanted.gpus_per_node, wanted.cpus_per_node, 1, None)
     settings = environment(
-        plan.machine,
+        plan.cluster,
         world_size=plan.resolved.world_size,
         ranks_per_node=wanted.ranks_per_node,
         cpus_per_node=wanted.cpus_per_node,
@@ -233,7 +234,8 @@ def node_lines(plan: SubmissionPlan) -> tuple[list[dict[str, str]], list[str]]:
         cpu_only=not wanted.gpus_per_node,
     )
     environ = {setting.name: setting.value for setting in plan.variables}
-    command = program.step_command(plan.resolved, plan.path, newest_attempt(plan.path) + 1, plan.machine, given, environ)
+    inputs = program.JobInputs(plan.resolved, plan.cluster, given, plan.path, ("train", "train"))
+    command = inputs.step_command(newest_attempt(plan.path) + 1, environ)
     return [{"name": s.name, "value": s.value, "reason": s.reason} for s in settings], command
 
 
@@ -257,15 +259,15 @@ def show(plan: SubmissionPlan, as_json: bool, verbose: bool) -> None:
             }
             for job, command_line in zip(plan.jobs, commands(plan), strict=True)
         ]
-        document: dict[str, Any] = {"run_dir": str(plan.path), "cluster": plan.machine.name, "jobs": jobs}
+        document: dict[str, Any] = {"run_dir": str(plan.path), "cluster": plan.cluster.name, "jobs": jobs}
         document["signal_seconds"] = plan.resolved.recipe.slurm.signal_seconds
         document["evaluation"] = plan.evaluation.as_json()
-        planned = bill.of_recipe(plan.resolved, plan.machine) if plan.trains else None
+        planned = bill.of_recipe(plan.resolved, plan.cluster) if plan.trains else None
         document["total"] = None if planned is None else planned[1].as_json()
         document["step_s"] = None if planned is None else planned[0].step.seconds
         document["job_environment"] = [vars(setting) for setting in plan.variables]
         if plan.resolved.recipe.megatron is not None:
-            document["megatron"] = shown.document(plan.resolved, plan.machine, plan.path)
+            document["megatron"] = shown.document(plan.resolved, plan.cluster, plan.path)
         emit_json({**document, "environment": settings, "node_command": command, "warnings": warnings(plan)})
         return
     for line in lines(plan) if verbose else summary(plan):
@@ -274,7 +276,7 @@ def show(plan: SubmissionPlan, as_json: bool, verbose: bool) -> None:
 
 def summary(plan: SubmissionPlan) -> list[str]:
     """What would be submitted, a line for each job."""
-    found = [f"run folder: {plan.path}", f"cluster: {plan.machine.name} ({plan.machine.source})"]
+    found = [f"run folder: {plan.path}", f"cluster: {plan.cluster.name} ({plan.cluster.source})"]
     if not plan.jobs:
         return [*found, DONE]
     width = max(len(job.stage) for job in plan.jobs)
@@ -294,7 +296,7 @@ def summary(plan: SubmissionPlan) -> list[str]:
 
 def lines(plan: SubmissionPlan) -> list[str]:
     """Everything, for people. The body is the same in all scripts and is printed once."""
-    found = [f"run folder: {plan.path}", f"cluster: {plan.machine.name} ({plan.machine.source})"]
+    found = [f"run folder: {plan.path}", f"cluster: {plan.cluster.name} ({plan.cluster.source})"]
     if not plan.jobs:
         return [*found, DONE]
     for number, (job, command_line) in enumerate(zip(plan.jobs, commands(plan), strict=True)):
@@ -311,13 +313,13 @@ def lines(plan: SubmissionPlan) -> list[str]:
         found += ["# environment of every rank", *(f"{s['name']}={s['value']}  # {s['reason']}" for s in settings)]
         found += ["# on the nodes, for each attempt", f"$ {shlex.join(command)}"]
         if plan.resolved.recipe.megatron is not None:
-            found += shown.lines(plan.resolved, plan.machine, plan.path)
+            found += shown.lines(plan.resolved, plan.cluster, plan.path)
     return found
 
 
 def _whole(plan: SubmissionPlan) -> list[str]:
     """What the run takes by the plan, in a line each; nothing of a tiny run, or of one that has trained already."""
-    planned = bill.of_recipe(plan.resolved, plan.machine) if plan.trains else None
+    planned = bill.of_recipe(plan.resolved, plan.cluster) if plan.trains else None
     if planned is None:
         return []
     prediction, whole = planned
@@ -334,7 +336,7 @@ def _signal(plan: SubmissionPlan) -> str:
 def _site_lines(plan: SubmissionPlan) -> list[str]:
     """What of the shell takes the place of the header: sbatch reads SBATCH_ACCOUNT and its like before a script's lines."""
     named = ("account", "qos", "constraint", "reservation")
-    slurm = plan.machine.slurm
+    slurm = plan.cluster.slurm
     chosen = {name: (os.environ.get(f"SBATCH_{name.upper()}"), getattr(slurm, name, None)) for name in named}
     lines = [
         f"# --{name}={ours}: SBATCH_{name.upper()} of this shell{f', not {theirs} of slurm.{name}' if theirs else ''}"
@@ -346,7 +348,7 @@ def _site_lines(plan: SubmissionPlan) -> list[str]:
 
 def send(plan: SubmissionPlan, found: image.Image | None, as_json: bool) -> None:
     """Submit, or say why not."""
-    keep_private(plan.machine)
+    keep_private(plan.cluster)
     opened = chain.open_run(plan.resolved, plan.path, chain.command_line(), take=False)
     folder = plan.path / "jobs"
     if found is not None:
@@ -357,7 +359,7 @@ def send(plan: SubmissionPlan, found: image.Image | None, as_json: bool) -> None
         launch.require_none_live(plan.path, "jobs of this run", "clustertune submit --status")
         opened.update(environment=[vars(setting) for setting in plan.variables])
         opened.write_own_files(plan.resolved)
-        if opened.describe(plan.resolved, plan.machine, plan.shapes, plan.evaluation) != plan.number:
+        if opened.describe(plan.resolved, plan.cluster, plan.shapes, plan.evaluation) != plan.number:
             text = "another command has changed this run meanwhile"
             raise UserError(text, file=str(opened.run_json), fix="submit again", code=ExitCode.AGAIN)
         sent = launch.submit_all(opened.path, plan.jobs)
@@ -370,3 +372,27 @@ def send(plan: SubmissionPlan, found: image.Image | None, as_json: bool) -> None
         say(DONE)
     say(f"run folder: {plan.path}")
     say(f"clustertune submit --status {shlex.quote(str(plan.path))}")
+
+
+def show_status(path: Path, as_json: bool) -> None:
+    """Print the jobs of a run, a line for each stage."""
+    run = RunDir(path)
+    if not run.run_json.exists() and not (path / "jobs").is_dir():
+        run.read()  # says that it is none
+    found = states.read_status(run)
+    reply(as_json, {"run_dir": str(path), **found.as_dict()}, lambda: _status_lines(found), f"run folder: {path}")
+
+
+def _status_lines(found: states.StagesStatus) -> None:
+    """A table whose lines are never broken: job states are looked for by programs and people alike."""
+    names = ("stage", "job", "state", "time", "nodes", "restarts", "attempts", "step", "reason")
+    lines: list[tuple[str, ...]] = [names]
+    for row in found.rows:
+        numbers = (str(row.restarts or ""), *("" if n is None else str(n) for n in (row.attempts, row.step)))
+        took = "" if row.seconds is None else duration(row.seconds)
+        lines.append((row.stage, row.job or "", row.state, took, row.nodes, *numbers, row.reason))
+    used = [i for i in range(len(names)) if any(line[i] for line in lines[1:])]
+    for text in aligned([[line[i] for i in used] for line in lines]):
+        say(text)
+    if found.note:
+        say(f"note: Slurm could not be asked: {found.note}")

@@ -16,7 +16,7 @@ def main() -> int:
     import typer
 
     from clustertune.cli.app import run_command
-    from clustertune.cli.launchers import ray_train
+    from clustertune.experimental.ray_command import ray_train
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(ray_train)

@@ -134,6 +134,12 @@ def own_umask() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_safe_path() -> None:
-    """A command that a test calls in this process sets it for its children (``close_working_folder``)."""
-    os.environ.pop("PYTHONSAFEPATH", None)
+def environment_as_before() -> Iterator[None]:
+    """A command that a test calls in this process, or a library that it imports, sets variables for its children; with those
+    a later command could not be forked of :mod:`tests.warm`."""
+    os.environ.pop("PYTHONSAFEPATH", None)  # what a fixture of the session called has set it (``close_working_folder``)
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)

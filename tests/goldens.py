@@ -73,7 +73,8 @@ def submission(recipe: str, tiny: bool) -> str:
         os.environ.pop(name, None)
     os.environ |= {"PATH": "/usr/bin", "HOME": "/h/me", "USER": "me"}
     try:
-        plan = submissions.plan_submission(recipe, [], tiny, cluster_of(recipe), REPO / "runs" / "X", None, "report")
+        cluster = load_cluster(cluster_of(recipe))
+        plan = submissions.plan_submission(recipe, [], tiny, cluster, REPO / "runs" / "X", None, "report")
         problems, _, _ = submissions.check(plan, dry_run=True)
         lines = [*map(str, problems), *submissions.warnings(plan), *submissions.lines(plan)]
     finally:

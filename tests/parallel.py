@@ -91,12 +91,16 @@ class Workers:
         while running:
             for pipe in wait([*running]):
                 assert isinstance(pipe, Connection)
-                self._hear(session, pipe, running)
+                self._hear(session, pipe, running, queue)
         for number in queue:
             _lost(session, file_of(groups[number][0]), "no worker was left to run it")
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
         return True
 
-    def _hear(self, session: pytest.Session, pipe: Connection, running: dict[Connection, tuple[int, list[str]]]) -> None:
+    def _hear(
+        self, session: pytest.Session, pipe: Connection, running: dict[Connection, tuple[int, list[str]]], queue: Queue
+    ) -> None:
         """One message of a worker: the test that begins, or a report."""
         child, begun = running[pipe]
         hook, config = session.config.hook, session.config
@@ -112,6 +116,9 @@ class Workers:
             begun.append(name)
             return
         hook.pytest_runtest_logreport(report=hook.pytest_report_from_serializable(config=config, data=message))
+        if session.shouldfail:  # -x
+            for _ in queue:
+                pass
 
 
 def _lost(session: pytest.Session, name: str, reason: str) -> None:

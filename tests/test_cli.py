@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import yaml
 
-from clustertune import __version__, arguments, console, manifest
+from clustertune import __version__, console, manifest
 from clustertune.cli import app as cli
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.evaluate import by_command
 from tests.command import REPO
 from tests.slurm import wait_for
 
@@ -210,7 +211,7 @@ def test_verify_a_run(call: Call, tmp_path: Path) -> None:
 
 def test_the_folder_of_an_evaluation(tmp_path: Path) -> None:
     def folder(model: str, data: str | None = None, **settings: int) -> Path:
-        return arguments.eval_folder(Path("runs/eval"), tmp_path / model, Path(data) if data else None, settings)
+        return by_command.eval_folder(Path("runs/eval"), tmp_path / model, Path(data) if data else None, settings)
 
     assert folder("a/merged") == folder("a/../a/merged") and folder("a/merged").name.startswith("a-merged-")
     assert folder("x/a/merged").name[:9] == folder("y/a/merged").name[:9] and folder("x/a/merged") != folder("y/a/merged")
@@ -315,7 +316,7 @@ def test_what_only_programs_start_is_hidden_and_works(call: Call) -> None:
     assert call("--version")[:2] == (0, f"clustertune {__version__}\n")
     code, shown, _ = call("--help")
     listed = set(re.findall(r"^  ([a-z][a-z-]+)  ", shown, re.MULTILINE))
-    assert code == 0 and listed == {name for names in cli.GROUPS.values() for name in names}
+    assert code == 0 and listed == {name for commands in cli.GROUPS.values() for name in commands}
     for name in ("job", "node", "part", "train", "torchrun-node"):
         assert name not in listed and call(name, "--help")[0] == 0
 

@@ -86,7 +86,7 @@ def test_every_recipe_fits_the_machine_that_it_is_for(case: tuple[str, ...]) -> 
 
 @cache
 def submission(recipe: str, tiny: bool) -> SubmissionPlan:
-    return plan_submission(recipe, [], tiny, cluster_of(recipe), REPO / "runs" / "X", None, "report")
+    return plan_submission(recipe, [], tiny, load_cluster(cluster_of(recipe)), REPO / "runs" / "X", None, "report")
 
 
 @pytest.mark.parametrize(("name", "tiny"), RUNS)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,7 @@ def links_of(run: Path, restart: int = 0) -> job.JobChain:
     cluster: Any = SimpleNamespace(name="here", model_dump=lambda mode: {}, **plain)
     recipe = SimpleNamespace(staged=None, budget=None, model=SimpleNamespace(path=None))
     resolved: Any = SimpleNamespace(name="r", world_size=2, recipe=recipe, inputs={}, folder=str(chain.ROOT / "recipes/r"))
-    return job.JobChain(RunDir(run), resolved, allocation=allocation, cluster=cluster)
+    return job.JobChain(RunDir(run), resolved, inputs=job.JobInputs(resolved, cluster, allocation, run, ("prepare", "export")))
 
 
 @pytest.fixture
@@ -108,9 +109,8 @@ def requeued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def run_job(path: Path, error: type[BaseException] = UserError, match: str | None = None) -> None:
     """The program of a job, which ends with ``error``."""
-    links = links_of(path)
     with pytest.raises(error, match=match):
-        job.run(links.resolved, links.cluster, links.allocation, path, ("prepare", "export"), [])
+        job.run(links_of(path).inputs, [])
 
 
 def chain_ends(monkeypatch: pytest.MonkeyPatch, path: Path, end: Callable[[job.JobChain], None]) -> None:
@@ -205,7 +205,8 @@ def test_every_stage_runs_in_the_container_of_the_cluster(tmp_path: Path, monkey
     run = chain.open_run(resolved, tmp_path / "run", [])
     links = links_of(run.path)
     container = Container(runtime="apptainer", image=str(image), binds=(str(tmp_path),))
-    links.cluster = SimpleNamespace(container=container, storage=Storage())  # type: ignore[assignment]
+    cluster: Any = SimpleNamespace(container=container, storage=Storage())
+    links.inputs = replace(links.inputs, cluster=cluster)
     links.run_stage("prepare")
     assert links.results["prepare"]["status"] == "done" and (run.data / "train.jsonl").is_file()
     text = recorded.read_text()
@@ -270,7 +271,7 @@ def test_a_full_disk_does_not_hide_what_an_attempt_had_to_tell(tmp_path: Path, m
     outcome = Outcome(ExitCode.STORAGE, [Problem("the checkpoint of step 8 was not saved")])
     monkeypatch.setattr(Outcome, "write", full)
     monkeypatch.setattr(judge, "judge", lambda *words, **named: outcome)
-    monkeypatch.setattr(job, "step_command", lambda *words: ["true"])
+    monkeypatch.setattr(job.JobInputs, "step_command", lambda *words: ["true"])
     run = RunDir(tmp_path)
     run.attempt(1).mkdir(parents=True)
     plan = AttemptPlan(attempt=1, nodes=(Node("gpu-a", "gpu-a"),), ranks_per_node=1)

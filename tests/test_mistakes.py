@@ -78,7 +78,7 @@ def test_a_mistake_is_named_with_what_mends_it(words: tuple[str, ...], says: str
     for name, text in (("tabs", "base: sft-lora\n\ttrain: {}\n"), ("crooked", crooked), ("twice", twice)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "recipe.yaml").write_text(text)
-    done = run(*words, cwd=tmp_path)
+    done = run(*words, cwd=tmp_path, stack=words[0] in ("run", "eval"))
     assert done.code == 2 and says in done.err and mends in done.err
 
 

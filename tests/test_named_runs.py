@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.arguments import existing_run, merged_or_model
 from clustertune.errors import UserError
 from clustertune.launch import cluster_paths
+from clustertune.launch.named_runs import existing_run, merged_or_model
 from tests.command import run
 
 IDS = {"alpha": ("aaaa1111", "aaaa2222"), "beta": ("bbbb3333",)}

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.command import run
 from tests.monitor import simulated
-from tests.tree import REPO
 
 ON = ("--cluster", "nebius-h100")
 COMMANDS = {
@@ -27,10 +24,12 @@ COMMANDS = {
 
 def shown(words: tuple[str, ...], columns: int) -> list[str]:
     """Lines of a command in a terminal of so many columns."""
-    environment = {**os.environ, "COLUMNS": str(columns), "FORCE_COLOR": "1", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "clustertune", *words]
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=True, timeout=120)
-    return re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr).splitlines()
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in (("COLUMNS", str(columns)), ("FORCE_COLOR", "1"), ("NO_COLOR", "1")):
+            patch.setenv(key, value)
+        done = run(*words)
+    assert done.code == 0, done.err
+    return re.sub(r"\x1b\[[0-9;]*m", "", done.out + done.err).splitlines()
 
 
 def words_of(lines: list[str]) -> set[str]:

@@ -186,7 +186,7 @@ def sft_arguments(given: Mapping[str, Any], *, cuda: bool) -> dict[str, Any]:
 
         from clustertune.training import build
 
-        fitted = build.fit_to_device(given["sft"], cuda=cuda).values
+        fitted = build.fit_to_device(given["sft"], cuda=cuda)[0]
         return {k: v for k, v in fitted.items() if k in SFTConfig.__dataclass_fields__ and k != "pad_token"} | NOTHING_ELSE
     requested = {**given["batch"], "max_length": given["max_length"], "seed": given["seed"], **NOTHING_ELSE}
     if not cuda:

@@ -1,11 +1,10 @@
-"""Faults at random moments, as many as there is time for: what the command does when it is killed, when the disk fails, when an
-artefact is damaged.
+"""Faults at random moments, as many as there is time for: the command is killed, the power fails, an artefact is damaged.
 
     python -m tools.campaign [--only FAULT] [--count N] [--hours H] [--seed N]
 
 Each case has a seed, and a fault is a function of it: the same seed is the same case. Cases run in forked processes
-(:mod:`tools.forking`), each with a time limit. Power cuts and full disks need root. A case is a line of JSON on stderr;
-the table at the end is for ``docs/results/faults.md``. Exit 1 where a case failed.
+(:mod:`tools.forking`), each with a time limit. Power cuts need root; ``tests/long`` tries full disks. A case is a line of
+JSON on stderr; the table at the end is for ``docs/results/faults.md``. Exit 1 where a case failed.
 """
 
 from __future__ import annotations
@@ -295,53 +294,6 @@ def unmount(folder: Path) -> None:
     raise AssertionError(f"{folder} is busy")
 
 
-def bad_disk(seed: int, workspace: Workspace) -> Done:
-    """Full, read-only, over quota, or failing at fsync, from a random moment on; then whole again."""
-    chance, out = draw(seed), workspace.case / "disk.log"
-    kind = ("full", "read-only", "quota", "EIO")[seed % 4]
-    moment = chance.uniform(0, 1) * workspace.seconds("train")
-    with disk_with_run(workspace, "-t", "tmpfs", "-o", "size=96m", "tmpfs") as disk:
-        folder = disk / "run"
-        child = start(folder, "export", out=out)
-        child.until(lambda: False, moment)
-        tracer = None
-        if kind == "full":
-            fill(disk, chance.choice([0, 4_096, 200_000, 1_500_000]))
-        elif kind == "read-only":
-            subprocess.run(["mount", "-o", "remount,ro", disk], check=False, capture_output=True)
-        else:
-            # Root has no quota: strace answers EDQUOT to fsync, as NFS and XFS do.
-            ranks = pids(attempts(folder)[-1], "rank-*.pid") if attempts(folder) else []
-            error = "EDQUOT" if kind == "quota" else "EIO"
-            words = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", "trace=fsync", "-e", f"inject=fsync:error={error}"]
-            # strace leaves each process that it lets go as it was
-            tracer = subprocess.Popen([*words, *[part for pid in ranks or [child.pid] for part in ("-p", str(pid))]],
-                                      stderr=subprocess.DEVNULL)  # fmt: skip
-        try:
-            code, text = child.end(PATIENCE)
-        finally:
-            if tracer:
-                tracer.terminate()
-                tracer.wait()
-        went_ro = kind == "read-only" and not os.access(folder, os.W_OK)
-        assert code == 73 or (code == 0 and not went_ro), f"{kind} after {moment:.1f} s: exit {code}: {text[-800:]}"
-        subprocess.run(["mount", "-o", "remount,rw", disk], check=False)
-        (disk / "ballast").unlink(missing_ok=True)
-        command(folder, "export", out=out)
-        assert digest(folder / "adapter") == workspace.adapter
-        return Done(int(code == 73))
-
-
-def fill(disk: Path, room: int) -> None:
-    with (disk / "ballast").open("wb", buffering=0) as out:
-        while (left := shutil.disk_usage(disk).free - room) > 0:
-            try:
-                if not out.write(bytes(min(left, 1 << 16))):
-                    return
-            except OSError:
-                return
-
-
 # --- damage -------------------------------------------------------------------------------------------------------------
 
 
@@ -431,7 +383,6 @@ FAULTS: dict[str, Fault] = {
     "saving": Fault("the same during a background save", 50, kill_training, 1800, {"saving": True}),
     **{name: Fault(f"SIGKILL in {name}", 50, kill_stage, 900, {"stage": name}) for name in STAGES},
     "power": Fault("power cut (XFS on a loop device, shut down) after a save was announced", 100, power_cut, 900),
-    "disk": Fault("full disk, read-only, quota, EIO at random moments", 50, bad_disk, 900),
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ with the arguments, environment, files and session it would have had. Its id, it
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import os
 import random
@@ -27,8 +28,10 @@ STACK = (
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama",
     "accelerate.commands.launch", "torch.distributed.run", "lm_eval", "clustertune.training.session", "clustertune.cli",
     "clustertune.chain", "clustertune.export.export", "clustertune.merge.streaming", "clustertune.evaluate.run",
-    "clustertune.rank", "clustertune.resolve.resolve", "deepspeed", "sklearn.metrics", "nltk",
+    "clustertune.rank", "clustertune.resolve.resolve", "deepspeed", "sklearn.metrics", "nltk", "lm_eval.tasks", "sacrebleu",
+    "langdetect", "matplotlib.backends.backend_svg", "torch.profiler", "peft.tuners.lora.model", "clustertune.cli.app",
 )  # fmt: skip
+"""The command line last: it defers what is not imported yet."""
 
 _start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
@@ -38,6 +41,8 @@ def warm() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
     for name in STACK:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page that it looks at
     subprocess.Popen._execute_child = _execute  # type: ignore[attr-defined]
 
 

@@ -17,7 +17,6 @@ import re
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from typing import Any
 
 from clustertune.events import read_object
 from clustertune.manifest import write_durably
-from clustertune.testbed.inside import descendants, end_descendants
+from clustertune.testbed.inside import end_descendants
 
 REPO = Path(__file__).resolve().parent.parent
 LONGEST = 480.0
@@ -159,29 +158,18 @@ class GpuCheck:
 def end_tree(child: subprocess.Popen[str]) -> None:
     """End a command and everything that it started, in whatever session (torch's agent gives each rank one of its own), asked
     first."""
-    below = descendants(child.pid)
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(GRACE)
-    if _ADOPTS:
-        end_descendants(os.getpid())
-    else:
-        for pid in (child.pid, *below):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+    end_descendants(os.getpid())
     child.poll()
-
-
-_ADOPTS = False
 
 
 def adopt_orphans() -> None:
     """Become the parent of whatever loses its own below this process: so that a rank without its launcher is found."""
-    global _ADOPTS  # noqa: PLW0603 - a property of this process
-    with contextlib.suppress(OSError, AttributeError):
-        _ADOPTS = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 # --- state --------------------------------------------------------------------------------------------------------------
@@ -213,16 +201,6 @@ def output_of(words: Sequence[str]) -> str:
     except OSError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def pack(folder: Path, page: Path) -> Path:
-    """State, logs and page as one ``.tar.gz`` beside the state: what is to be carried from a machine that returns few files."""
-    path = folder / "gpu-check.tar.gz"
-    with tarfile.open(path, "w:gz") as archive:
-        for one in (folder / "state.json", folder / "logs", page):
-            if one.exists():
-                archive.add(one, one.name)
-    return path
 
 
 # --- running the parts ---------------------------------------------------------------------------------------------------
@@ -298,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     state = read_state(file)
     state |= {"name": name, "gpus": gpus, "command": " ".join(["make gpu-check", *(arguments or sys.argv[1:])])}
     until = time.monotonic() + given.budget if given.budget else float("inf")
-    failed, page, packed = False, given.out / f"gpu-{name}.md", folder
+    failed, page = False, given.out / f"gpu-{name}.md"
     for part in chosen:
         before = state["parts"].get(part, {})
         if before.get("verdict") == PASS and not given.again:
@@ -313,9 +291,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         state["parts"][part] = result
         write_state(file, state)
         gpu_parts.write_page(page, state, list(known))
-        packed = pack(folder, page)
         say(f"{part}: {result['verdict']}{', ' if result['why'] else ''}{result['why']} ({result['seconds']} s)")
-    say(f"verdicts and logs: {folder}; page: {page}; all in one file: {packed}")
+    say(f"verdicts and logs: {folder}; page: {page}")
     return int(failed)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from clustertune.containers import pins
 from tools.gpu_check import (
     FAIL,
     LONGEST,
@@ -38,7 +39,7 @@ RESUMED_LOSS = 0.01
 adds in no fixed order."""
 PEAK = (-0.02, 0.05)
 """How far the plan's peak may be from what torch allocated, as a share of it."""
-SHORT = {"versions": 60.0, "doctor": 120.0, "eval": 300.0}
+SHORT = {"versions": 60.0, "eval": 300.0}
 """Seconds of the parts that need less than the longest."""
 _VERSIONS = """
 import importlib.metadata as m, json, platform, sys
@@ -58,17 +59,6 @@ except ImportError as error:
     gpu["error"] = str(error)
 print(json.dumps({"versions": found, **gpu}))
 """
-_ONE_RANK = """
-import os, torch, torch.distributed as dist
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-store = dist.TCPStore("127.0.0.1", 0, 1, True)
-torch.cuda.set_device(0)
-dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-x = torch.ones(1 << 20, device="cuda")
-dist.all_reduce(x); dist.barrier(); torch.cuda.synchronize()
-assert float(x.sum()) == 1 << 20
-dist.destroy_process_group()
-"""
 BENCHES: dict[str, tuple[str, list[str]]] = {
     "bench-1b-full": ("llama1b-oasst2", []),
     "bench-1b-lora": ("llama1b-oasst2", ["lora.r=32", "lora.lora_alpha=64", "lora.target_modules=all-linear"]),
@@ -86,7 +76,7 @@ FIRST = (
 
 def parts() -> dict[str, Part]:
     """All parts by name, in the order in which they run: :data:`FIRST`, then the rest."""
-    found: dict[str, Part] = {"versions": versions, "doctor": doctor, "nccl": nccl, "chain": chain, "context": context}
+    found: dict[str, Part] = {"versions": versions, "nccl": nccl, "chain": chain, "context": context}
     found |= {"telemetry": telemetry, "eval": evaluation, "gpu-tests": gpu_tests, "peak": peak}
     for name in BENCHES:
         found[name] = _bench(name)
@@ -96,7 +86,7 @@ def parts() -> dict[str, Part]:
 
 
 def choose(words: str, known: Mapping[str, Part]) -> tuple[list[str], list[str]]:
-    """The parts that a list with commas names, in their own order, and the words that name none. Empty: all but ``doctor``.
+    """The parts that a list with commas names, in their own order, and the words that name none. Empty: all.
 
     A word that is not a name, but the beginning of some up to a hyphen, takes all of these: ``tiny``, ``bench-8b``.
     """
@@ -107,7 +97,7 @@ def choose(words: str, known: Mapping[str, Part]) -> tuple[list[str], list[str]]
 
     unknown = [word for word in names if not any(takes(word, name) for name in known)]
     if not names:
-        return [name for name in known if name != "doctor"], unknown
+        return list(known), unknown
     return [name for name in known if any(takes(word, name) for word in names)], unknown
 
 
@@ -122,13 +112,10 @@ def gpu_name() -> str:
     return re.sub(r"[^a-z0-9]+", "-", first.replace("nvidia", "")).strip("-") or "gpu"
 
 
-def pins() -> dict[str, str]:
-    """Packages and versions of ``containers/versions.env``."""
-    lines = (REPO / "containers" / "versions.env").read_text().splitlines()
-    pairs = (
-        line.removeprefix(kind).partition("=") for line in lines for kind in ("PY_", "DEV_DEEPSPEED") if line.startswith(kind)
-    )
-    return {("deepspeed" if not key else key.lower().replace("_", "-")): value for key, _, value in pairs}
+def pinned() -> dict[str, str]:
+    """Packages and versions of ``containers/versions.env`` that train."""
+    found = pins.read()
+    return {**found[pins.PY], "deepspeed": found[pins.DEV]["deepspeed"]}
 
 
 # --- the machine --------------------------------------------------------------------------------------------------------
@@ -136,7 +123,7 @@ def pins() -> dict[str, str]:
 
 def versions(check: GpuCheck) -> dict[str, Any]:
     """Python, packages, driver and GPUs; which versions differ from the project's pins."""
-    wanted = pins()
+    wanted = pinned()
     found = check.run(check.python, "-c", _VERSIONS, *wanted).document()
     if "error" in found:
         raise Failed(f"torch is not installed for {check.python}: {found['error']}")
@@ -155,20 +142,10 @@ def versions(check: GpuCheck) -> dict[str, Any]:
     }
 
 
-def doctor(check: GpuCheck) -> dict[str, Any]:
-    """The preflight checks end with a document; what they find is on the page."""
-    document = check.clustertune("doctor", "--json").document()
-    bad = [f"{one['rule']}: {one['found']}" for one in document.get("findings", []) if one.get("status") in ("fail", "warn")]
-    return {"why": f"verdict {document.get('verdict')}", "findings": bad}
-
-
 def nccl(check: GpuCheck) -> dict[str, Any]:
     """What the links between GPUs carry."""
     if check.backend == "nccl" and check.gpus < 2:
-        done = check.run(check.python, "-c", _ONE_RANK)
-        if done.code:
-            raise Failed(f"NCCL does not start with one rank: {done.last_error()}")
-        raise NotHere("there is one GPU, and NCCL refuses two ranks on one; with one rank NCCL starts and reduces")
+        raise NotHere("there is one GPU, and NCCL refuses two ranks on one")
     limit = ["--seconds", "10", "--max", "1M"] if check.short or check.backend == "gloo" else ["--seconds", "120"]
     done = check.clustertune("nccl-check", *limit, "--backend", check.backend, "--json")
     document = done.document()
@@ -480,8 +457,6 @@ def page(state: Mapping[str, Any], order: list[str]) -> Iterator[str]:
         yield from _machine(found)
     rows = [[n, p["verdict"], f"{p['seconds']:g}", p["date"], p["commit"], p["why"]] for n, p in done.items()]
     yield from _table(["part", "verdict", "seconds", "date (UTC)", "commit", ""], rows)
-    if findings := facts.get("doctor", {}).get("findings"):
-        yield from ("## What doctor found", "", *(f"- {one}" for one in findings), "")
     if benches := {name: found for name, found in facts.items() if found.get("step_s")}:
         yield from _speed(benches, {name: done[name]["why"] for name in benches})
     if runs := {name: found for name, found in facts.items() if found.get("cpu")}:

@@ -230,50 +230,19 @@ def measure(folder: Path, gb: float, repeat: int, workers: int, with_peft: bool)
     return {"bytes": size, "repeat": repeat, "differing_tensors": differing, "rows": rows}
 
 
-def as_markdown(result: dict[str, Any], command: str) -> str:
-    """The result page: where, how, and a table."""
-    where = result["hardware"]
-    lines = [
-        "# Merge: time and memory",
-        "",
-        f"{result['bytes'] / 1e9:.2f} GB of bfloat16, LoRA of rank 16 on q, k, v, o; median of {result['repeat']} rounds.",
-        "Input out of the page cache, every output file fsynced, imports not counted (whole process: last column).",
-        "",
-        *(f"- {key}: {value}" for key, value in where.items()),
-        f"- command: `{command}`",
-        "",
-        "| way | seconds (all) | against cp | peak memory above the interpreter with torch | whole process |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for row in result["rows"]:
-        peak = f"{row['peak_over_idle_bytes'] / 2**20:.0f} MiB" if "peak_over_idle_bytes" in row else "-"
-        spread = ", ".join(f"{s:.1f}" for s in row["all"])
-        times = f"**{row['seconds']:.1f}** ({spread}) | {row['against_cp']:.2f}"
-        lines.append(f"| {row['way']} | {times} | {peak} | {row['process_seconds']:.1f} s |")
-    if result["differing_tensors"] is not None:
-        lines += ["", f"Tensors whose bytes differ from PEFT's: {result['differing_tensors']}."]
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
-    """Parse the arguments, measure, print the table on stderr and JSON on stdout, write the page if asked."""
+    """Parse the arguments, measure, print each round on stderr and the figures as JSON on stdout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=4.0, help="bytes of the base, in 1e9")
     parser.add_argument("--repeat", type=int, default=3, help="rounds")
     parser.add_argument("--workers", type=int, default=0, help="threads of the merge; 0: its default")
     parser.add_argument("--folder", type=Path, default=Path("merge-bench"), help="scratch folder: made, then removed")
     parser.add_argument("--no-peft", action="store_true", help="leave PEFT out (it holds the whole model in memory)")
-    parser.add_argument("--report", type=Path, help="page to write, such as docs/results/merge.md")
     args = parser.parse_args()
     if args.folder.exists():
         parser.error(f"{args.folder} exists")
     result = measure(args.folder.resolve(), args.gb, args.repeat, args.workers, not args.no_peft)
     result["hardware"] = _hardware(args.folder.resolve().parent)
-    command = f"python -m tools.merge_bench --gb {args.gb:g} --repeat {args.repeat}"
-    page = as_markdown(result, command)
-    say(page)
-    if args.report:
-        args.report.write_text(page)
     emit_json(result)
 
 

@@ -8,14 +8,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from clustertune import chain
 from clustertune.bench import preparation
 from clustertune.bench.preparation import Bench
 from clustertune.cluster.hardware import peak_flops, recognise
 from clustertune.cluster.schema import Cluster
-from clustertune.errors import ExitCode, Problem, UserError, raise_if
+from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.events import read_object
 from clustertune.host.system import GIB
 from clustertune.plan.calibration import find_calibrated
@@ -24,9 +24,6 @@ from clustertune.plan.predict import Plan, Work, make_plan, work_of
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 from clustertune.training.bench_schedule import result_file
-from clustertune.tree import ROOT
-
-Body = TypeVar("Body")
 
 
 def train(bench: Bench, command: list[str]) -> tuple[RunDir, list[dict[str, Any]]]:
@@ -49,16 +46,19 @@ def train(bench: Bench, command: list[str]) -> tuple[RunDir, list[dict[str, Any]
         if outcome.code is not ExitCode.OK:
             stopped = Problem("stopped before the last step", file=str(folder), fix="measure again")
             raise UserError(outcome.problems or [stopped], outcome.code)
-    return run, [body for rank in range(plan.world_size) if (body := read_object(result_file(folder, rank)))]
+    records = [read_object(result_file(folder, rank)) for rank in range(plan.world_size)]
+    if not all(records):
+        raise UserError("a rank left no figures", file=str(folder), fix="measure again")
+    return run, records
 
 
 def document(bench: Bench, run_dir: RunDir, records: Records, cluster: Cluster) -> dict[str, Any]:
-    """All figures. Raises UserError where a rank left none."""
+    """All figures."""
     run, schedule, recipe = run_dir.read(), bench.request.schedule, bench.whole.recipe
-    measured = figures(records, steps=schedule.steps, share=bench.share, shown=str(run_dir.path / "attempts"))
+    measured = figures(records, share=bench.share)
     plan, why = predict(bench.whole, cluster, bench.lengths)
     used = utilisation(work_of(bench.measured, bench.lengths), measured, records[0].get("device"))
-    body = {
+    return {
         "recipe": bench.whole.name,
         "model": recipe.model.name,
         "dataset": "synthetic" if bench.request.synthetic else recipe.data.name,
@@ -77,24 +77,6 @@ def document(bench: Bench, run_dir: RunDir, records: Records, cluster: Cluster) 
         "utilisation": used,
         "plan": beside_plan(plan, why, measured, used),
     }
-    return relative(body)
-
-
-def relative(value: Body) -> Body:
-    """A document without this machine's places: paths from the checkout and from the working folder."""
-
-    def changed(inner: Any) -> Any:
-        if isinstance(inner, Mapping):
-            return {key: changed(deeper) for key, deeper in inner.items()}
-        if isinstance(inner, list | tuple):
-            return [changed(deeper) for deeper in inner]
-        if isinstance(inner, str):
-            for folder in (str(ROOT), str(Path.cwd())):
-                inner = inner.replace(folder + os.sep, "")
-        return inner
-
-    found: Body = changed(value)
-    return found
 
 
 def _hardware(records: Records) -> dict[str, Any]:
@@ -137,25 +119,6 @@ class StepTimes(NamedTuple):
     """Those that the loss is taken of."""
 
 
-def check(records: Records, wanted: int, shown: str) -> None:
-    """Raise UserError unless every rank timed as many steps as were asked for."""
-    problems = []
-    for rank, record in enumerate(records):
-        steps = record.get("steps")
-        rows = steps if isinstance(steps, list) else []
-        if len(rows) != wanted:
-            problems.append(Problem(f"rank {rank} timed {len(rows)} steps, {wanted} were asked for", file=shown, key="steps"))
-        elif any(not _positive(row.get("seconds")) or not _positive(row.get("computed")) for row in rows):
-            problems.append(Problem(f"rank {rank}: a step without seconds or tokens above 0", file=shown, key="steps"))
-    if not records:
-        problems.append(Problem("no rank left its figures", file=shown))
-    raise_if(problems)
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-
-
 def steps_of(records: Records, share: float) -> list[StepTimes]:
     """The timed steps. ``share``: of the ranks' tokens that count: tensor parallel ranks all read the same ones."""
     found = []
@@ -179,12 +142,11 @@ def spread(values: Sequence[float]) -> dict[str, float | int | None]:
     }
 
 
-def figures(records: Records, *, steps: int, share: float, shown: str) -> dict[str, Any]:
-    """Step time, rates and peak memory of so many timed steps. Raises UserError as :func:`check` does.
+def figures(records: Records, *, share: float) -> dict[str, Any]:
+    """Step time, rates and peak memory of the timed steps.
 
     ``share``: see :func:`steps_of`. Rates are a rank's: a GPU's where there are some.
     """
-    check(records, steps, shown)
     rows, ranks = steps_of(records, share), len(records)
     seconds, tokens, computed, labelled = map(math.fsum, zip(*rows, strict=True))
     starts = [float(record["to_first_step_s"]) for record in records if record.get("to_first_step_s")]

@@ -118,6 +118,15 @@ def newest_whole(folder: Path, skip: Collection[Path] = ()) -> tuple[Checkpoint 
     return None, broken
 
 
+def newest_step(folder: Path) -> int | None:
+    """The step of the newest whole checkpoint, as :func:`newest_whole` has it; None: there is none, or it must not be read."""
+    try:
+        newest, _ = newest_whole(folder)
+    except UserError:
+        return None
+    return newest.step if newest else None
+
+
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint folder that ``path`` means: itself, or the newest whole one of a run or of a checkpoints folder.
 
@@ -334,3 +343,24 @@ class CheckpointStore:
             return
         removed.append(checkpoint.path)
         self.tell(f"checkpoint {checkpoint.path.name} removed: {why}")
+
+
+def verify_all(path: Path) -> tuple[Path | None, list[Problem], list[str]]:
+    """Of one checkpoint, or all of a folder or run: the newest complete one, everything that is wrong, what is unfinished."""
+    if (path / manifest.MANIFEST).exists() or parse(path):
+        return path, verify(path), list(map(str, find_open(path)[:1]))
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    problems, notes, newest = [], list[str](), None
+    for checkpoint in list_checkpoints(folder):
+        if not (checkpoint.path / manifest.MANIFEST).exists():
+            notes.append(f"{checkpoint.path} has no manifest: it was never finished, and is not used")
+        elif found := verify(checkpoint.path):
+            problems += found
+        else:
+            newest = newest or checkpoint.path
+            notes += map(str, find_open(checkpoint.path)[:1])
+    if newest is None and not problems:
+        problems.append(
+            Problem("no complete checkpoint in this folder", file=str(folder), fix="train first: clustertune run RECIPE")
+        )
+    return newest, problems, notes

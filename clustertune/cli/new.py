@@ -2,51 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from clustertune.arguments import AsJson, ClusterOption, Overrides
-from clustertune.cli.deferred import deferred
+from clustertune.cli.arguments import AsJson, ClusterOption, DataOption, GpusOption, MethodOption, ModelOption, Overrides
 from clustertune.console import reply
-from clustertune.errors import Problem, UserError, collect_problems, raise_if
 from clustertune.host.system import GIB
-
-with deferred():
-    from clustertune import draft
-    from clustertune.data import measure
-    from clustertune.launch import bill
-    from clustertune.plan import predict
-    from clustertune.recipe import accelerate_file, layers, sections
-    from clustertune.resolve import models, resolve, tiny
-
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model", metavar="HUB_ID|config.json", help="Model on the Hub, a config.json, or a recipe, to use its model."
-    ),
-]
-DataOption = Annotated[
-    str | None, typer.Option("--data", metavar="FILE|HUB_ID", help="Conversations: a file, a folder, or a dataset on the Hub.")
-]
-MethodOption = Annotated[str, typer.Option("--method", metavar="lora|qlora|full", help="What to train.")]
-GpusOption = Annotated[
-    str | None,
-    typer.Option(
-        "--gpus",
-        metavar="NODESxGPUSxNAME",
-        help="Plan without a cluster file: such as 2x8xh100-sxm. Names are in ops/hardware.yaml.",
-    ),
-]
-
-
-def add(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command("new")(new)
 
 
 def new(
@@ -59,13 +23,16 @@ def new(
     as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Write a recipe folder for a model and its data.
+    """LoRA target modules come from the model's architecture, the distribution from the planner. Prints every assumption."""
+    from clustertune import draft
+    from clustertune.launch import bill
+    from clustertune.plan import predict
+    from clustertune.recipe import accelerate_file
+    from clustertune.resolve import models, resolve, tiny
 
-    LoRA target modules come from the model's architecture, the distribution from the planner. Prints every assumption.
-    """
-    folder = _target(name)
+    folder = draft.target(name)
     stated = draft.stated(overrides or ())
-    made_of, found, at = read(model, data, method, gpus, cluster, needs_data=True, of_data=stated.get("data"))
+    made_of, found, at = draft.read_options(model, data, method, gpus, cluster, needs_data=True, of_data=stated.get("data"))
     if not (stated.get("model") or {}).keys() & {"revision", "path"}:
         made_of = models.pinned(made_of)
     keys, notes = draft.look_at_tokenizer(made_of, found, stated)
@@ -105,49 +72,3 @@ def _keep(written: Path, folder: Path, page: str) -> None:
     """Write the files of a draft, and its README, to the recipe's folder."""
     (written / "README.md").write_text(page, encoding="utf-8")
     shutil.copytree(written, folder, dirs_exist_ok=True)
-
-
-def read(
-    model: str | None, data: str | None, method: str, gpus: str | None, cluster: str | None, *,
-    needs_data: bool = False, of_data: Mapping[str, Any] | None = None,
-) -> tuple[Any, Any, Any]:  # fmt: skip
-    """What the options name: the model, the measured data (None without), the place. Raises UserError with every problem.
-
-    ``of_data``: keys of the section ``data`` that the command line states.
-    """
-
-    problems: list[Problem] = []
-    if method not in draft.METHODS:
-        fix = layers.did_you_mean(method, draft.METHODS)
-        problems.append(Problem(f"{method!r} is not a method", file="command line", key="--method", fix=fix))
-    if model is None:
-        fix = f"--model OWNER/NAME or a config.json; known without the Hub: {', '.join(models.known_models())}"
-        problems.append(Problem("missing", file="command line", key="--model", fix=fix))
-    if data is None and needs_data:
-        fix = "--data FILE, a folder, or a dataset of the Hub"
-        problems.append(Problem("missing", file="command line", key="--data", fix=fix))
-    if gpus is not None and cluster is not None:
-        text = "--gpus and --cluster exclude each other: a cluster file says which GPUs there are"
-        problems.append(Problem(text, file="command line", key="--gpus", fix="leave one out"))
-    lookups = ((models.find_model, (model,)), (measure.measure, (data, of_data)), (draft.where, (gpus, cluster)))
-    found: list[Any] = [None] * len(lookups)
-    for index, (look, given) in enumerate(lookups):
-        with collect_problems(problems):
-            found[index] = look(*given) if index == len(lookups) - 1 or given[0] else None  # type: ignore[operator]
-    raise_if(problems)
-    return found[0], found[1], found[2]
-
-
-def _target(name: str) -> Path:
-
-    folder = Path(name) if "/" in name else Path("recipes", name)
-    text = fix = None
-    if not re.fullmatch(sections.NAME, folder.name):
-        text = "must be letters, digits, '.', '_' and '-', 64 at most, the first a letter or digit"
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        text, fix = "exists already: nothing is overwritten", "choose another name, or remove it"
-    elif not folder.parent.is_dir() and "/" in name:
-        text, fix = f"{folder.parent} is not a folder", "make it first"
-    if text:
-        raise UserError(text, file=str(folder), key="NAME", fix=fix)
-    return folder

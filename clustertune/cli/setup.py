@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import time
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clustertune.arguments import AsJson, ClusterOption, path_option
-from clustertune.cli.deferred import deferred
+from clustertune.cli.arguments import AsJson, ClusterOption, RecipeArgument, path_option
 from clustertune.console import reply, say
-from clustertune.errors import Problem, UserError
+from clustertune.errors import UserError
 
-with deferred():
-    from clustertune.cluster import load
-    from clustertune.setup import rendered, setup_machine
-    from clustertune.testbed import rehearsal
+if TYPE_CHECKING:
+    from clustertune.setup import rendered
+    from clustertune.testbed import spec
+
+
 setup_app = typer.Typer(no_args_is_help=True, help="Render files that set up a node.")
 
 NodeOption = Annotated[
@@ -23,18 +26,6 @@ NodeOption = Annotated[
     typer.Option("--node", metavar="NAME", help="Machine of the cluster file. Default: this one.", show_default=False),
 ]
 OutOption = Annotated[Path, path_option("Folder to write: new, empty, or written by setup before.", "--out")]
-
-
-def add(app: typer.Typer) -> None:
-    """Register the group, and the name that it had."""
-    app.add_typer(setup_app, name="setup")
-    app.command("ops", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(_former)
-
-
-def _former() -> None:
-    """Replaced by setup."""
-    fix = "clustertune setup storage|slurm --cluster NAME --node NODE --out DIR, then run the script in DIR as root"
-    raise UserError(Problem("ops is replaced by setup, which renders files", file="command line", key="ops", fix=fix))
 
 
 def _written(made: rendered.Rendered, node: str, out: Path, script: str, as_json: bool, more: dict[str, Any]) -> None:
@@ -50,6 +41,9 @@ def _written(made: rendered.Rendered, node: str, out: Path, script: str, as_json
 @setup_app.command("storage")
 def storage(out: OutOption, cluster: ClusterOption = None, node: NodeOption = None, as_json: AsJson = False) -> None:
     """Render fstab lines, exports and a script for a node."""
+    from clustertune.cluster import load
+    from clustertune.setup import rendered, setup_machine
+
     loaded = load.load_cluster(cluster)
     host = setup_machine.choose_node(loaded, node)
     _written(rendered.storage(loaded, host), host.name, out, rendered.STORAGE_SCRIPT, as_json, {})
@@ -68,6 +62,10 @@ def slurm(
     as_json: AsJson = False,
 ) -> None:
     """Render slurm.conf and the files around it for a node."""
+    from clustertune.cluster import load
+    from clustertune.setup import rendered, setup_machine
+    from clustertune.testbed import rehearsal
+
     loaded = load.load_cluster(cluster)
     host = setup_machine.choose_node(loaded, node)
     made = rendered.slurm(loaded, host, accounting)
@@ -76,3 +74,60 @@ def slurm(
         more["tried"] = tried = rehearsal.try_out(loaded, rendered.all_texts(loaded, accounting=accounting))
         say(f"tried here: {', '.join(tried['nodes'])} idle after {tried['seconds']} s, and a job ran on each")
     _written(made, host.name, out, rendered.SLURM_SCRIPT, as_json, more)
+
+
+# --- demo-slurm --------------------------------------------------------------------------------------------------------
+
+DEMO = "recipes/llama405b-oasst2"
+SCRIPT = Path("launch", "run.sbatch")
+
+
+class Isolation(StrEnum):
+    """How the nodes are kept apart."""
+
+    auto = "auto"
+    netns = "netns"
+    none = "none"
+
+
+Nodes = Annotated[str, typer.Option(metavar="N|NAME,NAME", help="How many nodes (1 to 16), or their names.")]
+IsolationOption = Annotated[
+    Isolation, typer.Option(help="netns: each node in its own namespaces; none: not isolated; auto: netns if possible.")
+]
+
+
+def demo_slurm(
+    recipe: RecipeArgument = DEMO,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="section.key=value", help="Settings that replace the recipe's.")
+    ] = None,
+    nodes: Nodes = "2",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs per node; each is one CPU process.")] = 1,
+    isolation: IsolationOption = Isolation.auto,
+    run_dir: Annotated[Path | None, path_option("Run folder. Default: a new one in runs/rehearsal/.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Starts the cluster, submits the real job script launch/run.sbatch, follows the job to its end, and stops the cluster."""
+    from clustertune.launch import cluster_paths
+    from clustertune.testbed import rehearsal
+
+    if not SCRIPT.is_file():
+        raise UserError("no such file", file=str(SCRIPT), fix="call this in the checkout of clustertune")
+    if "=" in recipe:  # the recipe is left out, and this is the first of the overrides
+        recipe, overrides = DEMO, [recipe, *(overrides or [])]
+    stem = re.sub(r"[^A-Za-z0-9._-]", "_", Path(recipe).name)
+    new = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = run_dir or cluster_paths.runs(cluster_paths.local_cluster()) / "rehearsal" / new
+    arguments = [recipe, *(overrides or []), "--tiny", "--run-dir", str(folder.resolve())]
+    ended = rehearsal.rehearse(_spec(nodes, gpus, isolation), SCRIPT, arguments, folder)
+    document = {"job": ended.job, "state": ended.state, "run_dir": str(folder), "log": str(ended.log)}
+    reply(as_json, {**document, "exit_code": ended.code})
+    if ended.code:
+        raise typer.Exit(ended.code)
+
+
+def _spec(nodes: str, gpus: int, isolation: Isolation) -> spec.ClusterSpec:
+    from clustertune.testbed import spec
+
+    wanted = int(nodes) if re.fullmatch(r"[0-9]{1,9}", nodes) else tuple(nodes.split(","))
+    return spec.ClusterSpec(nodes=wanted, gpus=gpus, isolation=isolation.value)

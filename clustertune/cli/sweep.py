@@ -8,32 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Tiny, existing_folder, path_option
-from clustertune.cli.deferred import deferred
-from clustertune.console import emit_json, reply, say
+from clustertune.cli.arguments import AsJson, ClusterOption, OptionalRecipe, Tiny, path_option
+from clustertune.console import reply, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
-from clustertune.rundir import STAGES, require_stage
+from clustertune.rundir import require_stage
 
 if TYPE_CHECKING:
     from clustertune.cluster.schema import Cluster
     from clustertune.resolve.resolved import Resolved
     from clustertune.sweep.points import Sweep
-
-with deferred():
-    from clustertune import chain
-    from clustertune.cluster import load
-    from clustertune.launch import bill, cluster_paths, shape
-    from clustertune.launch import stage_jobs as launch
-    from clustertune.plan import explanation
-    from clustertune.staging import bundle
-    from clustertune.sweep import array
-    from clustertune.sweep import points as sweep_points
-    from clustertune.sweep import results as outcome
-
-
-def add(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command()(sweep)
 
 
 def sweep(
@@ -53,10 +36,13 @@ def sweep(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the points and the job; needs no Slurm.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a recipe under varied settings and compare.
+    """Runs the grid of all values as one job array. Each point is a separate run; finished ones are not run again."""
+    from clustertune.cluster import load
+    from clustertune.launch.named_runs import existing_folder
+    from clustertune.sweep import array
+    from clustertune.sweep import points as sweep_points
+    from clustertune.sweep import results as outcome
 
-    Runs the grid of all values as one job array. Each point is a separate run; finished ones are not run again.
-    """
     outcome.check_metric(metric)
     if results is not None:
         _show_results(sweep_points.read_sweep(existing_folder(results, "a sweep")), metric, as_json)
@@ -68,125 +54,46 @@ def sweep(
     last = last or ("train" if metric in ("eval_loss", "loss", "eval_token_accuracy") else "eval")
     options: dict[str, Any] = {"tiny": tiny, "last": last, "path": sweep_dir}
     if here:
-        made, resolved = _locally(recipe, settings or [], at_once, cluster, options)
+        problems = [
+            Problem("has no meaning with --here: points run here, one after the other", file="command line", key=key)
+            for key, value in (("--max-parallel", at_once), ("--cluster", cluster))
+            if value is not None
+        ]
+        raise_if(problems)
+        made, resolved = array.plan_here(recipe, settings or [], options)
     else:
-        machine = load.load_cluster(cluster)
-        made, resolved, job = _array(recipe, settings or [], at_once, cluster, machine, options, dry_run)
+        on = load.load_cluster(cluster)
+        made, resolved, job = array.plan_array(recipe, settings or [], at_once, on, options, dry_run)
     for warning in sweep_points.same_weights(made, resolved):
         say(f"warning: {warning}")
     if dry_run:
-        _show_plan(made, None if here else job, None if here else _total(made, resolved, machine), as_json)
+        array.show_plan(made, None if here else job, None if here else array.total(made, resolved, on), as_json)
     elif here:
         _run_here(made, metric, as_json)
     else:
-        _submit(made, resolved, machine, job, as_json)
-
-
-def _locally(
-    recipe: str, settings: list[str], at_once: int | None, cluster: str | None, options: dict[str, Any]
-) -> tuple[Sweep, list[Resolved]]:
-    problems = [
-        Problem("has no meaning with --here: points run here, one after the other", file="command line", key=key)
-        for key, value in (("--max-parallel", at_once), ("--cluster", cluster))
-        if value is not None
-    ]
-    raise_if(problems)
-    made, resolved = sweep_points.make_sweep(recipe, settings, **options, runs=cluster_paths.enter_local())
-    raise_if(sweep_points.missing_inputs(made, resolved))
-    ranks_needed = max(item.world_size for item in resolved)
-    if not options["tiny"] and resolved[0].recipe.model.weights == "hub" and ranks_needed > chain.visible_gpus():
-        text = f"needs {ranks_needed} GPUs, this machine has {chain.visible_gpus()}"
-        raise UserError(text, file=recipe, key="slurm", fix="--tiny runs it here scaled down; without --here it is a job")
-    return made, resolved
-
-
-def _array(
-    recipe: str,
-    settings: list[str],
-    at_once: int | None,
-    cluster: str | None,
-    machine: Cluster,
-    options: dict[str, Any],
-    dry_run: bool,
-) -> tuple[Sweep, list[Resolved], Any]:
-    """The sweep and its job array (None where nothing is left), everything checked that can be before it is submitted."""
-    # Every task sees the ranks of a tiny training, whatever the allocation.
-    shaped = [word for word in settings if word.startswith("slurm.")]
-    more = shape.tiny_size(recipe, shaped, machine) if options["tiny"] else []
-    made, resolved = sweep_points.make_sweep(recipe, settings, more=more, **options, runs=cluster_paths.runs(machine))
-    models = cluster_paths.folder(machine, "models")
-    offers = [bundle.offered(item, models) for item in resolved]
-    resolved = [item.with_staged(found) if found else item for item, (found, _) in zip(resolved, offers, strict=True)]
-    for note in dict.fromkeys(note for _, notes in offers for note in notes):
-        say(f"warning: {note}")
-    problems = array.find_problems(made, resolved, machine)
-    if not dry_run:
-        fix = "call this on a login node; --here runs the points on this machine, --dry-run needs no Slurm"
-        problems += launch.find_missing(machine, [("the sweep folder", made.path.absolute())], fix)
-    raise_if(problems)
-    flags = [] if cluster is None else ["--cluster", load.argument(cluster)]
-    flags += cluster_paths.flags(cluster_paths.of_jobs(machine))
-    job = array.make_job(made, resolved, machine, at_once=at_once, flags=flags) if made.left() else None
-    return made, resolved, job
-
-
-def _total(made: Sweep, resolved: list[Resolved], machine: Cluster) -> dict[str, Any] | None:
-    """GPU-hours and money of the points that are left, up to their last stage; None where a point cannot be planned."""
-    left = {point.index for point in made.left()}
-    planned = [bill.of_recipe(item, machine) for point, item in zip(made.points, resolved, strict=True) if point.index in left]
-    bills = [found[1] for found in planned if found is not None]
-    evaluates = STAGES.index(made.last) >= STAGES.index("eval")
-    hours = [whole.gpu_hours if evaluates else whole.training for whole in bills]
-    if not hours or len(hours) != len(planned) or None in hours:
-        return None
-    gpu_hours = sum(value for value in hours if value is not None)
-    return {"gpu_hours": gpu_hours, "cost": explanation.spent(gpu_hours, bills[0].price)}
-
-
-def _show_plan(made: Sweep, job: Any, total: dict[str, Any] | None, as_json: bool) -> None:
-    commands = [] if job else [array.run_command(made, point) for point in made.left()]
-    if as_json:
-        points = [{"index": p.index, "values": p.values, "overrides": list(p.overrides)} for p in made.points]
-        script = {"script": job.script, "file": str(job.path), "command": job.command(None)} if job else None
-        emit_json(
-            {
-                "sweep_dir": str(made.path),
-                "points": points,
-                "left": len(made.left()),
-                "job": script,
-                "here": commands,
-                "total": total,
-            }
-        )
-        return
-    say(f"sweep folder: {made.path}")
-    for point in made.points:
-        say(f"point {point.index}: {point.settings}")
-    if job:
-        say(f"# {job.shape}\n# {job.path}\n{job.script.rstrip()}\n$ {shlex.join(job.command(None))}")
-    for command in commands:
-        say(f"$ {shlex.join(command)}")
-    if total is not None:
-        cost = explanation.money(total["cost"])
-        say(f"planned: {total['gpu_hours']:,.1f} GPU-hours of {len(made.left())} points{f', {cost}' if cost else ''}")
-    if not made.left():
-        say("every point is finished")
+        _submit(made, resolved, on, job, as_json)
 
 
 def _run_here(made: Sweep, metric: str, as_json: bool) -> None:
+    from clustertune.sweep import array
+
     failed = array.run_all(made)
     _show_results(made, metric, as_json)
     if failed:
         raise typer.Exit(int(ExitCode.FAILED))
 
 
-def _submit(made: Sweep, resolved: list[Resolved], machine: Cluster, job: Any, as_json: bool) -> None:
-    number = array.send(made, resolved, machine, job) if job else None
+def _submit(made: Sweep, resolved: list[Resolved], cluster: Cluster, job: Any, as_json: bool) -> None:
+    from clustertune.sweep import array
+
+    number = array.send(made, resolved, cluster, job) if job else None
     document = {"sweep_dir": str(made.path), "job": number, "points": len(made.points), "left": len(made.left())}
     text = f"job {number}: {document['left']} of {document['points']} points" if number else "every point is finished"
     reply(as_json, document, text, f"clustertune sweep --results {shlex.quote(str(made.path))}")
 
 
 def _show_results(made: Sweep, metric: str, as_json: bool) -> None:
+    from clustertune.sweep import results as outcome
+
     found = outcome.collect(made, metric)
     reply(as_json, outcome.as_json(made, metric, found), *outcome.lines(made, metric, found))

@@ -9,25 +9,12 @@ from typing import Annotated
 import typer
 
 from clustertune import console
-from clustertune.arguments import AsJson, existing_run, path_argument, path_given, path_option
-from clustertune.cli.deferred import deferred
-from clustertune.console import emit_json, say
+from clustertune.cli.arguments import AsJson, path_argument, path_given, path_option
+from clustertune.console import emit_json, reply, say
 from clustertune.errors import UserError, storing
-
-with deferred():
-    from clustertune.launch import cluster_paths
-    from clustertune.launch import stage_jobs as jobs
-    from clustertune.monitor import live_page
-    from clustertune.monitor import status as statuses
-    from clustertune.report import content
+from clustertune.manifest import replace_ours
 
 EVERY_SECONDS = 3.0
-
-
-def add(app: typer.Typer) -> None:
-    """Register the commands."""
-    app.command()(watch)
-    app.command()(runs)
 
 
 def watch(
@@ -43,11 +30,11 @@ def watch(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Follow a run: step, speed, time and money, GPUs, alerts.
-
-    Shows speed against the plan, remaining time and money, stragglers, and how far an evaluation has come. Ends with the
+    """Shows speed against the plan, remaining time and money, stragglers, and how far an evaluation has come. Ends with the
     training or the evaluation. --json prints one document; what this machine cannot find out is null.
     """
+    from clustertune.monitor import live_page
+    from clustertune.monitor import status as statuses
 
     watcher = statuses.Watcher(_find(run))
     while True:
@@ -68,6 +55,9 @@ def watch(
 
 def _find(text: str) -> Path:
     """The run folder that is named, or that a job works in. Raises UserError."""
+    from clustertune.launch import cluster_paths
+    from clustertune.launch import stage_jobs as jobs
+    from clustertune.launch.named_runs import existing_run
 
     if not text.isdigit() or Path(text).is_dir():
         return existing_run(path_argument(text))
@@ -83,10 +73,10 @@ def runs(
     below: Annotated[Path | None, path_given("Folder of runs. Default: the cluster file's, else ./runs.", "FOLDER")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List runs with state, step, score and cost, newest first.
-
-    Cost is GPU-hours, US dollars and kWh.
-    """
+    """Cost is GPU-hours, US dollars and kWh."""
+    from clustertune.launch import cluster_paths
+    from clustertune.monitor import status as statuses
+    from clustertune.report import content
 
     where = below or cluster_paths.found_runs()
     found = []
@@ -107,3 +97,30 @@ def runs(
     console.stderr.print(table)
     if not found:
         say(f"no run below {where}")
+
+
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN_OR_JSON", help="Two or more: run folders, metrics.json files."),
+    ],
+    out: Annotated[
+        Path | None, path_option("Write a page with plots (.html) or the table as Markdown.", "--out", metavar="FILE")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Shows world size, wall time, tokens per second, memory, cost. Missing values are left empty and named; runs of other
+    recipes or hardware are compared with a warning.
+    """
+    from clustertune.report import comparison as room
+
+    found = room.compare([path_argument(text) for text in runs])
+    reply(as_json, found.as_dict(), lambda: console.stderr.print(room.table(found), soft_wrap=True))
+    for note in found.notes:
+        say(f"note: {note}")
+    if out is not None:
+        if out.suffix == ".html":
+            replace_ours(out, room.page(found), room.PAGE_MARK)
+        else:
+            replace_ours(out, room.markdown(found), room.MARK)
+        say(f"in {out}")

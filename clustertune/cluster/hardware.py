@@ -14,9 +14,8 @@ from pydantic import AfterValidator, Field
 
 from clustertune.cluster.schema import INTERCONNECTS, NETWORKS
 from clustertune.recipe.findings import Found, read_model
-from clustertune.recipe.layers import did_you_mean
+from clustertune.recipe.layers import did_you_mean, read_yaml
 from clustertune.recipe.sections import Number, Plain, Score, Section
-from clustertune.recipe.yamlfile import read_yaml
 from clustertune.tree import IS_INSTALLED, ROOT
 
 HARDWARE = ROOT / "ops" / "hardware.yaml"

@@ -36,9 +36,8 @@ from clustertune.errors import Problem, UserError
 from clustertune.host.credentials import speaks_of_secret
 from clustertune.host.system import parse_cpu_list
 from clustertune.recipe.findings import Found, as_problems, parse_partial, schema_findings
-from clustertune.recipe.layers import COMMAND_LINE, did_you_mean
+from clustertune.recipe.layers import COMMAND_LINE, Document, KeyPath, did_you_mean, read_yaml
 from clustertune.recipe.sections import NAME
-from clustertune.recipe.yamlfile import Document, KeyPath, read_yaml
 from clustertune.tree import ROOT
 
 CLUSTERS = ROOT / "ops" / "clusters"
@@ -140,20 +139,12 @@ def _read(path: Path) -> Cluster:
     return read_cluster(read_yaml(path, shown), name=path.stem if ours or path.parent == OWN_CLUSTERS.absolute() else None)
 
 
-def argument(name_or_path: str) -> str:
-    """``--cluster`` as a job gets it, which starts in another folder: a path from the root, a name of the project as it is."""
-    own = known_clusters().get(name_or_path)
-    is_path = "/" in name_or_path or name_or_path.endswith((".yaml", ".yml"))
-    return (
-        str(Path(name_or_path).absolute()) if is_path else name_or_path if own is None or own.parent == CLUSTERS else str(own)
-    )
-
-
-def named(cluster: Cluster) -> str:
-    """How a job finds the same cluster again: by the name or the path of its file, or by looking as was done here."""
-    if cluster.source.startswith("ops/clusters/"):
-        return cluster.name
-    return cluster.source if cluster.source.endswith((".yaml", ".yml")) else LOCAL
+def reference(cluster: Cluster) -> str:
+    """``--cluster`` of a job for the same cluster. It starts in another folder: a file of one's own is an absolute path."""
+    if not cluster.source.endswith((".yaml", ".yml")):
+        return LOCAL
+    path = Path(cluster.source).absolute()
+    return str(path) if path.is_file() and path.parent != CLUSTERS else cluster.name
 
 
 def of_this_machine() -> Cluster | None:

@@ -45,13 +45,12 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--offline", action="store_true", help="only checks that need no package index")
     check.add_argument("--database", metavar="ADDRESS", default=package_lock.DATABASE, help="osv.dev, or a mirror of it")
     check.set_defaults(run=_lock_check)
-    for name, run, what in (
-        ("build-sif", image_build.build_sif, "a SIF with apptainer or singularity"),
-        ("build-image", image_build.build_image, "an OCI image with docker or podman"),
-    ):
+    for name, what in (
+        ("build-sif", "a SIF with apptainer or singularity"), ("build-image", "an OCI image with docker or podman"),
+    ):  # fmt: skip
         command = commands.add_parser(name, help=what)
         image_build.arguments(command, name)
-        command.set_defaults(run=lambda args, run=run: run(image_build.request(args), say))
+        command.set_defaults(run=lambda args: image_build.build(image_build.request(args), say))
     base = commands.add_parser("base", help="a stand-in for the base image, where no registry can be reached")
     base.add_argument("--python", default="3.12", choices=wheelhouse.PYTHONS, help="machine whose Python it contains")
     base.add_argument("out", type=Path)

@@ -19,7 +19,7 @@ from typing import Any
 
 from clustertune.containers import package_lock as locks
 from clustertune.containers import pins, wheelhouse
-from clustertune.containers.package_lock import PackageLock
+from clustertune.containers.package_lock import LockSpec, PackageLock
 from clustertune.containers.pins import FOLDER, TOOL
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storing
 from clustertune.lock import in_turn
@@ -49,7 +49,7 @@ class BuildRequest:
     base: str = ""
     """Empty: of containers/base.env; ``standin``; a docker-archive; or NAME@sha256:DIGEST."""
     out: Path | None = None
-    """The SIF; of an OCI image an archive that is written beside what the engine keeps."""
+    """The SIF."""
     tag: str = ""
     dry_run: bool = False
 
@@ -60,6 +60,12 @@ class BuildRequest:
             return "" if self.definition == "megatron" else self.definition
         aarch64 = self.variant == "cuda" and platform.machine() == "aarch64"
         return "train-aarch64" if aarch64 else VARIANTS[self.variant]
+
+    @property
+    def specs(self) -> list[LockSpec]:
+        """What is locked for it: the lock, then its layers."""
+        names = (self.lock_name, *(f"extra-{name}" for name in self.extras))
+        return [spec for spec in locks.SPECS if spec.name in names]
 
 
 @dataclass(frozen=True)
@@ -76,15 +82,16 @@ class BaseImage:
 def arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     """The options of ``build-sif`` and ``build-image``."""
     sif = kind == "build-sif"
-    parser.set_defaults(kind=kind, tag="")
+    parser.set_defaults(kind=kind, tag="", out=None)
     parser.add_argument("--definition", choices=DEFINITIONS if sif else ("train",), default="train", help="containers/NAME.def")
     parser.add_argument("--variant", choices=sorted(VARIANTS), default="cuda", help="which lock; CI uses cpu")
     parser.add_argument("--extras", default="", help=f"layers on top, as A+B: {', '.join(locks.LAYERS)}")
     parser.add_argument(
         "--base", default="", help="NAME@sha256:DIGEST, a docker-archive, or `standin` if no registry can be reached"
     )
-    parser.add_argument("--out", type=Path, help="the image file" if sif else "write it as a docker-archive too")
-    if not sif:
+    if sif:
+        parser.add_argument("--out", type=Path, help="the image file")
+    else:
         parser.add_argument("--tag", default="", help="name of the image")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done")
 
@@ -92,60 +99,58 @@ def arguments(parser: argparse.ArgumentParser, kind: str) -> None:
 def request(args: argparse.Namespace) -> BuildRequest:
     """The options as one value. Raises UserError with every one that cannot be."""
     extras = tuple(filter(None, re.split(r"[+,]", args.extras)))
-    problems = []
-
-    def wrong(is_so: object, key: str, message: str, fix: str) -> None:
-        if is_so:
-            problems.append(Problem(message, key=key, fix=fix))
-
-    for name in extras:
-        wrong(name not in locks.LAYERS, "EXTRAS", f"no layer {name!r}", f"one of {', '.join(locks.LAYERS)}")
-    other = extras and (args.definition, args.variant) != ("train", "cuda")
-    wrong(other, "EXTRAS", "layers are locked on top of the cuda variant of train", "leave EXTRAS or VARIANT out")
-    wrong(
-        args.definition != "train" and args.variant != "cuda",
-        "VARIANT",
-        f"{args.variant}: {args.definition}.def has no variants",
-        "leave VARIANT or DEFINITION out",
-    )
-    no_tag = args.tag and not _TAG.fullmatch(args.tag)
-    wrong(no_tag, "TAG", f"{args.tag!r} is not an image name", "lower case, as in clustertune/train:cpu")
-    known = not args.base or args.base == STANDIN or _REFERENCE.fullmatch(args.base) or Path(args.base).is_file()
-    fix = "NAME@sha256:DIGEST, a docker-archive, or standin"
-    wrong(not known, "BASE", f"{args.base!r} is not a file and has no digest", fix)
     made = BuildRequest(args.kind, args.definition, args.variant, extras, args.base, args.out, args.tag, args.dry_run)
-    names, machine = {made.lock_name, *(f"extra-{name}" for name in extras)}, platform.machine()
-    for spec in (spec for spec in locks.SPECS if spec.name in names):
-        key = "EXTRAS" if spec.on_top_of else "VARIANT" if args.definition == "train" else "DEFINITION"
-        other = spec.platform != locks.ANY and not spec.platform.startswith(machine)
-        wrong(other, key, f"{spec.path.name} is locked for {spec.platform}, this machine is {machine}", "build it there")
-    raise_if(problems)
+    raise_if([*_find_problems(made)])
     return made
+
+
+def _find_problems(what: BuildRequest) -> Iterator[Problem]:
+    for name in what.extras:
+        if name not in locks.LAYERS:
+            yield Problem(f"no layer {name!r}", key="EXTRAS", fix=f"one of {', '.join(locks.LAYERS)}")
+    if what.extras and (what.definition, what.variant) != ("train", "cuda"):
+        text = "layers are locked on top of the cuda variant of train"
+        yield Problem(text, key="EXTRAS", fix="leave EXTRAS or VARIANT out")
+    if what.definition != "train" and what.variant != "cuda":
+        text = f"{what.variant}: {what.definition}.def has no variants"
+        yield Problem(text, key="VARIANT", fix="leave VARIANT or DEFINITION out")
+    if what.tag and not _TAG.fullmatch(what.tag):
+        yield Problem(f"{what.tag!r} is not an image name", key="TAG", fix="lower case, as in clustertune/train:cpu")
+    if what.base not in ("", STANDIN) and not _REFERENCE.fullmatch(what.base) and not Path(what.base).is_file():
+        fix = "NAME@sha256:DIGEST, a docker-archive, or standin"
+        yield Problem(f"{what.base!r} is not a file and has no digest", key="BASE", fix=fix)
+    machine = platform.machine()
+    for spec in what.specs:
+        if spec.platform != locks.ANY and not spec.platform.startswith(machine):
+            key = "EXTRAS" if spec.on_top_of else "VARIANT" if what.definition == "train" else "DEFINITION"
+            text = f"{spec.path.name} is locked for {spec.platform}, this machine is {machine}"
+            yield Problem(text, key=key, fix="build it there")
 
 
 def locked(what: BuildRequest) -> PackageLock | None:
     """The lock with its layers, held to the pins. Raises UserError where a version was moved in one place only."""
     if not what.lock_name:
         return None
-    found, problems, whole = pins.read(), [], None
-    for name in (what.lock_name, *(f"extra-{name}" for name in what.extras)):
-        part = locks.read(locks.path_of(name))
-        problems += locks.held_to_pins(next(spec for spec in locks.SPECS if spec.name == name), part, found)
-        whole = whole.with_layer(part) if whole else part
-    raise_if(problems)
+    found = pins.read()
+    parts = {spec: locks.read(spec.path) for spec in what.specs}
+    raise_if([problem for spec, part in parts.items() for problem in locks.held_to_pins(spec, part, found)])
+    whole, *layers = parts.values()
+    for layer in layers:
+        whole = whole.with_layer(layer)
     return whole
 
 
-def base_of(what: BuildRequest, python: str, say: Say) -> BaseImage:
+def _base_of(what: BuildRequest, lock: PackageLock | None, say: Say) -> BaseImage:
     """What it starts from; a stand-in is made once and kept."""
     if what.base == STANDIN:
-        if what.definition == "megatron":
+        if lock is None:
             text = "megatron.def has no stand-in: its base is NVIDIA's whole image"
             raise UserError(text, key="BASE", fix="leave BASE out")
-        archive = WORK / f"standin-{wheelhouse.suite_of(python)}.tar"
+        suite = wheelhouse.suite_of(lock.python)
+        archive = WORK / f"standin-{suite}.tar"
         if not archive.exists() and not what.dry_run:
-            wheelhouse.make_standin(python, archive, say)
-        return BaseImage(f"stand-in {wheelhouse.suite_of(python)}", archive, standin=True)
+            wheelhouse.make_standin(lock.python, archive, say)
+        return BaseImage(f"stand-in {suite}", archive, standin=True)
     if what.base and not _REFERENCE.fullmatch(what.base):
         return BaseImage(Path(what.base).name, Path(what.base).resolve())
     return BaseImage(what.base or pins.read_bases()["BASE_MEGATRON" if what.definition == "megatron" else "BASE_TRAIN"])
@@ -241,15 +246,10 @@ def answer(command: Sequence[str], seconds: int = PROBE_SECONDS) -> str | None:
 def find_apptainer() -> str:
     """apptainer or singularity: on PATH, else what containers/get-apptainer.sh made."""
     own = WORK.parent / "apptainer" / "bin" / "apptainer"
-    if found := shutil.which("apptainer") or shutil.which("singularity"):
+    if found := shutil.which("apptainer") or shutil.which("singularity") or shutil.which(own):
         return found
-    if not own.exists():
-        fix = "install one; on Debian, beside the system: containers/get-apptainer.sh build/apptainer"
-        raise UserError("neither apptainer nor singularity is here", fix=fix)
-    if answer([str(own), "--version"]) is None:
-        fix = "the folder was moved, or another system's: containers/get-apptainer.sh fixes it"
-        raise UserError("does not start", file=str(own), fix=fix)
-    return str(own)
+    fix = "install one; on Debian, beside the system: containers/get-apptainer.sh build/apptainer"
+    raise UserError("neither apptainer nor singularity is here", fix=fix)
 
 
 def _as_user(command: list[str], scratch: Path) -> list[str]:
@@ -272,7 +272,7 @@ def _gathered(what: BuildRequest, lock: PackageLock | None, recipe: str, image: 
     with storing("build the image", image):
         # One build at a time: base and wheels are kept for the next one.
         with in_turn(WORK / "lock", lambda: say("another build is collecting its packages: waiting for it")):
-            base = base_of(what, lock.python if lock else "3.12", say)
+            base = _base_of(what, lock, say)
             if lock:
                 # Of another lock another folder: what a former one left is never installed.
                 folder = WORK / "wheels" / "-".join((lock.name, *what.extras, locks.text_digest(lock.text())[:12]))
@@ -292,20 +292,28 @@ def _gathered(what: BuildRequest, lock: PackageLock | None, recipe: str, image: 
             yield Gathered(base, folder, context)
 
 
-def build_sif(what: BuildRequest, say: Say) -> dict[str, Any]:
-    """``make build-sif``: the image, its ``.sha256`` and its SBOM. Returns what was made."""
-    started = time.monotonic()
-    lock = locked(what)
-    program = "apptainer" if what.dry_run else find_apptainer()
-    out = (what.out or ROOT / f"{what.definition}.sif").absolute()
+def build(what: BuildRequest, say: Say) -> dict[str, Any]:
+    """``make build-sif`` or ``make build-image``. Returns what was made or, in a dry run, what would be."""
+    started, lock = time.monotonic(), locked(what)
     if what.dry_run:
-        return _plan(what, lock, base_of(what, lock.python if lock else "3.12", say), program, str(out))
+        return _plan(what, lock, say)
+    made = (_build_sif if what.kind == "build-sif" else _build_image)(what, lock, say)
+    return {**made, "seconds": round(time.monotonic() - started)}
+
+
+def _build_sif(what: BuildRequest, lock: PackageLock | None, say: Say) -> dict[str, Any]:
+    """The image, its ``.sha256`` and its SBOM."""
+    program, out = find_apptainer(), _sif_path(what)
     with _gathered(what, lock, f"{what.definition}.def", str(out), say) as given:
         out.parent.mkdir(parents=True, exist_ok=True)
         with _partial(out) as part:
             command = _sif_command(what, program, lock, given, part, say)
             run(command, "the build", say, cwd=given.context, env=_caches(given.context.parent))
-            return _publish(part, out, lock, given, started, say)
+            return _publish(part, out, lock, given, say)
+
+
+def _sif_path(what: BuildRequest) -> Path:
+    return (what.out or ROOT / f"{what.definition}.sif").absolute()
 
 
 def _sif_command(
@@ -353,15 +361,14 @@ def find_engine() -> str:
     raise UserError("neither a docker server nor podman answers", fix="start docker, or install podman")
 
 
-def build_image(what: BuildRequest, say: Say) -> dict[str, Any]:
-    """``make build-image``: the image in the engine's store, tested, with its SBOM; an archive of it where asked."""
-    started = time.monotonic()
-    lock = locked(what)
-    engine = "docker or podman" if what.dry_run else find_engine()
+def _tag(what: BuildRequest) -> str:
+    return what.tag or f"clustertune/{what.definition}:{what.variant}"
+
+
+def _build_image(what: BuildRequest, lock: PackageLock | None, say: Say) -> dict[str, Any]:
+    """The image in the engine's store, tested, with its SBOM."""
+    engine, tag = find_engine(), _tag(what)
     assert lock, "only train has a Dockerfile"
-    tag = what.tag or f"clustertune/{what.definition}:{what.variant}"
-    if what.dry_run:
-        return _plan(what, lock, base_of(what, lock.python, say), engine, tag)
     with _gathered(what, lock, "Dockerfile", tag, say) as given:
         assert given.wheelhouse, "there is a lock"
         (given.context / "wheels").mkdir()
@@ -380,14 +387,9 @@ def build_image(what: BuildRequest, say: Say) -> dict[str, Any]:
         run(command, "the build", say, env={"DOCKER_BUILDKIT": "1"})
         alone = [engine, "run", "--rm", "--network", "none", *limits(engine), tag]
         run([*alone, "python", SELFTEST], "the image's own test", say, seconds=TEST_SECONDS)
-        if what.out is None:
-            bill = _write_bill(ROOT / tag.replace("/", "-").replace(":", "-"), lock, given, say)
-            size = int((answer([engine, "image", "inspect", "--format", "{{.Size}}", tag]) or "0").strip() or 0)
-            return {"image": tag, "bytes": size, "seconds": round(time.monotonic() - started), **bill}
-        out = what.out.absolute()
-        with _partial(out) as part:
-            run([engine, "save", "--output", str(part), tag], "saving the image", say)
-            return {"image": tag, **_publish(part, out, lock, given, started, say)}
+        bill = _write_bill(ROOT / tag.replace("/", "-").replace(":", "-"), lock, given, say)
+        size = int((answer([engine, "image", "inspect", "--format", "{{.Size}}", tag]) or "0").strip() or 0)
+        return {"image": tag, "bytes": size, **bill}
 
 
 def limits(engine: str) -> list[str]:
@@ -416,11 +418,12 @@ def _loaded(engine: str, base: BaseImage, say: Say) -> str:
 # --- beside the image --------------------------------------------------------------------------------------------------
 
 
-def _plan(what: BuildRequest, lock: PackageLock | None, base: BaseImage, program: str, image: str) -> dict[str, Any]:
-    recipe = "Dockerfile" if what.kind == "build-image" else f"{what.definition}.def"
+def _plan(what: BuildRequest, lock: PackageLock | None, say: Say) -> dict[str, Any]:
+    sif = what.kind == "build-sif"
     return {
-        "image": image, "with": program, "definition": f"containers/{recipe}", "lock": lock.name if lock else None,
-        "packages": len(lock.entries) if lock else 0, "extras": list(what.extras), "base": base.name,
+        "image": str(_sif_path(what)) if sif else _tag(what), "with": "apptainer" if sif else "docker or podman",
+        "definition": f"containers/{f'{what.definition}.def' if sif else 'Dockerfile'}", "lock": lock.name if lock else None,
+        "packages": len(lock.entries) if lock else 0, "extras": list(what.extras), "base": _base_of(what, lock, say).name,
     }  # fmt: skip
 
 
@@ -452,7 +455,7 @@ def _write_bill(beside: Path, lock: PackageLock, given: Gathered, say: Say) -> d
     return {**made, "sbom": str(bill)}
 
 
-def _publish(part: Path, out: Path, lock: PackageLock | None, given: Gathered, started: float, say: Say) -> dict[str, Any]:
+def _publish(part: Path, out: Path, lock: PackageLock | None, given: Gathered, say: Say) -> dict[str, Any]:
     """The image in its place, and beside it the SBOM and, last, the sum: who finds the sum finds a whole image."""
     total = out.with_name(out.name + ".sha256")
     total.unlink(missing_ok=True)
@@ -462,4 +465,4 @@ def _publish(part: Path, out: Path, lock: PackageLock | None, given: Gathered, s
     if lock:
         made |= _write_bill(out, lock, given, say)
     total.write_text(f"{digest}  {out.name}\n")
-    return {**made, "seconds": round(time.monotonic() - started)}
+    return made

@@ -16,6 +16,7 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,8 @@ from clustertune.process import captured
 
 
 _HEAD = "# Made by `make lock` from containers/versions.env. Hashes are SHA-256 of the files that fit this Python and platform."
-_FIELDS = ("lock", "python", "platform", "before", "from source", "on top of")
-_FIELD = re.compile(rf"# ({'|'.join(_FIELDS)}): (.+)")
-_NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9][A-Za-z0-9.+!-]*)")
-_HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
+_FIELD = re.compile(r"^# (lock|python|platform|before|from source|on top of): (.+)$", re.MULTILINE)
+_PACKAGE = re.compile(r"^(\S+)==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", re.MULTILINE)
 
 
 def path_of(name: str) -> Path:
@@ -113,40 +112,23 @@ class PackageLock:
 
 
 def parse(text: str, file: str) -> PackageLock:
-    """A lock's text. Raises UserError with everything in it that pip would not hold to a hash."""
-    fields = {match[1]: match[2] for line in text.splitlines() if (match := _FIELD.fullmatch(line))}
-    entries: dict[str, LockedPackage] = {}
-    problems = []
+    """A lock's text. Raises UserError where it is not, line by line, as ``make lock`` writes it.
 
-    def wrong(message: str, key: str | None = None) -> None:
-        problems.append(Problem(message, file, key, "run make lock"))
-
-    body = [line for line in text.splitlines() if not line.startswith("#")]
-    for logical in filter(None, (part.strip() for part in "\n".join(body).replace("\\\n", " ").split("\n"))):
-        spec, *options = logical.split()
-        named = _NAME.fullmatch(spec)
-        hashes = [_HASH.fullmatch(option) for option in options]
-        if not named or not all(hashes):
-            wrong(f"no NAME==VERSION with --hash=sha256:HEX: {logical[:80]!r}")
-        elif not hashes:
-            wrong("has no hash", named[1])
-        elif normal(named[1]) in entries:
-            wrong("appears twice", named[1])
-        else:
-            name = normal(named[1])
-            entries[name] = LockedPackage(name, named[2], tuple(sorted(match[1] for match in hashes if match)))
-    for key in _FIELDS[:4]:
-        if key not in fields:
-            wrong(f"its head does not say `{key}`")
-    sources = tuple(fields.get("from source", "").split())
-    for name in sources:
-        if name not in entries:
-            wrong("is built from source and not in the lock", name)
-    if not entries:
-        wrong("no package")
-    raise_if(problems)
-    head = (fields["lock"], fields["python"], fields["platform"], fields["before"])
-    return PackageLock(*head, entries, sources, fields.get("on top of", ""))
+    One line without a hash would turn hash checking off for what it names.
+    """
+    head = dict(_FIELD.findall(text))
+    entries = {
+        name: LockedPackage(name, version, tuple(re.findall(r"sha256:(\w+)", hashes)))
+        for name, version, hashes in _PACKAGE.findall(text)
+    }
+    name, python, platform, before = (head.get(key, "") for key in ("lock", "python", "platform", "before"))
+    sources = tuple(head.get("from source", "").split())
+    lock = PackageLock(name, python, platform, before, entries, sources, head.get("on top of", ""))
+    for line, written in zip_longest(text.splitlines(), lock.text().splitlines(), fillvalue=""):
+        if line != written:
+            message = f"was edited by hand: it has {line[:80]!r} in the place of {written[:80]!r}"
+            raise UserError(message, file=file, fix="run make lock")
+    return lock
 
 
 def read(path: Path) -> PackageLock:
@@ -326,7 +308,7 @@ def cpu_torch(version: str, present: PackageLock | None) -> LockedPackage:
             sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--no-cache-dir",
             "--python-version", python, "--platform", "manylinux_2_28_x86_64", "--dest", folder, f"torch=={version}",
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, timeout=RESOLVE_SECONDS, check=False)
+        done = captured(command, RESOLVE_SECONDS)
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or len(wheels) != 1:
             text = f"pip finds no torch {version} for Python {python}"
@@ -388,8 +370,6 @@ def check_all(say: Callable[[str], None], *, fresh: bool = True) -> dict[str, Pa
         with collect_problems(problems):
             locks[spec.name] = read(spec.path)
             problems += held_to_pins(spec, locks[spec.name], found)
-            if spec.path.read_text() != locks[spec.name].text():
-                problems.append(Problem("was edited by hand", f"containers/{spec.path.name}", fix="run make lock"))
     if fresh and not problems:
         for name, made in make_all(found, say, keep=True).items():
             if made != locks[name]:
@@ -417,16 +397,11 @@ class NotAudited(Exception):
 
 def accepted(path: Path = ACCEPTED) -> Mapping[str, str]:
     """Ids of accepted vulnerabilities, each with its reason. Raises UserError for a line without one."""
-    found, problems = {}, []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if line and not line.startswith("#"):
-            name, _, reason = line.partition(" ")
-            found[name] = reason.strip()
-            if not reason.strip():
-                fix = "write why it does not matter here"
-                problems.append(Problem(f"{name} without a reason", f"{path}:{number}", fix=fix))
-    raise_if(problems)
-    return found
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    pairs = [line.partition(" ") for line in lines]
+    fix = "write why it does not matter here"
+    raise_if([Problem(f"{name} without a reason", str(path), fix=fix) for name, _, reason in pairs if not reason.strip()])
+    return {name: reason.strip() for name, _, reason in pairs}
 
 
 def audit(locks: Iterable[PackageLock], accepted_ids: Mapping[str, str], database: str = DATABASE) -> list[Problem]:

@@ -12,7 +12,7 @@ from clustertune.host.system import GIB
 from clustertune.launch import serving, shape
 from clustertune.launch import signal_margin as margins
 from clustertune.plan.schedule import START_S, TOKENS_PER_CPU_S, tokens_to_prepare
-from clustertune.recipe.values import model_facts
+from clustertune.recipe.library_facts import model_facts
 from clustertune.resolve.distribution import how_to_load
 
 RULES = Rules(RECIPE, __file__)

@@ -18,9 +18,9 @@ from clustertune.export.companions import read_json
 from clustertune.manifest import MANIFEST, find_problems, hash_file
 from clustertune.merge.base import EMBEDDINGS, Base
 from clustertune.recipe.findings import Found, as_problems, schema_findings
+from clustertune.recipe.layers import Document
 from clustertune.recipe.native_rules import LORA_VARIANTS
 from clustertune.recipe.sections import Number, Positive
-from clustertune.recipe.yamlfile import Document
 from clustertune.tensorfile import FLOATS, Tensor, read_header
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from clustertune.cluster.load import CLUSTERS
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
 from clustertune.recipe.findings import Found, read_model
+from clustertune.recipe.layers import Document, parse_json, read_text
 from clustertune.recipe.sections import Number, Positive, Section
-from clustertune.recipe.yamlfile import Document, parse_json, read_text
 
 SCHEMA = "clustertune.nccl-check/1"
 SUFFIX = ".nccl-check.json"

@@ -15,10 +15,18 @@ from typing import Any
 from clustertune.errors import Problem, UserError
 from clustertune.recipe import deepspeed_file as ds
 from clustertune.recipe.findings import Found, is_whole, show_value
-from clustertune.recipe.layers import COMMAND_LINE, did_you_mean, nearest
-from clustertune.recipe.library_facts import facts
-from clustertune.recipe.values import model_facts
-from clustertune.recipe.yamlfile import Document, Emptied, KeyPath, leaves, parse_json, read_text
+from clustertune.recipe.layers import (
+    COMMAND_LINE,
+    Document,
+    Emptied,
+    KeyPath,
+    did_you_mean,
+    leaves,
+    nearest,
+    parse_json,
+    read_text,
+)
+from clustertune.recipe.library_facts import facts, model_facts
 
 DISTRIBUTED_TYPES = ("FSDP", "MULTI_GPU", "DEEPSPEED", "NO")
 _NO_PRECISION = {

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.recipe.findings import is_number, is_whole
-from clustertune.recipe.layers import did_you_mean
-from clustertune.recipe.parameters import count
-from clustertune.recipe.values import Values, config_fields, model_facts, model_types
-from clustertune.recipe.yamlfile import parse_json, read_text
+from clustertune.recipe.layers import did_you_mean, parse_json, read_text
+from clustertune.recipe.library_facts import config_fields, model_facts, model_types
+from clustertune.recipe.parameters import Values, count
 
 INTEGERS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 """What planning, tiny runs and adapter checks cannot do without."""
 _OLD_KEYS = {"rope_theta", "rope_scaling", "torch_dtype", "_name_or_path", "auto_map", "quantization_config"}
 """Keys of published ``config.json`` files that are not fields of the installed configuration class."""
-_ROPE_LISTS = ("short_factor", "long_factor", "mrope_section")
-_ROPE_SWITCHES = ("truncate", "mrope_interleaved")
-_ROPE_KEYS = {
-    "rope_theta", "rope_type", "type", "partial_rotary_factor", "factor", "original_max_position_embeddings",
-    "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim",
-    "short_mscale", "long_mscale", "alpha", "llama_4_scaling_beta", *_ROPE_LISTS, *_ROPE_SWITCHES,
-}  # fmt: skip
-"""What transformers 5 reads in ``rope_parameters``. It passes over any other key: a misspelt one leaves the default."""
 _MAX_INTEGER = 10**9
 _MAX_LAYERS = 10_000
+"""Layers are counted one by one, which takes minutes and gigabytes above; published models have 126 at most."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 """What families call the number of layers."""
-"""Layers are counted one by one, which takes minutes and gigabytes above; published models have 126 at most."""
 
 Wrong = tuple[str, str, str | None]
 """A key, what is wrong with it, and what to do."""
@@ -197,40 +186,9 @@ def _check_rest(body: dict[str, Any], kind: str) -> Iterator[Wrong]:
     if not isinstance(given, list) or len(given) != 1 or given[0] not in causal:
         text = "missing" if given is None else f"{_short(given)} is not one causal language model class of {kind}"
         yield "architectures", text, f"write {json.dumps(causal[:1])}" if causal else None
-    for key in ("rms_norm_eps", "layer_norm_eps", "rope_theta", "initializer_range", "head_dim"):
-        if body.get(key) is not None and not _positive(body[key]):
-            yield key, f"{_short(body[key])} is not a positive number", None
-    if not isinstance(body.get("tie_word_embeddings", False), bool):
-        yield "tie_word_embeddings", "must be true or false", None
-    vocabulary = body.get("vocab_size")
-    for key in _TOKENS:
-        ids = body.get(key)
-        for value in ids if isinstance(ids, list) else [] if ids is None else [ids]:
-            if not is_whole(value, 0) or (isinstance(vocabulary, int) and value >= vocabulary):
-                yield key, f"{_short(value)} is not a token of a vocabulary of {vocabulary}", None
     for key in ("rope_parameters", "rope_scaling"):
-        if body.get(key) is not None:
-            yield from _check_rope(body[key], key)
-
-
-def _check_rope(rope: object, key: str) -> Iterator[Wrong]:
-    """Positive numbers, but for the kind, longrope's lists, and models with one set of values per kind of layer."""
-    if not isinstance(rope, dict):
-        yield key, "must hold rope_type and its values", None
-        return
-    for name, value in rope.items():
-        if name not in _ROPE_KEYS and (near := difflib.get_close_matches(name, _ROPE_KEYS, 1, 0.8)):
-            yield f"{key}.{name}", "is no key of RoPE, and would be passed over", f"did you mean {near[0]}?"
-        elif isinstance(value, dict) and name.endswith("_attention"):
-            yield from _check_rope(value, f"{key}.{name}")
-        elif name in ("rope_type", "type"):
-            if not isinstance(value, str):
-                yield f"{key}.{name}", f"{_short(value)} is not a word", None
-        elif name in _ROPE_SWITCHES:
-            if not isinstance(value, bool):
-                yield f"{key}.{name}", "must be true or false", None
-        elif not all(map(_positive, value if isinstance(value, list) and name in _ROPE_LISTS else [value])):
-            yield f"{key}.{name}", f"{_short(value)} is not a positive number", None
+        if not isinstance(body.get(key), dict | None):
+            yield key, "must hold rope_type and its values", None
 
 
 def _check_heads(body: dict[str, Any]) -> Iterator[Wrong]:
@@ -239,10 +197,6 @@ def _check_heads(body: dict[str, Any]) -> Iterator[Wrong]:
         yield "hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}", None
     if heads and groups and heads % groups:
         yield "num_attention_heads", f"{heads} is not a multiple of num_key_value_heads {groups}", None
-
-
-def _positive(value: object) -> bool:
-    return is_number(value) and math.isfinite(value) and value > 0
 
 
 def _short(value: object) -> str:
@@ -320,8 +274,8 @@ def _scale_rope(rope: dict[str, Any], share: float, narrow: float) -> dict[str, 
     for name in ("short_factor", "long_factor"):
         if isinstance(rope.get(name), list):
             result[name] = rope[name][: round(len(rope[name]) * narrow)]
-    if result.get("original_max_position_embeddings"):
-        result["original_max_position_embeddings"] = max(1, int(result["original_max_position_embeddings"] * share))
+    if is_number(positions := result.get("original_max_position_embeddings")):
+        result["original_max_position_embeddings"] = max(1, int(positions * share))
     return result
 
 

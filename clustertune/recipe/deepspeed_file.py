@@ -12,9 +12,8 @@ from typing import Any
 
 from clustertune.recipe import native_rules
 from clustertune.recipe.findings import Found, is_whole, show_value
-from clustertune.recipe.layers import COMMAND_LINE, did_you_mean
+from clustertune.recipe.layers import COMMAND_LINE, Document, did_you_mean, leaves
 from clustertune.recipe.library_facts import facts
-from clustertune.recipe.yamlfile import Document, leaves
 
 ZERO = "zero_optimization"
 ALIGNMENT = f"{ZERO}.parameter_alignment"
@@ -24,8 +23,8 @@ FILLED = frozenset(
     (
         "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
         "bf16.enabled", "fp16.enabled", "optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps",
-        "optimizer.params.weight_decay", "scheduler.params.warmup_min_lr", "scheduler.params.warmup_max_lr",
-        "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps", "zero_optimization.reduce_bucket_size",
+        "optimizer.params.weight_decay",
+        "zero_optimization.reduce_bucket_size",
         "zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.stage3_param_persistence_threshold",
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",
         "zero_optimization.offload_param.nvme_path", "zero_optimization.offload_optimizer.nvme_path",
@@ -107,6 +106,7 @@ _REFUSED = {
     "autotuning": "leave it out: clustertune plan and clustertune sweep do that",
     "data_efficiency": "leave it out: a resumed run continues at the same place in the recipe's own order",
     "activation_checkpointing": "write activation_checkpointing.ratio: models of transformers do not read DeepSpeed's",
+    "scheduler": "leave it out: train.lr_scheduler_type says it",
     "weight_quantization": "write train.model_init_kwargs.quantization_config",
     f"{ZERO}.cpu_offload": "write offload_optimizer: {device: cpu}",
     f"{ZERO}.cpu_offload_param": "write offload_param: {device: cpu}",
@@ -129,8 +129,6 @@ _ONLY = (
     ("tensor_parallel.autotp_size", 1, "use FSDP2 with parallelism_config_tp_size"),
 )
 """Keys with the one value that they may have."""
-_SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-"""DeepSpeed's schedules (runtime/lr_schedules.py) by transformers' names."""
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "adagrad": "adagrad", "lion": "lion", "sgd": "sgd", "lamb": "lamb"}
 """DeepSpeed's optimizers by how transformers' names begin; its Adam decouples weight decay (adam_w_mode is true)."""
 _OFFLOADED_AS_THEY_ARE = ("adamw", "adagrad", "lion")
@@ -159,8 +157,6 @@ def meant(train: Mapping[str, Any], accumulation: int, dp: int) -> list[tuple[st
         ("optimizer.params.betas", [train["adam_beta1"], train["adam_beta2"]], "train.adam_beta1 and adam_beta2"),
         ("optimizer.params.eps", train["adam_epsilon"], "train.adam_epsilon"),
         ("optimizer.params.weight_decay", train["weight_decay"], "train.weight_decay"),
-        ("scheduler.params.warmup_min_lr", 0, "transformers' default"),
-        ("scheduler.params.warmup_max_lr", train["learning_rate"], "train.learning_rate"),
     ]
 
 
@@ -181,7 +177,6 @@ def find_problems(
         *_check_zero(body, lambda path: document.position(tuple(path.split("."))) == COMMAND_LINE),
         *_check_meant(body, values),
         *_check_optimizer(body, train, stated),
-        *_check_scheduler(body, train),
     ):
         yield ("deepspeed", *path.split(".")), message, fix
 
@@ -265,15 +260,3 @@ def _check_optimizer(body: Mapping[str, Any], train: Mapping[str, Any], stated: 
         fix = "train.optim=adamw_torch, or zero_force_ds_cpu_optimizer: false"
         text = f"train.optim is {named}: offloaded, accelerate makes it Adam without a message"
         yield f"{ZERO}.offload_optimizer.device", text, fix
-
-
-def _check_scheduler(body: Mapping[str, Any], train: Mapping[str, Any]) -> Wrong:
-    if body.get("scheduler") is None:
-        return
-    kind, named = get(body, "scheduler.type"), str(train["lr_scheduler_type"])
-    if _SCHEDULERS.get(str(kind)) != named:
-        fix = "leave the scheduler out: train.lr_scheduler_type says it"
-        yield "scheduler.type", f"{show_value(kind)}, while train.lr_scheduler_type is {named}", fix
-    elif get(body, "scheduler.params.warmup_type") != "linear":
-        text = "not linear, as train's warm-up is: DeepSpeed's default is a logarithm"
-        yield "scheduler.params.warmup_type", text, 'write "warmup_type": "linear", or leave the scheduler out'

@@ -13,8 +13,8 @@ from pydantic import Field
 
 from clustertune.errors import UserError
 from clustertune.recipe.findings import Found, read_model
+from clustertune.recipe.layers import read_yaml
 from clustertune.recipe.sections import FIRST_TASK, NAME, MetricName, Positive, Section, TaskName
-from clustertune.recipe.yamlfile import read_yaml
 from clustertune.tree import ROOT
 
 FOLDER = ROOT / "eval"

@@ -11,8 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.host.credentials import holds_secret, may_name_secret
-from clustertune.recipe.layers import did_you_mean, nearest
-from clustertune.recipe.yamlfile import Document, KeyPath
+from clustertune.recipe.layers import Document, KeyPath, did_you_mean, nearest
 
 Found = tuple[KeyPath, str, str | None]
 """A key path, what is wrong with it, and what to do."""

@@ -1,21 +1,299 @@
-"""From a recipe's name to its layers: base, recipe, tiny and overrides, laid over each other with the origin of each value."""
+"""From a recipe's name to its layers: base, recipe, tiny and overrides, laid over each other with the origin of each value; and
+reading of YAML and JSON written by people: safe, small, without surprises, with the line of every key for error messages.
+
+Recipes use the scalars of YAML 1.2's core schema: ``5e-5`` is a number, ``no`` is the word, ``48:00:00`` is text. PyYAML's
+own YAML 1.1 reads these as text, ``false`` and 172800. Files that accelerate reads itself are read as accelerate does.
+"""
 
 from __future__ import annotations
 
 import copy
 import difflib
+import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+from yaml.composer import Composer
+
 from clustertune.errors import Problem, UserError, collect_problems
+from clustertune.events import once
 from clustertune.recipe.sections import NAME, named_bases
-from clustertune.recipe.yamlfile import Document, Emptied, KeyPath, parse_value, read_yaml
 from clustertune.tree import ROOT
+
+# --- files of YAML and JSON ------------------------------------------------------------------------------------------------
+
+MAX_BYTES = 256 * 1024
+"""A recipe is about 1 kB. PyYAML parses about 100 kB/s, so that this is a wait of seconds at most."""
+MAX_DEPTH = 20
+"""Far above any recipe, far below where PyYAML's recursion ends in a RecursionError."""
+
+KeyPath = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A parsed file: its plain values and the line (from 1) of each key path."""
+
+    file: str
+    data: dict[str, Any]
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+
+    def position(self, path: KeyPath) -> str:
+        """``file:line`` of a key path, of its nearest parent where the key itself is not in the file."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.lines:
+                return f"{self.file}:{self.lines[path[:end]]}"
+        return self.file
+
+
+class Emptied(dict[str, Any]):
+    """A section that the command line set to null before it gave keys of it: nothing below it counts any more."""
+
+
+class _Composer(Composer):
+    """PyYAML's composer without aliases: what a person reads is what there is, and no file grows while it is read."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.events.AliasEvent):  # type: ignore[attr-defined]
+            raise yaml.MarkedYAMLError(problem="aliases (*name) are not used here", problem_mark=self._mark())
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep", problem_mark=self._mark())
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def _mark(self) -> yaml.Mark:
+        mark: yaml.Mark = self.peek_event().start_mark  # type: ignore[attr-defined]
+        return mark
+
+
+class _Loader(_Composer, yaml.SafeLoader):
+    """PyYAML's safe loader with that composer."""
+
+
+_LOADERS: list[Any] = [_Loader]
+"""Loaders to try in turn."""
+if yaml.__with_libyaml__:
+
+    class _FastLoader(_Composer, yaml.CSafeLoader):
+        """The same on libyaml's scanner, which is ten times as fast: ops/hardware.yaml takes 0.01 s instead of 0.11."""
+
+        def __init__(self, text: str) -> None:
+            yaml.CSafeLoader.__init__(self, text)
+            Composer.__init__(self)
+
+    _LOADERS.insert(0, _FastLoader)
+
+_CORE = {
+    "null": (r"~|null|Null|NULL|", "~nN"),
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (r"[-+]?[0-9]+", "-+0123456789"),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+}
+"""The core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): form of a scalar, and its first characters."""
+_CORE_RESOLVERS: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+"""As PyYAML's loaders keep them: by the first character, tags and forms."""
+for _tag, (_pattern, _first) in _CORE.items():
+    for _letter in [*_first, *([""] if _tag == "null" else [])]:
+        _CORE_RESOLVERS.setdefault(_letter, []).append((f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$")))
+
+
+def read_yaml(path: Path, shown: str, *, core: bool = True) -> Document:
+    """Parse a YAML file whose top level must be a mapping with text keys.
+
+    ``shown`` is the file's name in messages; ``core=False`` reads scalars by YAML 1.1, as accelerate does.
+    Raises UserError with every problem found (one only where the text does not parse).
+    """
+    return parse_yaml(read_text(path, shown), shown, core=core)
+
+
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Key path and value of everything in a mapping that is not a section; an empty section is a value."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, (*path, key))
+    else:
+        yield path, value
+
+
+_OF_A_RECIPE = ("accelerate.yaml", "model.json")
+_HOW_MADE = "clustertune new NAME --model MODEL --data FILE writes a whole recipe; or copy it from one of the same model"
+
+
+def read_text(path: Path, shown: str) -> str:
+    """The UTF-8 text of a small file. Raises UserError where it is absent, unreadable, too large or not text."""
+    try:
+        if not path.is_file():
+            kind = "is not a file" if path.exists() else "does not exist"
+            raise UserError(
+                Problem(kind, file=shown, fix=_HOW_MADE if path.name in _OF_A_RECIPE and not path.exists() else None)
+            )
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise UserError(
+                Problem(f"{size} bytes; a configuration file holds at most {MAX_BYTES}", file=shown, fix="give the right file")
+            )
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(Problem(f"not UTF-8 text (byte {error.start})", file=shown, fix="save the file as UTF-8")) from None
+    except OSError as error:
+        raise UserError(Problem(f"cannot be read: {error.strerror or error}", file=shown)) from None
+    except ValueError as error:  # a NUL byte in a path
+        raise UserError(Problem(f"is not a path: {error}", file=repr(shown))) from None
+
+
+def parse_json(text: str, shown: str, fix: str | None = None) -> Any:
+    """JSON without repeated keys, and without constants such as NaN. Raises UserError with the line where there is one."""
+    try:
+        return json.loads(text, object_pairs_hook=once, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise UserError(Problem(f"not valid JSON: {error.msg}", file=f"{shown}:{error.lineno}", fix=fix)) from None
+    except RecursionError:
+        raise UserError(Problem("not valid JSON: nested too deep", file=shown, fix=fix)) from None
+    except ValueError as error:
+        raise UserError(Problem(f"not valid JSON: {str(error).splitlines()[0]}", file=shown, fix=fix)) from None
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not a number")
+
+
+def parse_yaml(text: str, shown: str, *, core: bool = True) -> Document:
+    """As :func:`read_yaml`, from text."""
+    try:
+        node = _compose(text, core)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{shown}:{mark.line + 1}" if mark else shown
+        what = " ".join(part for part in (error.context, error.problem) if part)
+        raise UserError(Problem(f"not valid YAML: {what}", file=where, fix=_syntax_hint(what))) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(Problem(f"not valid YAML: {first}", file=shown)) from None
+    if node is None:
+        raise UserError(Problem("empty", file=shown, fix="at the top level write key: value"))
+    if not isinstance(node, yaml.MappingNode):
+        kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
+        where = f"{shown}:{node.start_mark.line + 1}"
+        raise UserError(Problem(f"holds {kind}, not sections", file=where, fix="at the top level write key: value"))
+    builder = _Builder(shown, core)
+    data = builder.mapping(node, ())
+    if builder.problems:
+        raise UserError(builder.problems)
+    return Document(shown, data, builder.lines)
+
+
+def _compose(text: str, core: bool) -> yaml.Node | None:
+    """The nodes of a text. What libyaml refuses is read again by PyYAML's own scanner: its message names the place better."""
+    for make in _LOADERS:
+        try:
+            loader = make(text)
+            if core:
+                loader.yaml_implicit_resolvers = _CORE_RESOLVERS
+            node: yaml.Node | None = loader.get_single_node()
+            return node
+        except (yaml.YAMLError, ValueError, RecursionError):
+            if make is _LOADERS[-1]:
+                raise
+    raise AssertionError("the last loader returns or raises")
+
+
+def parse_value(text: str) -> Any:
+    """The value of a ``key=value`` override, typed as in a recipe. Raises ValueError in one line."""
+    try:
+        document = parse_yaml(f"value: {text}" if not text.startswith(("\n", " ")) else f"value:{text}", "")
+    except UserError as error:
+        raise ValueError(error.problems[0].message) from None
+    if list(document.data) != ["value"]:
+        raise ValueError("holds more than one value")
+    return document.data["value"]
+
+
+def _syntax_hint(what: str) -> str | None:
+    if "\\t" in what or "'\t'" in what:
+        return "indent with spaces, not tabs"
+    if "mapping values are not allowed" in what:
+        return "put quotes around text that holds ': ', and check the indentation"
+    if "expected <block end>" in what:
+        return "indent the keys of one section by the same number of blanks"
+    if "expected ','" in what or "expected the node content" in what:
+        return "close every bracket, brace and quote, and put quotes around text that holds one"
+    return None
+
+
+class _Builder:
+    """Turns nodes into plain values, and notes lines, repeated keys and tags."""
+
+    def __init__(self, shown: str, core: bool) -> None:
+        self.shown = shown
+        self.core = core
+        self.lines: dict[KeyPath, int] = {}
+        self.problems: list[Problem] = []
+
+    def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
+                self._add("a key must be plain text", line, path)
+                continue
+            key = str(key_node.value)
+            if key in result:
+                before = self.lines[(*path, key)]
+                self._add(f"appears twice, first in line {before}", line, (*path, key), "keep one of the two")
+                continue
+            self.lines[(*path, key)] = line
+            result[key] = self.value(value_node, (*path, key))
+        return result
+
+    def value(self, node: yaml.Node, path: KeyPath) -> Any:
+        if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
+            return self.mapping(node, path)
+        if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+            for index, child in enumerate(node.value):
+                self.lines[(*path, str(index))] = child.start_mark.line + 1
+            return [self.value(child, (*path, str(index))) for index, child in enumerate(node.value)]
+        line = node.start_mark.line + 1
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if not isinstance(node, yaml.ScalarNode) or kind not in {"str", "int", "float", "bool", "null", "timestamp"}:
+            self._add(f"the tag {node.tag!r} is not used here", line, path, "write a plain value")
+            return None
+        try:
+            return self._scalar(kind, str(node.value))
+        except ValueError as error:
+            self._add(f"not a value: {error}", line, path)
+            return None
+
+    def _scalar(self, kind: str, text: str) -> Any:
+        if kind in {"str", "timestamp"}:
+            return text
+        if kind == "null":
+            return None
+        if kind == "bool":
+            return text.lower() in {"true", "yes", "on", "y"}
+        if kind == "int" and self.core:
+            return int(text[:400])
+        constructor = yaml.constructor.SafeConstructor()
+        node = yaml.ScalarNode(f"tag:yaml.org,2002:{kind}", text)
+        return constructor.construct_yaml_int(node) if kind == "int" else constructor.construct_yaml_float(node)
+
+    def _add(self, message: str, line: int, path: KeyPath, fix: str | None = None) -> None:
+        self.problems.append(Problem(message, file=f"{self.shown}:{line}", key=".".join(path) or None, fix=fix))
+
+
+# --- the layers of a recipe ------------------------------------------------------------------------------------------------
 
 RECIPES = ROOT / "recipes"
 """The recipes that come with the project."""

@@ -8,10 +8,126 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
-from clustertune.recipe.values import Values, model_facts, window
+from clustertune.recipe.library_facts import model_facts
+
+# --- an architecture's values as its configuration class sees them: other names resolved, defaults filled in --------------
+
+
+class Values:
+    """An architecture's values by any of a key's names; what is not given has the default of the installed transformers."""
+
+    def __init__(self, architecture: Mapping[str, Any]) -> None:
+        kind = str(architecture["model_type"])
+        self.kind = kind
+        aliases = model_facts(kind)["aliases"]
+        self._same = {**aliases, **{own: other for other, own in aliases.items()}}
+        self._given = architecture
+        self._defaults = model_facts(kind)["defaults"]
+
+    def get(self, key: str) -> Any:
+        """The value of a key; None where there is none."""
+        for known in (self._given, self._defaults):
+            for name in (key, self._same.get(key, key)):
+                if name in known:
+                    return known[name]
+        return None
+
+    def keys(self) -> frozenset[str]:
+        """All keys that have a value or a default."""
+        return frozenset(self._given) | frozenset(self._defaults)
+
+    def whole(self, key: str) -> int:
+        """A whole number that must be there. Raises KeyError where it is not."""
+        value = self.get(key)
+        if value is None:
+            raise KeyError(key)
+        return int(value)
+
+    def flag(self, key: bool | str) -> bool:
+        """A key's truth, or the constant itself."""
+        return key if isinstance(key, bool) else bool(self.get(key))
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return self.whole("num_hidden_layers")
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self.whole("hidden_size")
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.whole("num_attention_heads")
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads: as many as query heads where nothing says otherwise."""
+        return int(self.get("num_key_value_heads") or self.heads)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return int(self.get("head_dim") or self.hidden // self.heads)
+
+    @cached_property
+    def attention_types(self) -> tuple[str, ...]:
+        """The kind of attention of each layer, as the configuration classes derive it where ``layer_types`` is not given."""
+        given = self.get("layer_types")
+        if given:
+            return tuple(map(str, given))
+        name = _NAMES.get(self.kind, "sliding_attention")
+        rule = _LOCAL.get(self.kind) if name != "sliding_attention" or self.is_windowed else None
+        return tuple(name if rule and rule(self, layer) else "full_attention" for layer in range(self.layers))
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether there is a sliding window at all."""
+        return bool(self.get("sliding_window")) and self.get("use_sliding_window") in (None, True)
+
+
+def _has_rope(values: Values, layer: int) -> bool:
+    """Layers without rotary positions see everything (NoPE)."""
+    given = values.get("no_rope_layers")
+    return bool(given[layer]) if given else (layer + 1) % values.whole("no_rope_layer_interval") != 0
+
+
+def _every(layer: int, values: Values, key: str, default: int) -> bool:
+    """Not every so-many-th layer, where the interval may be given under a key that is not a field."""
+    return (layer + 1) % int(values.get(key) or default) != 0
+
+
+_LOCAL: dict[str, Callable[[Values, int], bool]] = {
+    "qwen2": lambda values, layer: layer >= values.whole("max_window_layers"),
+    "qwen3": lambda values, layer: layer >= values.whole("max_window_layers"),
+    "qwen2_moe": lambda values, layer: layer % 2 == 0 and layer < values.whole("max_window_layers"),
+    "gemma2": lambda _, layer: layer % 2 == 0,
+    "gpt_oss": lambda _, layer: layer % 2 == 0,
+    "gemma3_text": lambda values, layer: _every(layer, values, "sliding_window_pattern", 6),
+    "qwen3_next": lambda values, layer: _every(layer, values, "full_attention_interval", 4),
+    "llama4_text": _has_rope,
+    "smollm3": lambda values, layer: not _has_rope(values, layer),
+    **dict.fromkeys(("mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe"), lambda *_: True),
+}
+"""Which layers see a part only, by model type: ``__post_init__`` of the configuration classes; others see everything."""
+_NAMES = {"qwen3_next": "linear_attention", "llama4_text": "chunked_attention"}
+_SEES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""The key that says how many tokens a layer sees, by its kind of attention."""
+
+
+def window(values: Values, layer: int) -> int | None:
+    """How many tokens one token of a layer sees; None: all before it."""
+    kind = values.attention_types[layer]
+    if kind not in _SEES or (kind == "sliding_attention" and not values.is_windowed):
+        return None
+    seen = values.get(_SEES[kind])
+    return int(seen) if seen else None
+
 
 # --- what is counted --------------------------------------------------------------------------------------------------
 

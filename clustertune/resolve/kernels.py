@@ -7,9 +7,9 @@ from typing import Any
 
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe.findings import Found
+from clustertune.recipe.library_facts import model_facts
 from clustertune.recipe.native_rules import row_tokens
-from clustertune.recipe.parameters import count
-from clustertune.recipe.values import Values, model_facts
+from clustertune.recipe.parameters import Values, count
 from clustertune.resolve.distribution import Distribution
 from clustertune.resolve.resolved import Derived
 

@@ -17,11 +17,19 @@ from clustertune.cluster.hardware import IsoDate
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.recipe import architecture as arch
 from clustertune.recipe.findings import Found, read_model
-from clustertune.recipe.layers import DESCRIPTION, RECIPES, find_folder, read_layers, same_model
-from clustertune.recipe.parameters import parameter_count
+from clustertune.recipe.layers import (
+    DESCRIPTION,
+    RECIPES,
+    find_folder,
+    parse_json,
+    read_layers,
+    read_text,
+    read_yaml,
+    same_model,
+)
+from clustertune.recipe.library_facts import config_fields, model_facts
+from clustertune.recipe.parameters import Values, parameter_count
 from clustertune.recipe.sections import NAME, HubCommit, HubName, Positive, Section
-from clustertune.recipe.values import Values, config_fields, model_facts
-from clustertune.recipe.yamlfile import parse_json, read_text, read_yaml
 from clustertune.resolve.resolved import Resolved
 from clustertune.tree import ROOT, how_to_install
 

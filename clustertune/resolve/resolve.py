@@ -21,17 +21,21 @@ from clustertune.recipe.findings import Found, usable
 from clustertune.recipe.layers import (
     COMMAND_LINE,
     DESCRIPTION,
+    Document,
+    KeyPath,
     Layer,
     Layers,
     base_folder,
     find_folder,
+    leaves,
     read_layers,
+    read_text,
+    read_yaml,
     same_model,
 )
 from clustertune.recipe.native_rules import MAX_PROMPT, filled, lora_defaults, mixed_precision, row_tokens, train_defaults
 from clustertune.recipe.parameters import adapted_experts, expert_parameters, parameter_count
 from clustertune.recipe.sections import NAME, ActivationCheckpointing, Megatron, Recipe, Reward, read_section
-from clustertune.recipe.yamlfile import Document, KeyPath, leaves, read_text, read_yaml
 from clustertune.resolve import kernels
 from clustertune.resolve.distribution import recomputed_layers
 from clustertune.resolve.resolved import Derived, Resolved, is_there

@@ -11,11 +11,10 @@ from typing import Any
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import deepspeed_file as ds
 from clustertune.recipe.findings import usable
-from clustertune.recipe.layers import RECIPES
+from clustertune.recipe.layers import RECIPES, Document
 from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.parameters import parameter_count
 from clustertune.recipe.sections import CHOOSING, FIRST_TASK
-from clustertune.recipe.yamlfile import Document
 from clustertune.resolve.resolved import Derived
 
 CONVERSATIONS = Path("tiny-oasst2", "conversations.jsonl")

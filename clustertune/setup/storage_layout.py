@@ -39,7 +39,6 @@ class FstabMount:
     options: tuple[str, ...]
     check: int = 0
     """The sixth field: 2 where fsck looks at boot."""
-    brick: Brick | None = None
 
     @property
     def line(self) -> str:
@@ -61,46 +60,17 @@ class SharedFolder:
 class StorageLayout:
     """All of one node."""
 
-    node: str
     mounts: tuple[FstabMount, ...]
     """In the order in which they can be mounted; what is mounted by other means is not among them."""
-    bricks: tuple[Brick, ...]
-    """All of the cluster's, in the order of the file."""
+    own: tuple[Brick, ...]
+    """The bricks whose disk is in this node."""
     exports: tuple[str, ...]
     """Lines of exports(5)."""
     folders: tuple[SharedFolder, ...]
     """On this node's own bricks, parents first."""
     local: tuple[SharedFolder, ...]
     """On this node's own disk: where ``clustertune stage`` copies to."""
-    shared: str | None
-    """``storage.shared``."""
-    names: tuple[str, ...]
-    """The folders in it."""
-    group: str | None
-    minfreespace: int
-    """Bytes below which a brick takes no new file; 0: no pool."""
-    addresses: tuple[str, ...]
-    """Of the server of each brick, in their order."""
     notes: tuple[str, ...]
-
-    def at(self, target: str) -> FstabMount | None:
-        """The mount at a place; None where it is made by other means."""
-        return next((mount for mount in self.mounts if mount.target == target), None)
-
-    @property
-    def pool(self) -> FstabMount | None:
-        """The pool's mount."""
-        return next((mount for mount in self.mounts if mount.kind == "pool"), None)
-
-    @property
-    def mounted(self) -> tuple[str, ...]:
-        """Where every node sees the bricks."""
-        return tuple(brick.mount for brick in self.bricks)
-
-    @property
-    def own(self) -> tuple[Brick, ...]:
-        """The bricks whose disk is in this node."""
-        return tuple(brick for brick in self.bricks if brick.node == self.node)
 
 
 def mode_of(group: str | None) -> int:
@@ -134,17 +104,11 @@ def layout(cluster: Cluster, node: str) -> StorageLayout:
     if storage.shared is None:
         notes.append("storage.shared is not given: no folders for models, caches and checkpoints are made")
     return StorageLayout(
-        node=host.name,
         mounts=tuple(mounts),
-        bricks=storage.bricks,
+        own=tuple(own),
         exports=tuple(_export(cluster, brick) for brick in own if len(cluster.nodes) > 1),
         folders=tuple(folder for brick in own for folder in _shared_on(cluster, brick)),
         local=(SharedFolder(stage.path, mode_of(group), group),) if stage and "compute" in host.roles else (),
-        shared=storage.shared,
-        names=_names(cluster),
-        group=group,
-        minfreespace=free,
-        addresses=tuple(by_name[brick.node].address for brick in storage.bricks),
         notes=tuple(notes),
     )
 
@@ -164,10 +128,10 @@ def _own(brick: Brick) -> Iterator[FstabMount]:
         extra = ("errors=remount-ro",) if brick.filesystem == "ext4" else ()
         # nofail: a node with a broken disk must still boot, so that it can be repaired.
         options = ("noatime", "nosuid", "nodev", *extra, "nofail", "x-systemd.device-timeout=60")
-        yield FstabMount("device", device, brick.path, brick.filesystem, options, 2 if brick.filesystem == "ext4" else 0, brick)
+        yield FstabMount("device", device, brick.path, brick.filesystem, options, 2 if brick.filesystem == "ext4" else 0)
     if brick.path != brick.mount:
         after = f"x-systemd.requires{'' if device else '-mounts-for'}={brick.path}"
-        yield FstabMount("bind", brick.path, brick.mount, "none", ("bind", "nosuid", "nodev", "nofail", after), 0, brick)
+        yield FstabMount("bind", brick.path, brick.mount, "none", ("bind", "nosuid", "nodev", "nofail", after))
 
 
 def _remote(cluster: Cluster, brick: Brick, owner: Host, host: Host) -> FstabMount:
@@ -180,7 +144,7 @@ def _remote(cluster: Cluster, brick: Brick, owner: Host, host: Host) -> FstabMou
     if "nfs" in host.roles:
         # Two servers that mount each other's bricks: each serves before it waits for the other.
         options.append("x-systemd.after=nfs-server.service")
-    return FstabMount("nfs", f"{address}:{brick.path}", brick.mount, "nfs", tuple(options), 0, brick)
+    return FstabMount("nfs", f"{address}:{brick.path}", brick.mount, "nfs", tuple(options))
 
 
 def _pool(cluster: Cluster, free: int, ours: Collection[str]) -> FstabMount:

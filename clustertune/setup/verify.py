@@ -36,21 +36,6 @@ _BOOT_SECONDS = 60
 _RELEVANT = re.compile(r"ordering cycle|\.mount\b|fstab|Failed|[Dd]uplicate|ignoring")
 
 
-def unit(target: str) -> str:
-    """The name of a mount's unit (systemd-escape --path --suffix=mount)."""
-    path = target.strip("/")
-    if not path:
-        return "-.mount"
-    escaped = (c if c == "/" or c in _PLAIN else "".join(f"\\x{byte:02x}" for byte in c.encode()) for c in path)
-    text = "".join(escaped).replace("/", "-")
-    if text.startswith("."):
-        text = "\\x2e" + text[1:]
-    return f"{text}.mount"
-
-
-_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789:_.")
-
-
 def generator() -> str | None:
     """Where systemd's generator is; None: this machine has none."""
     return next((path for path in GENERATOR if os.access(path, os.X_OK)), None)
@@ -65,12 +50,14 @@ def complaints(old: bytes, new: bytes, mounts: Iterable[FstabMount]) -> list[str
     program, analyze = generator(), shutil.which("systemd-analyze")
     if program is None or analyze is None:
         return None
+    escape = ["systemd-escape", "--path", "--suffix=mount", *(mount.target for mount in mounts)]
     try:
         before = _ask(program, analyze, old)
         after = _ask(program, analyze, new)
+        expected = set(captured(escape, _BOOT_SECONDS).stdout.split())
     except (OSError, subprocess.SubprocessError):
         return None
-    if not {unit(mount.target) for mount in mounts} <= after[0]:
+    if not expected <= after[0]:
         # systemd before 246 reads no other file than /etc/fstab: what it says is not of this text.
         return None if not after[0] else [*after[1], "systemd makes no unit of some of the lines"]
     return [line for line in after[1] if line not in before[1]]

@@ -228,15 +228,15 @@ class _Simulated:
         resolved = self.resolved
         compiling.set_environment(resolved.distribution)
         packing.register()
-        fitted = build.fit_to_device(resolved.train_args, cuda=self._guard is not None)
+        values, _ = build.fit_to_device(resolved.train_args, cuda=self._guard is not None)
         self._micro_batches = int(resolved.train_args["gradient_accumulation_steps"])
-        changes = {
+        values |= {
             "report_to": "none", "save_strategy": "no", "max_steps": STEPS + 1, "eval_strategy": "no", "eval_on_start": False,
             "dataloader_num_workers": 0, "dataloader_pin_memory": False, "dataloader_persistent_workers": False,
             "dataloader_prefetch_factor": None, "logging_steps": 1, "disable_tqdm": True,
             "gradient_accumulation_steps": min(MICRO_BATCHES, self._micro_batches),
         }  # fmt: skip
-        return build.trl_arguments(resolved, self._folder / "out", fitted, changes)
+        return build.trl_arguments(resolved, self._folder / "out", values)
 
     def _make(self, args: Any, loading: Loading) -> RankTrainer:
         resolved = self.resolved

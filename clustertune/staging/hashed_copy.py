@@ -1,9 +1,8 @@
 """Reading, copying and hashing many files in a child process that is given up when nothing moves.
 
-A mount that hangs holds every process that reads from it, and no signal helps: so :func:`within` has a child do the work, and
-ends it where it has read, written and computed nothing for so many seconds. The child is ``python -m
-clustertune.staging.hashed_copy FD``, with a ``multiprocessing.Connection`` at that descriptor; ``multiprocessing`` itself would
-wait for the child when the parent exits. Copies are hashed: neither ``rsync`` nor ``cp`` says what it has written.
+A mount that hangs holds every process that reads from it, and no signal helps: so :func:`within` has a forked child do the
+work, and ends it where it has read, written and computed nothing for so many seconds. Copies are hashed: neither ``rsync`` nor
+``cp`` says what it has written.
 """
 
 from __future__ import annotations
@@ -12,20 +11,16 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from clustertune import console
+from clustertune import bounded, console
 from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import FileRecord, hash_file
-from clustertune.process import die_with_parent
 from clustertune.staging import source_files
 from clustertune.staging.source_files import SourceFile
 
@@ -35,10 +30,7 @@ SECONDS_BETWEEN_LINES = 30.0
 BLOCK = 8 << 20
 """Bytes of one read: a network file system splits it into requests that are under way together."""
 THREADS = 8
-
-
-class Stalled(UserError):
-    """Nothing moved for the longest time allowed."""
+T = TypeVar("T")
 
 
 def amount(size: float) -> str:
@@ -52,15 +44,9 @@ def amount(size: float) -> str:
 # --- what the callers use ------------------------------------------------------------------------------------------------
 
 
-def locate(root: Path, stall: float) -> Path:
-    """Where a folder really lies, links followed. Raises UserError."""
-    return Path(within(stall, root, "locate", root))
-
-
 def survey(root: Path, what: str, stall: float) -> list[SourceFile]:
     """:func:`clustertune.staging.source_files.survey` with a limit. Raises UserError."""
-    files: list[SourceFile] = within(stall, root, "survey", root, what)
-    return files
+    return within(stall, root, lambda: source_files.survey(root, what))
 
 
 def mirror(
@@ -72,10 +58,7 @@ def mirror(
     the source's folder names is copied again. A file has its name only once all of it is on the disk. Raises UserError.
     """
     shown = (f"copying {root.name}", sum(file.size for file in sources))
-    copies: tuple[dict[str, FileRecord], int] = within(
-        stall, root, "copy_files", root, out, sources, algorithm, shown=shown, target=out
-    )
-    return copies
+    return within(stall, root, lambda: copy_files(root, out, sources, algorithm), shown=shown, target=out)
 
 
 def hash_files(
@@ -89,65 +72,66 @@ def hash_files(
         return []
     pairs = [(path, record.algorithm if record else algorithm) for path, record in paths]
     shown = (what, sum(record.size for _, record in paths if record))
-    records: list[FileRecord | str] = within(stall, paths[0][0].parent, "hash_all", pairs, shown=shown)
-    return records
+    return within(stall, paths[0][0].parent, lambda: hash_all(pairs), shown=shown)
 
 
 # --- the child, seen from the parent -------------------------------------------------------------------------------------
 
 
 def within(
-    stall: float, path: Path, task: str, *arguments: Any, shown: tuple[str, int] | None = None, target: Path | None = None
-) -> Any:
-    """Have a child carry out one of :data:`TASKS`. ``path``: for messages; ``shown``: what is done, and how many bytes it is:
-    a bar on a terminal, elsewhere a line every half minute.
+    stall: float, path: Path, work: Callable[[], T], *, shown: tuple[str, int] | None = None, target: Path | None = None
+) -> T:
+    """What ``work`` returns in a forked child. ``path``: for messages; ``shown``: what is done, and how many bytes it is: a bar
+    on a terminal, elsewhere a line every half minute.
 
-    Raises UserError: the task's own, or exit 73 where nothing moved for ``stall`` seconds.
+    Raises UserError: the work's own, or exit 73 where nothing moved for ``stall`` seconds.
     """
-    package = str(Path(__file__).resolve().parents[2])
-    ours, theirs = Pipe()
-    child = subprocess.Popen(
-        [sys.executable, "-m", "clustertune.staging.hashed_copy", str(theirs.fileno())],
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))},
-    )
-    theirs.close()
+    pid, pipe = bounded.fork_child(lambda answers: Connection(os.dup(answers.fileno()), readable=False).send(_outcome(work)))
+    answers = Connection(pipe, writable=False)
     try:
-        ours.send((task, arguments))
-        _await(ours, child.pid, stall, path, shown)
-        kind, body = ours.recv()
-        if kind == "answer":
-            return body
-        if kind == "problems":
-            raise UserError(*body)
+        _await(answers, pid, stall, path, shown)
+        kind, body = answers.recv()
+    except EOFError:
+        fix = "run the same command again: it continues"
+        raise UserError("the copying process ended", file=str(path), fix=fix, code=ExitCode.AGAIN) from None
+    finally:
+        answers.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        # A process that waits for a hung mount ends when the mount answers: it is not waited for, and has nothing to say.
+        bounded.reap(pid, time.monotonic() + 2)
+    if kind == "problems":
+        raise UserError(*body)
+    if kind == "os":
         where = body.filename or str(path)
         doing = "cannot be written" if target is not None and Path(where).is_relative_to(target) else "cannot be read"
         raise storage_error(body, doing, where)
-    except (EOFError, ConnectionError):
-        text = f"the copying process ended (exit code {child.wait()})"
-        raise UserError(text, file=str(path), fix="run the same command again: it continues", code=ExitCode.AGAIN) from None
-    finally:
-        child.kill()
-        # A process that waits for a hung mount ends when the mount answers: it is not waited for, and has nothing to say.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(2)
-        ours.close()
+    answer: T = body
+    return answer
 
 
-def _await(answer: Connection, pid: int, stall: float, path: Path, shown: tuple[str, int] | None) -> None:
-    """Return when there is an answer, or the child has ended. Raises Stalled."""
+def _outcome(work: Callable[[], Any]) -> tuple[str, Any]:
+    try:
+        return "answer", work()
+    except UserError as error:
+        return "problems", (error.problems, error.code)
+    except OSError as error:
+        return "os", OSError(error.errno, error.strerror or str(error), error.filename)
+
+
+def _await(answers: Connection, pid: int, stall: float, path: Path, shown: tuple[str, int] | None) -> None:
+    """Return when there is an answer, or the child has ended. Raises UserError where nothing moves."""
     before, moved, told = _counts(pid), time.monotonic(), time.monotonic()
     with console.byte_progress() as bar:
         task = bar.add_task(shown[0], total=shown[1]) if shown else None
-        while not answer.poll(0.5):
+        while not answers.poll(0.5):
             now, counts = time.monotonic(), _counts(pid)
             if counts != before:
                 before, moved = counts, now
             elif now - moved > stall:
                 fix = "is the storage mounted and its server up? --stall SECONDS waits longer"
                 text = f"nothing was read or written for {stall:g} s"
-                raise Stalled(text, file=str(path), fix=fix, code=ExitCode.STORAGE)
+                raise UserError(text, file=str(path), fix=fix, code=ExitCode.STORAGE)
             if shown and task is not None:
                 bar.update(task, completed=min(counts[0], shown[1]))
                 if not console.stderr.is_terminal and now - told > SECONDS_BETWEEN_LINES:
@@ -248,33 +232,3 @@ def hash_all(paths: Sequence[tuple[Path, str]]) -> list[FileRecord | str]:
 
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(one, paths))
-
-
-TASKS: Mapping[str, Callable[..., Any]] = {
-    "locate": os.path.realpath,
-    "survey": source_files.survey,
-    "copy_files": copy_files,
-    "hash_all": hash_all,
-}
-
-
-def main() -> None:
-    """Carry out one task, and answer. The process ends with the answer: what other threads still do is of no use."""
-    die_with_parent(signal.SIGKILL)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the job: the parent ends this process
-    parent: Connection = Connection(int(sys.argv[1]))
-    task, arguments = parent.recv()
-    answer: tuple[str, Any]
-    try:
-        answer = ("answer", TASKS[task](*arguments))
-    except UserError as error:
-        answer = ("problems", (error.problems, error.code))
-    except OSError as error:
-        answer = ("os", OSError(error.errno, error.strerror or str(error), error.filename))
-    parent.send(answer)
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -91,7 +91,7 @@ def _stage_all(run: RunDir, resolved: Resolved, cluster: Cluster, trees: list[St
         return [f"nothing is staged, the ranks read the shared storage: {error.problems[0]}"]
     for source in needs.sources(resolved, run)[0]:
         try:
-            if needs.is_wanted(resolved, cluster, hashed_copy.locate(source.root, STALL_SECONDS), mounts):
+            if needs.is_wanted(resolved, cluster, hashed_copy.within(STALL_SECONDS, source.root, source.root.resolve), mounts):
                 trees.append(_stage_one(stager, source))
         except (UserError, OSError) as error:
             problem = error.problems[0] if isinstance(error, UserError) else error

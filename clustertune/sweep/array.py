@@ -7,17 +7,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from clustertune import chain, lock
+from clustertune.cluster.load import reference
 from clustertune.cluster.schema import Cluster
-from clustertune.console import say
-from clustertune.errors import Problem, UserError
+from clustertune.console import emit_json, say
+from clustertune.errors import Problem, UserError, raise_if
 from clustertune.host.system import format_cpu_list
-from clustertune.launch import serving, shape, signal_margin, stage_jobs
+from clustertune.launch import bill, cluster_paths, serving, shape, signal_margin, stage_jobs
+from clustertune.launch.stage_jobs import StageJob
+from clustertune.plan import explanation
 from clustertune.process import end
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES, keep_private
-from clustertune.sweep.points import Point, Sweep, missing_inputs
+from clustertune.staging import bundle
+from clustertune.sweep.points import Point, Sweep, make_sweep, missing_inputs
 from clustertune.tree import ROOT
 
 
@@ -144,3 +149,87 @@ def _run(sweep: Sweep, point: Point, command: Sequence[str]) -> int:
             return child.wait()
         finally:
             end(child, STOP_SECONDS)
+
+
+def plan_array(
+    recipe: str,
+    settings: list[str],
+    at_once: int | None,
+    cluster: Cluster,
+    options: dict[str, Any],
+    dry_run: bool,
+) -> tuple[Sweep, list[Resolved], StageJob | None]:
+    """The sweep and its job array (None where nothing is left), everything checked that can be before it is submitted."""
+    # Every task sees the ranks of a tiny training, whatever the allocation.
+    shaped = [word for word in settings if word.startswith("slurm.")]
+    more = shape.tiny_size(recipe, shaped, cluster) if options["tiny"] else []
+    made, resolved = make_sweep(recipe, settings, more=more, **options, runs=cluster_paths.runs(cluster))
+    models = cluster_paths.folder(cluster, "models")
+    offers = [bundle.offered(item, models) for item in resolved]
+    resolved = [item.with_staged(found) if found else item for item, (found, _) in zip(resolved, offers, strict=True)]
+    for note in dict.fromkeys(note for _, notes in offers for note in notes):
+        say(f"warning: {note}")
+    problems = find_problems(made, resolved, cluster)
+    if not dry_run:
+        fix = "call this on a login node; --here runs the points on this machine, --dry-run needs no Slurm"
+        problems += stage_jobs.find_missing(cluster, [("the sweep folder", made.path.absolute())], fix)
+    raise_if(problems)
+    flags = ["--cluster", reference(cluster)]
+    flags += cluster_paths.flags(cluster_paths.of_jobs(cluster))
+    job = make_job(made, resolved, cluster, at_once=at_once, flags=flags) if made.left() else None
+    return made, resolved, job
+
+
+def total(made: Sweep, resolved: list[Resolved], cluster: Cluster) -> dict[str, Any] | None:
+    """GPU-hours and money of the points that are left, up to their last stage; None where a point cannot be planned."""
+    left = {point.index for point in made.left()}
+    planned = [bill.of_recipe(item, cluster) for point, item in zip(made.points, resolved, strict=True) if point.index in left]
+    bills = [found[1] for found in planned if found is not None]
+    evaluates = STAGES.index(made.last) >= STAGES.index("eval")
+    hours = [whole.gpu_hours if evaluates else whole.training for whole in bills]
+    if not hours or len(hours) != len(planned) or None in hours:
+        return None
+    gpu_hours = sum(value for value in hours if value is not None)
+    return {"gpu_hours": gpu_hours, "cost": explanation.spent(gpu_hours, bills[0].price)}
+
+
+def plan_here(recipe: str, settings: list[str], options: dict[str, Any]) -> tuple[Sweep, list[Resolved]]:
+    """The sweep on this machine. Raises UserError with what keeps it from running here."""
+    made, resolved = make_sweep(recipe, settings, **options, runs=cluster_paths.enter_local())
+    raise_if(missing_inputs(made, resolved))
+    ranks_needed = max(item.world_size for item in resolved)
+    if not options["tiny"] and resolved[0].recipe.model.weights == "hub" and ranks_needed > chain.visible_gpus():
+        text = f"needs {ranks_needed} GPUs, this machine has {chain.visible_gpus()}"
+        raise UserError(text, file=recipe, key="slurm", fix="--tiny runs it here scaled down; without --here it is a job")
+    return made, resolved
+
+
+def show_plan(made: Sweep, job: StageJob | None, total: dict[str, Any] | None, as_json: bool) -> None:
+    """Print the points, and the job or the commands here."""
+    commands = [] if job else [run_command(made, point) for point in made.left()]
+    if as_json:
+        points = [{"index": p.index, "values": p.values, "overrides": list(p.overrides)} for p in made.points]
+        script = {"script": job.script, "file": str(job.path), "command": job.command(None)} if job else None
+        emit_json(
+            {
+                "sweep_dir": str(made.path),
+                "points": points,
+                "left": len(made.left()),
+                "job": script,
+                "here": commands,
+                "total": total,
+            }
+        )
+        return
+    say(f"sweep folder: {made.path}")
+    for point in made.points:
+        say(f"point {point.index}: {point.settings}")
+    if job:
+        say(f"# {job.shape}\n# {job.path}\n{job.script.rstrip()}\n$ {shlex.join(job.command(None))}")
+    for command in commands:
+        say(f"$ {shlex.join(command)}")
+    if total is not None:
+        cost = explanation.money(total["cost"])
+        say(f"planned: {total['gpu_hours']:,.1f} GPU-hours of {len(made.left())} points{f', {cost}' if cost else ''}")
+    if not made.left():
+        say("every point is finished")

@@ -56,7 +56,7 @@ class TemporaryCluster:
     node. Methods raise Failed or TimeoutError with Slurm's message.
     """
 
-    def __init__(self, shape: ClusterSpec | None = None, *, keep: bool = False) -> None:
+    def __init__(self, shape: ClusterSpec | None = None) -> None:
         self.spec = shape or ClusterSpec()
         self.prefix = spec.choose(self.spec)
         self.isolated = self.prefix is not None
@@ -64,8 +64,6 @@ class TemporaryCluster:
         self.root = Path(tempfile.mkdtemp(prefix="ct-", dir=where if len(where) <= _LONGEST_ROOT - 12 else "/tmp"))  # noqa: S108
         self.layout = ClusterFolder(self.root, self.spec, self.isolated)
         self.names = self.layout.names
-        self.keep = keep
-        """Whether the folder, with all logs, stays."""
         self._login: LoginProcess | None = None
         self._inits: dict[int, int] = {}
 
@@ -76,8 +74,6 @@ class TemporaryCluster:
         end = time.monotonic() + timeout
         try:
             self.layout.write()
-            if self.keep:
-                (self.root / "keep").touch()
             self._login = LoginProcess(self.root, self.prefix or ())
             self._login.started(timeout)
             for index in range(1, len(self.names) + 1):
@@ -99,8 +95,7 @@ class TemporaryCluster:
         if login is not None:
             login.end()
         self._inits.clear()
-        if not self.keep:
-            shutil.rmtree(self.root, ignore_errors=True)
+        shutil.rmtree(self.root, ignore_errors=True)
 
     def __enter__(self) -> TemporaryCluster:
         return self.start()

@@ -198,10 +198,9 @@ class SimulatedLogin(SimulatedMachine):
                     self._say(self._obey(json.loads(line)))
 
     def end(self) -> None:
-        """End everything and remove the folder, unless it is to be kept."""
+        """End everything and remove the folder."""
         end_descendants(os.getpid())
-        if not (self.root / "keep").exists():
-            shutil.rmtree(self.root, ignore_errors=True)
+        shutil.rmtree(self.root, ignore_errors=True)
 
     def _say(self, answer: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps(answer) + "\n")

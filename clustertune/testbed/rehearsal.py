@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,24 +70,14 @@ class AddedLines:
     """The lines that are added to a file, which need not be there yet."""
 
     def __init__(self, path: Path, at: int = 0) -> None:
-        self.path, self._at, self._rest = path, at, b""
+        self.path, self._at = path, at
 
-    def lines(self, *, rest: bool = False) -> Iterator[str]:
+    def lines(self, *, rest: bool = False) -> list[str]:
         """The whole lines since the last call; with ``rest`` an unfinished one too."""
-        try:
-            with self.path.open("rb") as file:
-                if file.seek(0, 2) < self._at:  # written again
-                    self._at, self._rest = 0, b""
-                file.seek(self._at)
-                read = file.read()
-        except OSError:
-            read = b""
-        self._at += len(read)
-        *whole, self._rest = (self._rest + read).split(b"\n")
-        if rest and self._rest:
-            whole, self._rest = [*whole, self._rest], b""
-        for line in whole:
-            yield line.decode(errors="replace").rstrip("\r")
+        added = self.path.read_bytes()[self._at :] if self.path.exists() else b""
+        whole = added if rest else added[: added.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return whole.decode(errors="replace").splitlines()
 
 
 def follow(cluster: TemporaryCluster, job: int, log: AddedLines) -> dict[str, str]:

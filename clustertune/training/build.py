@@ -6,9 +6,7 @@ import importlib.util
 import os
 import urllib.parse
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from clustertune.errors import Problem, UserError
@@ -20,21 +18,13 @@ _PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "fbgemm_fp8":
 """What transformers loads a quantised base with."""
 
 
-@dataclass(frozen=True)
-class TrainArguments:
-    """Keyword arguments of ``SFTConfig`` for this machine, and a line for each that differs from the recipe."""
-
-    values: dict[str, Any]
-    notes: list[str] = field(default_factory=list)
-
-
-def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> TrainArguments:
-    """The recipe's training arguments on this device. A GPU takes them as they are."""
+def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> tuple[dict[str, Any], list[str]]:
+    """The recipe's training arguments on this device, and a line for each that differs. A GPU takes them as they are."""
     values = dict(train_args)
     # The Trainer's own filter logs 0.0 for a loss that is NaN and continues (transformers 5.23, logging_nan_inf_filter).
     values |= {"logging_nan_inf_filter": False, "disable_tqdm": True, "save_only_model": False}
     if cuda:
-        return TrainArguments(values)
+        return values, []
     notes = []
     values |= {"use_cpu": True, "dataloader_pin_memory": False}
     if values["tf32"]:
@@ -53,20 +43,18 @@ def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> TrainArgument
         values["activation_offloading"] = False
         # TRL 1.16 asks for the accelerator's streams (trl/models/activation_offloading.py:152), which a CPU has not.
         notes.append("activation_offloading off: activations are in host memory already")
-    return TrainArguments(values, notes)
+    return values, notes
 
 
-def trl_arguments(
-    resolved: Resolved, folder: Path, fitted: TrainArguments, changes: Mapping[str, Any] = MappingProxyType({})
-) -> Any:
-    """TRL's configuration for the trainer with the arguments that it has; ``changes`` take the place of the recipe's."""
+def trl_arguments(resolved: Resolved, folder: Path, values: Mapping[str, Any]) -> Any:
+    """TRL's configuration for the recipe's trainer with those of ``values`` (:func:`fit_to_device`) that it has."""
     import trl
 
     from clustertune.data import sequences
 
     kind = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "grpo": trl.GRPOConfig}[resolved.recipe.trainer]
-    values = {**fitted.values, **(sequences.TRAINER if resolved.recipe.trainer == "sft" else sequences.PAIRS)}
-    values |= {"reward_weights": [reward.weight for reward in resolved.recipe.reward or ()], **changes}
+    values = {**values, **(sequences.TRAINER if resolved.recipe.trainer == "sft" else sequences.PAIRS)}
+    values["reward_weights"] = [reward.weight for reward in resolved.recipe.reward or ()]
     if values["padding_free"] and not values["packing"]:
         values["max_length"] = None  # TRL asks for it: the rows are cut already
     del values["pad_token"]  # TRL 1.16 deprecates its own: the tokenizer carries it

@@ -23,13 +23,12 @@ from typing import Any
 import torch
 from torch.serialization import safe_globals
 
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, free_bytes, storage_error
 from clustertune.launch.environment import own_folder
 from clustertune.manifest import MANIFEST, find_problem, read_manifest
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import deepspeed_file as ds
 from clustertune.resolve.resolved import Resolved
-from clustertune.storage import free_bytes
 
 NVME_VARIABLES = {part: f"ACCELERATE_DEEPSPEED_{part.upper()}_NVME_PATH" for part in ds.OFFLOADS}
 """What accelerate fills ``"nvme_path": "auto"`` with (utils/dataclasses.py, DeepSpeedPlugin)."""

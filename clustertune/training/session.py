@@ -239,10 +239,12 @@ class Session:
         build.check_packages(resolved.train_args, cuda=cuda)
         deepspeed_engine.prepare(resolved)
         packing.register()
-        fitted = build.fit_to_device(resolved.train_args, cuda=cuda)
+        values, differences = build.fit_to_device(resolved.train_args, cuda=cuda)
         # With the section save the trainer asks it, but at the end.
-        self.args = build.trl_arguments(resolved, self.run_path, fitted, {"save_steps": NEVER} if resolved.recipe.save else {})
-        self.notes += deepspeed_engine.fit_to_cpu(self.args) + fitted.notes
+        if resolved.recipe.save:
+            values["save_steps"] = NEVER
+        self.args = build.trl_arguments(resolved, self.run_path, values)
+        self.notes += deepspeed_engine.fit_to_cpu(self.args) + differences
         self.group = Group()
         check_world(self.group, resolved.world_size, attempt.plan)
         self.apart = Group.apart()  # now, not at the first save: where it cannot be made, no weights are read

@@ -44,10 +44,9 @@ from clustertune.checkpoint.saving import (
     sharded_states,
 )
 from clustertune.checkpoint.store import CheckpointStore
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode, Problem, UserError, free_bytes, is_full, storage_cause
 from clustertune.manifest import FileRecord
 from clustertune.replaced import replaced
-from clustertune.storage import free_bytes, is_full, storage_cause
 from clustertune.training import context, deepspeed_engine, tensor
 from clustertune.training.collectives import Group
 from clustertune.training.evaluation import Base, PairMeans, TokenMeans

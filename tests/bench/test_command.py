@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.cli import bench as benching
+from clustertune.cli.bench import RESULT
 from tests.command import run
 
 SMALL = ["train.max_length=64", "train.packing=false"]
@@ -51,7 +51,7 @@ def test_a_recipe_is_measured(tmp_path: Path) -> None:
     done = run("bench", "tiny-oasst2", *words, "--json", *SMALL, "train.per_device_train_batch_size=2")
     assert done.code == 0, done.err
     found = done.json
-    assert json.loads((folder / benching.RESULT).read_text()) == found
+    assert json.loads((folder / RESULT).read_text()) == found
     assert found["step_s"]["n"] == 4 and found["tokens_per_s_per_gpu"] > 0 and found["tokens_per_step"] > 0
     assert found["distributed"]["type"] == "FSDP" and found["peak"]["rss_gib"] > 0
     assert "no GPU" in found["utilisation"]["why"] and "unknown" in found["plan"]

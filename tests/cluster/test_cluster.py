@@ -16,7 +16,7 @@ from clustertune.cluster.load import load_cluster, read_cluster
 from clustertune.cluster.local import LocalMachine
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
-from clustertune.recipe.yamlfile import parse_yaml, read_yaml
+from clustertune.recipe.layers import parse_yaml, read_yaml
 from tests.command import run
 from tests.recipe.conftest import readable
 
@@ -320,8 +320,8 @@ def test_a_site_with_a_slurm_of_its_own_is_read_from_the_working_folder(
     }
     (folder / "lustre-site.yaml").write_text(yaml.safe_dump(body))
     found = load_cluster("lustre-site")
-    named = module.named(found)
-    assert found.controller is None and named == module.argument("lustre-site") == str(folder / "lustre-site.yaml")
+    named = module.reference(found)
+    assert found.controller is None and named == str(folder / "lustre-site.yaml")
     for wanted in ("slurm", "storage"):
         refused = run("setup", wanted, "--cluster", named, "--node", "gpu01", "--out", tmp_path / "out")
         assert refused.code == 2 and "to set up" in refused.err and not (tmp_path / "out").exists()

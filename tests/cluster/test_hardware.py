@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from clustertune.cluster.hardware import HARDWARE, load_hardware, load_prices, recognise
-from clustertune.recipe.yamlfile import read_yaml
+from clustertune.recipe.layers import read_yaml
 from tests.recipe.conftest import readable
 
 

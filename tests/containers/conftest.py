@@ -33,9 +33,9 @@ FOLDER = "images"
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """The SIF goes when nobody uses it any more: a worker is done before the others are."""
+    """The SIF goes when nobody uses it any more."""
     factory = getattr(session.config, "_tmp_path_factory", None)
-    if factory is not None and not hasattr(session.config, "workerinput"):
+    if factory is not None:
         shutil.rmtree(factory.getbasetemp() / FOLDER, ignore_errors=True)
 
 

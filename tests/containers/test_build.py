@@ -88,7 +88,6 @@ build)
     ls > {log}.files
     echo image > "$last";;
 image) echo 7;;
-save) echo archive > "$3";;
 esac
 """
 
@@ -121,7 +120,7 @@ def test_a_build_and_what_lies_beside_it(fake: Path) -> None:
     """The sum, the bill, and no path of this machine in the arguments of the definition."""
     out, base = fake / "x.sif", fake / "base.tar"
     base.write_text("")
-    made = image_build.build_sif(BuildRequest("build-sif", base=str(base), out=out), lambda _: None)
+    made = image_build.build(BuildRequest("build-sif", base=str(base), out=out), lambda _: None)
     digest = hashlib.sha256(b"image\n").hexdigest()
     assert (made["sha256"], made["bytes"], made["lock"]) == (digest, 6, "train")
     assert (fake / "x.sif.sha256").read_text() == f"{digest}  x.sif\n"
@@ -136,33 +135,24 @@ def test_a_build_and_what_lies_beside_it(fake: Path) -> None:
     assert {path.name for path in (fake / "work").iterdir()} == {"lock", "wheels"}  # builds gather one at a time
 
 
-@pytest.mark.parametrize("archive", [False, True])
-def test_an_oci_image_has_its_bill_and_on_request_an_archive(
-    fake: Path, archive: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Built, tested without a network, described; the archive has a sum as a SIF does."""
+def test_an_oci_image_has_its_bill(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built, tested without a network, described."""
     monkeypatch.setattr(image_build, "ROOT", fake)
-    out = fake / "image.tar" if archive else None
-    made = image_build.build_image(BuildRequest("build-image", base=DIGEST, out=out, tag=f"{fake}/made"), lambda _: None)
+    made = image_build.build(BuildRequest("build-image", base=DIGEST, tag=f"{fake}/made"), lambda _: None)
     log = (fake / "log").read_text()
     assert f"--build-arg BASE_IMAGE={DIGEST}" in log and "--network none" in log and "planted" not in log
-    assert made["image"] == f"{fake}/made" and Path(made["sbom"]).read_text() == "bill\n"
-    if archive:
-        digest = hashlib.sha256(b"archive\n").hexdigest()
-        assert (fake / "image.tar.sha256").read_text() == f"{digest}  image.tar\n"
-    else:
-        assert made["bytes"] == 7
-    assert not list(fake.glob(".*.part")) and {path.name for path in (fake / "work").iterdir()} == {"lock", "wheels"}
+    assert made["image"] == f"{fake}/made" and Path(made["sbom"]).read_text() == "bill\n" and made["bytes"] == 7
+    assert {path.name for path in (fake / "work").iterdir()} == {"lock", "wheels"}
 
 
 def test_a_build_that_fails_leaves_the_old_image(fake: Path) -> None:
     """With its own sum, and nothing half made."""
     out = fake / "x.sif"
-    image_build.build_sif(BuildRequest("build-sif", base=DIGEST, out=out), lambda _: None)
+    image_build.build(BuildRequest("build-sif", base=DIGEST, out=out), lambda _: None)
     before = {path.name: path.read_text() for path in fake.glob("*sif*")}
     (fake / "fail").write_text("")
     with pytest.raises(UserError, match="BASE=standin"):
-        image_build.build_sif(BuildRequest("build-sif", base=DIGEST, out=out), lambda _: None)
+        image_build.build(BuildRequest("build-sif", base=DIGEST, out=out), lambda _: None)
     assert {path.name: path.read_text() for path in fake.glob("*sif*")} == before
     assert {path.name for path in (fake / "work").iterdir()} == {"lock", "wheels"}  # builds gather one at a time
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from clustertune.check.rule import SCRIPT, checks
 from clustertune.check.sbatch import lint
-from clustertune.cli import doctor
 from clustertune.cli.app import run_command
+from clustertune.cli.doctor import doctor_app
 from tests.tree import REPO
 
 GOOD = """#!/usr/bin/env bash
@@ -252,7 +252,7 @@ BAD, FINE = ("#!/bin/bash\n#SBATCH --time=1\n" + line for line in ("export MASTE
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     app = typer.Typer()
-    doctor.add(app)
+    app.add_typer(doctor_app, name="doctor")
     app.callback()(lambda: None)
     monkeypatch.setattr(sys, "argv", ["clustertune", "doctor", "sbatch", *arguments])
     return run_command(app)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from clustertune import chain, manifest
-from clustertune.cli import launchers
+from clustertune import chain, manifest, rundir
 from clustertune.errors import UserError
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
@@ -69,7 +68,7 @@ def test_a_command_killed_before_run_json_was_whole(tmp_path: Path, name: str, o
 def test_a_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:
     """``run --run-dir .`` in the checkout left a lock there."""
     (tmp_path / "Makefile").touch()
-    with pytest.raises(UserError, match="is not a run folder"), launchers.open_run(resolve("tiny-oasst2"), tmp_path):
+    with pytest.raises(UserError, match="is not a run folder"), chain.taken(resolve("tiny-oasst2"), tmp_path):
         pass
     assert [entry.name for entry in tmp_path.iterdir()] == ["Makefile"]
 
@@ -87,9 +86,9 @@ def test_an_attempt_number_never_comes_back(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_on_other_ranks(tmp_path: Path) -> None:
     two, four = (resolve("tiny-oasst2", ranks=ranks) for ranks in (2, 4))
-    folder = chain.default_run_dir(two, tmp_path)
+    folder = rundir.default_run_dir(two, tmp_path)
     run = chain.open_run(two, folder, ["clustertune"])
-    assert chain.default_run_dir(four, tmp_path) == folder
+    assert rundir.default_run_dir(four, tmp_path) == folder
     chain.open_run(four, folder, ["clustertune"], take=False)
     assert run.resolved().world_size == 2, "jobs of it may be at work"
     chain.open_run(four, folder, ["clustertune"])
@@ -101,7 +100,7 @@ def test_a_run_goes_on_on_other_ranks(tmp_path: Path) -> None:
 def test_a_run_begun_with_save_steps_goes_on_with_a_save_section(tmp_path: Path) -> None:
     """And back."""
     steps, section = resolve("tiny-oasst2"), resolve("tiny-oasst2", ["save.every=auto"])
-    folder = chain.default_run_dir(steps, tmp_path)
+    folder = rundir.default_run_dir(steps, tmp_path)
     chain.open_run(steps, folder, ["clustertune"])
     assert chain.open_run(section, folder, ["clustertune"]).resolved().recipe.save is not None
     assert chain.open_run(steps, folder, ["clustertune"]).resolved().recipe.save is None

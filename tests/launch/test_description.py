@@ -36,7 +36,7 @@ def recipe(tmp_path: Path) -> Path:
 
 def submitted(recipe: Path, *words: str) -> SubmissionPlan:
     cluster = str(recipe.parents[1] / "mine.yaml")
-    return plan_submission(str(recipe), list(words), True, cluster, recipe.parents[1] / "run", None, "report")
+    return plan_submission(str(recipe), list(words), True, load_cluster(cluster), recipe.parents[1] / "run", None, "report")
 
 
 def start_job(monkeypatch: pytest.MonkeyPatch, given: allocation.Allocation, *words: Any, **named: Any) -> None:
@@ -51,7 +51,7 @@ def sent(recipe: Path, *words: str) -> int:
     """Record a submission as ``submit`` does, without Slurm; the number that its jobs get."""
     made = submitted(recipe, *words)
     opened = chain.open_run(made.resolved, made.path, [])
-    assert opened.describe(made.resolved, made.machine, made.shapes, made.evaluation) == made.number
+    assert opened.describe(made.resolved, made.cluster, made.shapes, made.evaluation) == made.number
     assert all(("--description", str(made.number)) in zip(job.arguments, job.arguments[1:], strict=False) for job in made.jobs)
     return made.number
 
@@ -89,7 +89,7 @@ def test_the_job_command_reads_no_file_of_the_recipe(recipe: Path, monkeypatch: 
     given = allocation.Allocation("7", 0, ("n1",), wanted.resolved.world_size, 8, 1, None, 600.0)
     monkeypatch.setattr(program, "run", lambda *words: got.extend(words))
     start_job(monkeypatch, given, str(recipe), [], cluster=str(cluster), run_dir=run, description=number)
-    assert (got[0], got[1]) == (wanted.resolved, wanted.cluster)
+    assert (got[0].resolved, got[0].cluster) == (wanted.resolved, wanted.cluster)
 
 
 @pytest.fixture
@@ -142,12 +142,13 @@ def test_a_job_by_hand_that_starts_again_goes_on_as_it_began(recipe: Path, monke
     def start(number: int, job: str = "7") -> tuple[Resolved, Path]:
         given = allocation.Allocation(job, number, ("n1",), 2, 8, 1, None, 600.0)
         start_job(monkeypatch, given, str(recipe), [], cluster=str(cluster), run_dir=None)
-        return got[-1][0], got[-1][3]
+        return got[-1].resolved, got[-1].path
 
-    def begin(resolved: Resolved, machine: Any, given: Any, path: Path, *_: Any) -> None:
-        got.append((resolved, machine, given, path))
-        with progress.taken_over(RunDir(path), given.job_id, given.restart, lambda job: False):
-            chain.open_run(resolved, path, []).describe(resolved, machine)
+    def begin(inputs: program.JobInputs, _: Any) -> None:
+        got.append(inputs)
+        given = inputs.allocation
+        with progress.taken_over(RunDir(inputs.path), given.job_id, given.restart, lambda job: False):
+            chain.open_run(inputs.resolved, inputs.path, []).describe(inputs.resolved, inputs.cluster)
 
     monkeypatch.setattr(program, "run", begin)
     first = start(0)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from clustertune.cluster.load import load_cluster
 from clustertune.cluster.schema import Container
 from clustertune.containers import pins
 from clustertune.errors import UserError
@@ -92,7 +93,7 @@ def test_submit_tells_of_an_image_before_anything_is_queued(sif: Path, tmp_path:
     file.write_text(text.replace("image: /pool/images/train.sif", f"image: {sif}"))
 
     def submission(path: Path) -> SubmissionPlan:
-        return plan_submission("tiny-oasst2", [], True, str(file), path, None, "report")
+        return plan_submission("tiny-oasst2", [], True, load_cluster(str(file)), path, None, "report")
 
     good = submission(tmp_path / "run")
     problems, found, _ = check(good, dry_run=False)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from clustertune import rank, storage
+from clustertune import errors, rank
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.attempt import AttemptPlan, Node
@@ -86,7 +86,7 @@ def test_a_full_disk_is_found_in_what_libraries_wrap(tmp_path: Path, monkeypatch
     assert rank._explain(KeyboardInterrupt(), tmp_path / "log").code is ExitCode.AGAIN
     one, two = ValueError("one"), ValueError("two")
     one.__context__, two.__context__ = two, one
-    assert storage.storage_cause(one) is None, "a cycle of causes ends"
+    assert errors.storage_cause(one) is None, "a cycle of causes ends"
 
 
 def test_training_does_not_stop_for_its_audience() -> None:

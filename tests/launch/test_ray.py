@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from clustertune import raytrain
 from clustertune.errors import ExitCode
+from clustertune.experimental import raytrain
 from clustertune.launch.agent import process_state
 from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.judge import Outcome

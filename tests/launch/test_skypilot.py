@@ -13,7 +13,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from clustertune.launch.skypilot import SkyOptions, render
+from clustertune.experimental.skypilot import SkyOptions, render
 from clustertune.resolve.resolve import resolve
 from tests.launch.machines import OURS
 

@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from clustertune.cli import submit_command as command
+from clustertune.cli import submit as command
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import shape, slurm, stage_jobs
 from clustertune.report import state
@@ -182,7 +182,7 @@ def test_live_jobs_are_found_and_strangers_are_not(tmp_path: Path) -> None:
 
 def call(*arguments: str) -> Any:
     app = typer.Typer(pretty_exceptions_enable=False)
-    command.add(app)
+    app.command("submit")(command.submit)
     return CliRunner().invoke(app, list(arguments))
 
 

@@ -278,13 +278,21 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_both(folder: Path, tmp_path
 ON_A_SMALL_DISK = """
 import hashlib, json, shutil, subprocess, sys
 from pathlib import Path
-from tools.campaign import fill
 
 disk, prepared, room, *command = sys.argv[1:]
 disk, run = Path(disk), Path(disk, "run")
 
 def mount(*arguments):
     subprocess.run(["mount", *arguments, str(disk)], check=True)
+
+def fill(room):
+    with (disk / "ballast").open("wb", buffering=0) as out:
+        while (left := shutil.disk_usage(disk).free - room) > 0:
+            try:
+                if not out.write(bytes(min(left, 1 << 16))):
+                    return
+            except OSError:
+                return
 
 def go():
     words = [*command, "--run-dir", str(run)]
@@ -298,7 +306,7 @@ if room == "read-only":
     found = [go()]
     mount("-o", "remount,rw")
 else:
-    fill(disk, int(room))
+    fill(int(room))
     found = [go()]
     (disk / "ballast").unlink()
 found.append(go())

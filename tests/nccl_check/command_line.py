@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from clustertune.cli import nccl_check as program
+from clustertune.cli import nccl_answers as program
+from clustertune.cli.nccl_check import NcclCheckArguments
 from clustertune.cluster.load import load_cluster
 from clustertune.launch.batch import BatchJob
 from clustertune.nccl_check import link_check
 
 
-def command_line(**changes: Any) -> program.NcclCheckArguments:
+def command_line(**changes: Any) -> NcclCheckArguments:
     """A command line with its defaults."""
-    return program.NcclCheckArguments(**{"submit": True, "dry_run": True, **changes})
+    return NcclCheckArguments(**{"submit": True, "dry_run": True, **changes})
 
 
 def job(name: str) -> BatchJob:

@@ -15,7 +15,7 @@ import pytest
 
 from clustertune.check.rule import EXIT, FAIL, PASS, UNKNOWN, WARN, Rule, finding
 from clustertune.check.sbatch import lint
-from clustertune.cli import nccl_check
+from clustertune.cli import nccl_answers
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.allocation import Allocation
 from clustertune.nccl_check import link_check as check
@@ -60,12 +60,14 @@ def test_what_cannot_be_submitted(nodes: int | None, time: str | None, seconds: 
         check.job_shape(machine(slurm=None), nodes, time, seconds)
 
 
-def test_the_job_gets_what_was_given() -> None:
+def test_the_job_gets_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another check than the one that was asked for would be worse than none."""
-    cluster = machine()
-    words = command_line(cluster="a/b.yaml", seconds=77.0, largest="8M", collectives="p2p", save=True)
-    found = nccl_check.arguments(words, cluster)
-    assert found[:2] == ["--cluster", str(Path("a/b.yaml").absolute())]
+    monkeypatch.chdir(tmp_path)
+    Path("b.yaml").write_text("")
+    cluster = machine().model_copy(update={"source": "b.yaml"})
+    words = command_line(cluster="b.yaml", seconds=77.0, largest="8M", collectives="p2p", save=True)
+    found = nccl_answers.arguments(words, cluster)
+    assert found[:2] == ["--cluster", str(tmp_path / "b.yaml")]
     assert " ".join(found[2:]) == "--seconds 77 --max 8M --collectives p2p --save"
 
 

@@ -34,7 +34,7 @@ def cluster(tmp_path: Path) -> Path:
 def call(*arguments: object) -> Any:
     app = typer.Typer(pretty_exceptions_enable=False)
     app.callback()(lambda: None)  # so that the command keeps its name where it is the only one
-    command.add(app)
+    app.command("plan")(command.plan)
     return CliRunner().invoke(app, ["plan", *map(str, arguments)])
 
 

@@ -159,7 +159,7 @@ def train(folder: Path) -> Tracker:
             if state.global_step == 2:
                 tracker.__exit__(None, None, None)
 
-    values = build.fit_to_device(resolved.train_args, cuda=False).values
+    values = build.fit_to_device(resolved.train_args, cuda=False)[0]
     values |= {"output_dir": str(folder / "out"), "report_to": "none", "save_strategy": "no", "max_steps": 2}
     trainer = SFTTrainer(
         model=str(folder / "base"),

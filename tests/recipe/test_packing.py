@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.recipe.values import config_fields
+from clustertune.recipe.library_facts import config_fields
 from clustertune.resolve.kernels import PACKED
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved

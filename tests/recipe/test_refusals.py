@@ -16,8 +16,8 @@ from clustertune.cli.app import app
 from clustertune.errors import UserError
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import checks
+from clustertune.recipe.library_facts import model_facts
 from clustertune.recipe.native_rules import train_defaults
-from clustertune.recipe.values import model_facts
 from clustertune.resolve import kernels, view
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import NOT_STARTED

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from clustertune import summary
+from clustertune.report import run_summary as summary
 from clustertune.rundir import RunDir
 
 

@@ -11,13 +11,17 @@ import pytest
 from clustertune.cluster.load import load_cluster
 from clustertune.host.system import GIB
 from clustertune.setup import verify as plan
-from clustertune.setup.storage_layout import StorageLayout, layout
+from clustertune.setup.storage_layout import FstabMount, StorageLayout, layout
 
 RNO = ("rno-it-gpu0006-1", "rno-it-gpu0007-1", "rno-it-gpu0008-1")
 
 
 def lines(of: StorageLayout) -> list[str]:
     return [mount.line for mount in of.mounts]
+
+
+def at(of: StorageLayout, target: str) -> FstabMount | None:
+    return next((mount for mount in of.mounts if mount.target == target), None)
 
 
 def options(line: str) -> list[str]:
@@ -59,13 +63,13 @@ def test_the_reference_cluster() -> None:
     assert second.exports == ("/data 10.21.133.0/24(rw,sync,root_squash,no_subtree_check,sec=sys)",)
     assert login.exports == ()
     for layout_found in (login, first, second):
-        assert layout_found.pool is not None
-        assert layout_found.pool.source == "/shared/data:/shared-b/data"
+        pool = layout_found.mounts[-1]
+        assert (pool.kind, pool.source) == ("pool", "/shared/data:/shared-b/data")
         assert {
             "category.create=mfs", "moveonenospc=true", "cache.files=auto-full", "minfreespace=96G", "_netdev", "nofail",
             "x-systemd.requires=/shared", "x-systemd.requires=/shared-b", "nosuid", "nodev",
-        } <= set(layout_found.pool.options)  # fmt: skip
-    remote = login.at("/shared")
+        } <= set(pool.options)  # fmt: skip
+    remote = at(login, "/shared")
     assert remote is not None
     assert remote.source == "10.21.133.35:/data/shared"
     assert {"hard", "nosuid", "nodev", "_netdev", "nfsvers=4"} <= set(remote.options)
@@ -88,7 +92,7 @@ def test_each_file_system(tmp_path: Path, filesystem: str, fstype: str | None, e
     """ZFS mounts itself; file handles of ZFS and btrfs need a name that stays; ext4 must not write on after an error."""
     brick = {"node": "two", "path": "/y", "mount": "/b", "filesystem": filesystem, "tb": 1, "device": "/dev/sdc"}
     found = made(tmp_path, bricks=[brick])
-    device = found.at("/y")
+    device = at(found, "/y")
     assert (device.fstype if device else None) == fstype
     assert extra is None or (device and extra in device.options)
     assert export in found.exports[0]
@@ -112,12 +116,10 @@ def test_a_brick_keeps_free_more_than_the_largest_file(
 ) -> None:
     """moveonenospc moves a whole file: where no other brick holds it, the write fails after all."""
     found = made(tmp_path, **changes)
-    assert found.minfreespace == free
     notes = [text for text in found.notes if "minfreespace" in text]
     assert (note is None and not notes) or (note and note in notes[0])
-    if found.pool:
-        size = next(o for o in found.pool.options if o.startswith("minfreespace=")).partition("=")[2]
-        assert int(size[:-1]) * {"G": GIB, "M": 1 << 20}[size[-1]] == free
+    sizes = [o.partition("=")[2] for mount in found.mounts for o in mount.options if o.startswith("minfreespace=")]
+    assert [int(size[:-1]) * {"G": GIB, "M": 1 << 20}[size[-1]] for size in sizes] == [free] * bool(free)
 
 
 # --- what systemd says -------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class Call:
     def __call__(self, *arguments: str | Path, code: int = 0) -> Any:
         app = typer.Typer()
         app.callback()(lambda: None)
-        command.add(app)
+        app.command("sweep")(command.sweep)
         self.monkeypatch.setattr(sys, "argv", ["clustertune", "sweep", *map(str, arguments), "--json"])
         ended = run_command(app)
         out, self.err = self.capfd.readouterr()
@@ -160,7 +160,7 @@ JobId=4{0} ArrayJobId=41 ArrayTaskId={0} JobName=tiny-oasst2-sweep
 def test_a_sweep_with_queued_tasks_is_not_submitted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tasks on one point would fight over its run folder. After a failure what is left goes alone."""
     options = {"tiny": False, "last": "train", "path": tmp_path / "s"}
-    made, resolved = command._locally("tiny-oasst2", WORDS, None, None, options)
+    made, resolved = array.plan_here("tiny-oasst2", WORDS, options)
     job = array.make_job(made, resolved, machine(2, 8))
     sent: list[list[str]] = []
     monkeypatch.setattr(array.stage_jobs.slurm, "submit", lambda options, script, words: sent.append([script]) or "41")

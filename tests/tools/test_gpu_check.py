@@ -75,7 +75,8 @@ def part(check):
     return {}
 gpu_parts.parts = lambda: {"x": part}
 code = gpu_check.main(["--backend", "gloo", "--name", "x", "--state", folder, "--out", folder])
-print(code, *gpu_check.descendants(os.getpid()))
+from clustertune.testbed.inside import descendants
+print(code, *descendants(os.getpid()))
 """
 
 

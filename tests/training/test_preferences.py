@@ -13,7 +13,7 @@ from peft import LoraConfig
 from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
-from clustertune.export.whole import export_either
+from clustertune.chain import export_trained
 from clustertune.training.build import fit_to_device
 from tests.command import events, run
 from tests.conftest import once
@@ -56,7 +56,7 @@ def trl(path: Path, folder: Path) -> tuple[list[list[float]], dict[str, float]]:
     torch.set_num_threads(1)
     base, recipe = next((path / "model").iterdir()), json.loads((path / "run.json").read_bytes())["recipe"]
     rows = {split: datasets.Dataset.from_json(str(path / "data" / f"{split}.jsonl")) for split in ("train", "eval")}
-    values = fit_to_device(recipe["train_args"], cuda=False).values | {"save_strategy": "no"}
+    values = fit_to_device(recipe["train_args"], cuda=False)[0] | {"save_strategy": "no"}
     own = {key: value for key, value in values.items() if key in DPOConfig.__dataclass_fields__}
     trainer = DPOTrainer(
         model=str(base),
@@ -129,4 +129,4 @@ def test_a_killed_run_goes_on_to_the_same_bytes(strategy: str, more: list[str], 
     names = ("eval_loss", "eval_reward_margin")
     assert [events(killed, "eval")[-1][n] for n in names] == [events(whole, "eval")[-1][n] for n in names]
     assert curve(whole)[0][0] == pytest.approx(0.693147, abs=1e-5) and curve(whole)[-1][0] != curve(whole)[0][0]
-    assert Path(export_either(killed)["out"]).is_dir()
+    assert Path(export_trained(killed)["out"]).is_dir()

@@ -12,10 +12,10 @@ from peft import LoraConfig
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
+from clustertune.chain import export_trained
 from clustertune.data import rollout_rows
 from clustertune.data.rewards import Rewards
 from clustertune.errors import ExitCode
-from clustertune.export.whole import export_either
 from clustertune.recipe.sections import Recipe
 from clustertune.training.build import fit_to_device
 from clustertune.training.rollouts import find_alarm, paired
@@ -57,7 +57,7 @@ def trl(path: Path, folder: Path) -> list[list[float]]:
     torch.set_num_threads(1)
     base, recipe = next((path / "model").iterdir()), json.loads((path / "run.json").read_bytes())["recipe"]
     stated = Recipe.model_validate(recipe["recipe"])
-    values = fit_to_device(recipe["train_args"], cuda=False).values
+    values = fit_to_device(recipe["train_args"], cuda=False)[0]
     values |= {"save_strategy": "no", "eval_strategy": "no", "eval_on_start": False, "reward_weights": [1.0, 0.5]}
     own = {key: value for key, value in values.items() if key in GRPOConfig.__dataclass_fields__}
     with Rewards(stated.reward or (), recipe["reward_code"]) as rewards:
@@ -89,28 +89,31 @@ def test_one_process_computes_what_trl_computes(more: list[str], bench: Bench, t
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "more"),
+    ("strategy", "ranks", "more", "kills"),
     [
-        pytest.param("alone", 1, WITHIN, id="one-within-a-generation"),
-        pytest.param("fsdp2-slices", 2, [*FULL, *EPOCHS], id="fsdp2-full-over-epochs"),
-        pytest.param("ddp", 2, WITHIN, id="ddp-lora-within-a-generation"),
+        pytest.param("alone", 1, WITHIN, (1, 3, 4), id="one-within-a-generation"),
+        pytest.param("fsdp2-slices", 2, [*FULL, *EPOCHS], (4,), id="fsdp2-full-between-epochs"),
+        pytest.param("fsdp2-slices", 2, [*FULL, *EPOCHS], (1, 3, 4), id="fsdp2-full-over-epochs", marks=pytest.mark.jobs),
+        pytest.param("ddp", 2, WITHIN, (1, 3, 4), id="ddp-lora-within-a-generation", marks=pytest.mark.jobs),
     ],
 )
-def test_a_killed_run_goes_on_to_the_same_bytes(strategy: str, ranks: int, more: list[str], bench: Bench) -> None:
-    """Killed behind the first, third and fourth step."""
+def test_a_killed_run_goes_on_to_the_same_bytes(
+    strategy: str, ranks: int, more: list[str], kills: tuple[int, ...], bench: Bench
+) -> None:
+    """Killed behind each of these steps."""
     more = [*more, "train.max_steps=7", "train.eval_steps=3"]
     whole, killed = bench.train(strategy, *more), bench.make(strategy, *more)
-    for attempt, step in enumerate((1, 3, 4), start=1):
+    for attempt, step in enumerate(kills, start=1):
         codes = bench.go(killed, ranks, attempt=attempt, breaks=f"{__name__}:kill_{step}")
         assert -9 in codes and 0 not in codes, output_of(killed)
-    bench.end(killed, ranks, attempt=4)
-    assert len(events(killed, "start")) == 4
+    bench.end(killed, ranks, attempt=len(kills) + 1)
+    assert len(events(killed, "start")) == len(kills) + 1
     assert digests(killed) == digests(whole)
     assert curve(whole)[-1][0] and [event["tokens"] for event in events(whole, "step")][-1] > 0
     names = ("eval_reward", "eval_reward_difference", "eval_reward_difference_error")
     assert [events(killed, "eval")[-1][n] for n in names] == [events(whole, "eval")[-1][n] for n in names]
     assert curve(killed)[-1] == curve(whole)[-1]
-    assert Path(export_either(killed)["out"]).is_dir()
+    assert Path(export_trained(killed)["out"]).is_dir()
 
 
 def _kill(step: int) -> None:

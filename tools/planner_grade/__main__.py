@@ -8,8 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from clustertune.plan.constants import Constants, number
-from tools.planner_grade.data import case, claims_file, published_runs
-from tools.planner_grade.formulas import check_claims
+from tools.planner_grade.data import case, published_runs
 from tools.planner_grade.grade import RUN, alternatives, floors, flows
 
 _TEMPLATE = Path(__file__).with_name("page.md.jinja")
@@ -20,7 +19,7 @@ def page() -> str:
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)  # noqa: S701 - it makes Markdown
     environment.filters["number"] = number
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
-        flows=flows(), floor=floors(), options=alternatives(), claims=check_claims(), sources=claims_file().sources,
+        flows=flows(), floor=floors(), options=alternatives(),
         step_s=case(published_runs()[RUN]).step(Constants()).seconds,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Published runs, throughput tables and figures of others: what the planner is graded against.
+"""Published runs and throughput tables of others: what the planner is graded against.
 
 The rows stand in the YAML files beside this module, each with its source. They are this project's own: a wrong one ends in
 pydantic's error.
@@ -20,10 +20,10 @@ from clustertune.plan.constants import Constants
 from clustertune.plan.machine import PlanMachine, machine
 from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import ModelShape, Strategy
+from clustertune.recipe.layers import Document, read_yaml
 from clustertune.recipe.native_rules import filled, lora_defaults
 from clustertune.recipe.parameters import count, lora_parameter_count
 from clustertune.recipe.sections import NAME, Count, Number, Positive, Section
-from clustertune.recipe.yamlfile import Document, read_yaml
 from clustertune.resolve.distribution import Recompute
 
 FOLDER = Path(__file__).resolve().parent
@@ -240,57 +240,6 @@ class PublishedRun(Section):
         return None if self.step_s is None else self.step_tokens / (self.step_s * self.world)
 
 
-Figure = Number | tuple[Number, Number]
-
-
-class Claim(Section):
-    """A figure of a source that arithmetic can check."""
-
-    id: Key
-    source: Key
-    """A key of the file's ``sources``."""
-    place: Text
-    """Where in the source."""
-    claim: Text
-    """What it says, in short."""
-    kind: Literal["parameters", "memory", "flops", "traffic", "tokens", "steps", "time", "money", "layout", "throughput"]
-    formula: Key
-    """A name of :data:`tools.planner_grade.formulas.FORMULAS`."""
-    inputs: dict[str, Any]
-    """What the formula takes, by name."""
-    claimed: Figure
-    """The figure, or the range, that the source gives."""
-    unit: str
-    relation: Literal["equal", "at_most", "at_least"] = "equal"
-    """``at_most``: the source says that it is no more than ``claimed``."""
-    tolerance: Annotated[Number, Field(ge=0, le=1)] | None = None
-    """Relative distance up to which it is right; None: the file's own."""
-    coarse: Annotated[Number, Field(ge=0, le=10)] | None = None
-    """Relative distance up to which it is imprecise, beyond refuted; None: the file's own."""
-    verdict: Literal["right", "imprecise", "refuted"]
-    """What the arithmetic is expected to say."""
-    instead: str = ""
-    """What is right, or under which condition it is."""
-
-
-class ClaimsFile(Section):
-    """The claims and how far a figure may be off."""
-
-    sources: dict[str, str]
-    """The documents by key."""
-    tolerance: float
-    """Relative distance up to which a figure is right."""
-    coarse: float
-    """Relative distance up to which it is imprecise; beyond it is refuted."""
-    claims: tuple[Claim, ...]
-
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        assert {claim.source for claim in self.claims} <= set(self.sources), "a claim of an unknown source"
-        assert len({claim.id for claim in self.claims}) == len(self.claims), "a claim stands twice"
-        return self
-
-
 def read(path: Path) -> dict[str, Any]:
     """The values of a data file. Raises UserError where it cannot be read or parsed."""
     return read_yaml(path, path.name).data
@@ -336,12 +285,6 @@ def published_runs(path: Path = FOLDER / "runs.yaml") -> Mapping[str, PublishedR
             assert run.id not in found, f"{run.id} stands twice"
             found[run.id] = run
     return found
-
-
-@cache
-def claims_file() -> ClaimsFile:
-    """The claims."""
-    return ClaimsFile(**read(FOLDER / "claims.yaml"))
 
 
 # --- a published run as the planner's own input: the strategy, the machine and the counted model that its source describes ---

@@ -1,4 +1,4 @@
-"""``clustertune show-cluster``: what is known of a cluster, and whether its file is right."""
+"""What a recipe says with every value resolved, and what is known of a cluster."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ from typing import Annotated
 import typer
 
 from clustertune import console
-from clustertune.arguments import AsJson, path_option
+from clustertune.cli.arguments import AsJson, Overrides, Ranks, RecipeArgument, Tiny, path_option
 from clustertune.console import reply, say
-from clustertune.errors import UserError, storage_error
+from clustertune.errors import UserError, raise_if, storage_error
 
 
-def add(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command("show-cluster")(show_cluster)
+def show(
+    recipe: RecipeArgument, overrides: Overrides = None, tiny: Tiny = False, ranks: Ranks = None, as_json: AsJson = False
+) -> None:
+    """Each value is shown with its origin: base, recipe, override, derived (and from what), or default."""
+    from clustertune.plan import schedule
+    from clustertune.resolve import resolve, view
+
+    resolved = resolve.resolve(recipe, overrides or [], tiny=tiny, ranks=ranks)
+    raise_if(schedule.find_idle_schedule(resolved))
+    resolved.warnings.extend(schedule.check_schedule_end(resolved))
+    reply(as_json, view.as_json(resolved), lambda: view.render(resolved, console.stdout))
 
 
 def show_cluster(
@@ -31,9 +39,9 @@ def show_cluster(
     ] = None,
     as_document: AsJson = False,
 ) -> None:
-    """Check and show a cluster file, or what this machine has."""
+
     from clustertune.cluster.load import load_cluster
-    from clustertune.resolve.view import render_cluster
+    from clustertune.resolve import view
 
     if write is not None:
         if cluster not in (None, "local"):
@@ -49,7 +57,7 @@ def show_cluster(
         for one in error.problems:
             say(f"still to write: {one}")
         return
-    reply(as_document, found.model_dump(mode="json"), lambda: render_cluster(found, console.stdout))
+    reply(as_document, found.model_dump(mode="json"), lambda: view.render_cluster(found, console.stdout))
 
 
 def _draft(file: Path) -> str:

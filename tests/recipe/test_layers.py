@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clustertune.errors import UserError
-from clustertune.recipe.yamlfile import parse_value, parse_yaml
+from clustertune.recipe.layers import parse_value, parse_yaml
 from tests.refusal import problems
 
 

@@ -1,4 +1,4 @@
-"""A recipe as a SkyPilot task: ``launch/skypilot.yaml`` filled in."""
+"""``clustertune sky``: a recipe as a SkyPilot task, ``launch/skypilot.yaml`` filled in."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from clustertune.errors import Problem, raise_if
+import typer
+
+from clustertune.cli.arguments import Overrides, RecipeArgument, Tiny, path_option
+from clustertune.console import say
+from clustertune.errors import ExitCode, Problem, UserError, raise_if
+from clustertune.manifest import require_replaceable, write_durably
 from clustertune.recipe.sections import NAME
+from clustertune.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from clustertune.tree import ROOT
 
@@ -110,3 +117,31 @@ def _problems(resolved: Resolved, overrides: Sequence[str], options: SkyOptions)
             text, fix = f"{path} is outside the checkout, which is what SkyPilot copies", "move it below recipes/"
             problems.append(Problem(text, file=resolved.name, key=key, fix=fix))
     return problems
+
+
+def sky(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    gpu: Annotated[str, typer.Option("--gpu", help="SkyPilot's name of the GPU; `sky show-gpus` lists them.")] = "H100",
+    volume: Annotated[
+        str | None, typer.Option("--volume", help="A SkyPilot volume for the runs, mounted on all nodes.")
+    ] = None,
+    runs: Annotated[
+        str | None, typer.Option("--runs", metavar="DIR", help="Folder that all nodes already share, instead of a volume.")
+    ] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="Use spot (preemptible) machines; the job continues elsewhere.")] = False,
+    tiny: Tiny = False,
+    out: Annotated[Path | None, path_option("Write the task to this file.", "--out", metavar="FILE")] = None,
+) -> None:
+    """The task starts launch/torchrun.sh on every node."""
+    resolved = resolve.resolve(recipe, overrides or [], tiny=tiny)
+    resolved.require_startable()
+    text = render(resolved, overrides or [], SkyOptions(gpu=gpu, volume=volume, runs=runs, spot=spot))
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    if out.is_dir():
+        raise UserError("is a folder", file=str(out), key="--out", fix="give a file", code=ExitCode.CONFIG)
+    require_replaceable(out, text.partition("\n")[0])
+    write_durably(out, text)
+    say(f"wrote {out}; sky jobs launch {out}")

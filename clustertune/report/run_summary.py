@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from clustertune.console import make_table
+from clustertune import console as output
+from clustertune.console import make_table, reply
 from clustertune.evaluate import scores
 from clustertune.report import content
 from clustertune.report.metrics import read_metrics
@@ -44,3 +45,19 @@ def render(
     for label, path in (("adapter", run.adapter), ("model", run.merged), ("scores", run.eval), ("report", run.report)):
         if path.exists():
             console.print(f"{label:8} {path}", markup=False)
+
+
+def finish(run: RunDir, results: dict[str, dict[str, Any]], as_json: bool) -> None:
+    """What a finished chain says: a table on stderr, or one document on stdout."""
+    found = scores.read_result(run.eval)
+    stages = {name: {"seconds": r["seconds"], "status": r["status"]} for name, r in results.items()}
+    document = {"run_dir": str(run.path), "stages": stages, **_scores(found)}
+    reply(as_json, document, lambda: render(run, stages, found, output.stderr))
+
+
+def _scores(found: dict[str, Any] | None) -> dict[str, Any]:
+    """``tasks``, and ``paired`` where the base was scored."""
+    if found is None:
+        return {"tasks": None}
+    paired = {"paired": found["paired"]} if found.get("paired") else {}
+    return {"tasks": found["tasks"], **paired}

@@ -1,0 +1,313 @@
+"""What ``clustertune plan`` answers."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import shlex
+from pathlib import Path
+
+import typer
+
+from clustertune import console, draft
+from clustertune.cli.arguments import path_argument
+from clustertune.cli.plan_command import PlanArguments
+from clustertune.cluster import load
+from clustertune.console import emit_json, reply, say, show
+from clustertune.data import measure
+from clustertune.errors import ExitCode, Problem, UserError, raise_if
+from clustertune.host.system import GIB
+from clustertune.launch import across, bill, serving
+from clustertune.manifest import replace_ours
+from clustertune.plan import advise as advisor
+from clustertune.plan import calibration, explanation, schedule, strategy
+from clustertune.plan import lengths as known_lengths
+from clustertune.plan import predict as prediction
+from clustertune.plan.calibration import CalibratedCluster
+from clustertune.plan.constants import Constants
+from clustertune.plan.lengths import Lengths
+from clustertune.plan.predict import Plan
+from clustertune.recipe import layers, native_rules
+from clustertune.report import comparison as runs_page
+from clustertune.report import metrics
+from clustertune.resolve import overrides as recipe_source
+from clustertune.resolve import resolve
+from clustertune.resolve.resolved import Resolved
+from clustertune.simulate import compare as simulation_compare
+from clustertune.simulate import drawing as simulation_drawing
+from clustertune.simulate import run as simulator
+from clustertune.simulate.run import Simulation
+
+GOALS = ("time", "cost", "memory")
+
+
+def answer(args: PlanArguments) -> None:
+    """Plan what the command line names, and print it. Exits with 2 where nothing fits. Raises UserError."""
+    _check_usage(args)
+    check = path_argument(args.nccl_check) if args.nccl_check else None
+    known = known_lengths.read_lengths(path_argument(args.lengths)) if args.lengths else None
+    if args.model is not None:
+        _answer_model(args, known)
+        return
+    if args.clusters is not None:
+        _compare_clusters(args, known)
+        return
+    calibrated = calibration.find_calibrated(load.of_gpus(args.gpus) if args.gpus else load.load_cluster(args.cluster), check)
+    if args.calibrate:
+        _calibrate(calibrated, args.names, known, args.as_document)
+        return
+    overrides = args.overrides
+    if args.gpus:
+        nodes, gpus = len(calibrated.cluster.compute_nodes), calibrated.cluster.compute.gpus
+        overrides = [f"slurm.nodes={nodes}", f"slurm.gpus_per_node={gpus}", *overrides]
+    if args.data is not None:
+        found = measure.measure(args.data, draft.stated(overrides).get("data"))
+        known = known or (known_lengths.of_counts(list(found.tokens.items()), found.source) if found.tokens else None)
+        overrides = [*(f"data.{key}={json.dumps(value)}" for key, value in found.section.items()), *overrides]
+    _answer(args, overrides, calibrated, [_plan(calibrated, name, overrides, args.tiny, known) for name in args.names])
+
+
+def _compare_clusters(args: PlanArguments, known: Lengths | None) -> None:
+    """The recipe on several clusters, a row each. Exit code 2 where it fits none of them."""
+    from clustertune.plan import tables
+
+    found = across.choices(args.names[0], args.overrides, across.clusters(args.clusters or "", args.gpus), lengths=known)
+    document = {"recipe": args.names[0], "clusters": [one.as_json() for one in found]}
+    rows = across.cells(found)
+    reply(args.as_document, document, lambda: tables.clusters(args.names[0], across.COLUMNS, rows, console.stdout))
+    if args.out is not None:
+        bills = [(one.cluster.name, one.whole) for one in found if one.whole]
+        notes = list(dict.fromkeys(whole.source for _, whole in bills if whole.source))
+        notes += [f"{name}: {whole.saving}" for name, whole in bills if whole.saving]
+        title = f"What {shlex.join([*args.names, *args.overrides])} takes on each cluster"
+        out = path_argument(args.out)
+        replace_ours(out, runs_page.table_page(title, across.page_columns(), rows, notes), runs_page.PAGE_MARK)
+        say(f"in {out}")
+    _end(any(one.fits for one in found))
+
+
+def _answer_model(args: PlanArguments, known: Lengths | None) -> None:
+    """The same of a model that no recipe describes: the recipe that ``new`` would write is planned."""
+    of_data = draft.stated(args.overrides).get("data")
+    model, data, at = draft.read_options(args.model, args.data, args.method, args.gpus, args.cluster, of_data=of_data)
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", str(model.section["name"]).rpartition("/")[2]).lower()[:50] + f"-{args.method}"
+    known_source = model.section.keys() & {"revision", "path", "weights"}
+    stated = {} if known_source else {"model": {"weights": "random"}}  # a plan needs no commit of the Hub
+    with draft.drafted(name, model, args.method, data, at, stated) as (made, folder):
+        plan = _plan(at.calibrated, str(folder), args.overrides, args.tiny, known or made.lengths)
+        plan.notes.extend(made.assumed)
+        _answer(args, args.overrides, at.calibrated, [plan])
+
+
+def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedCluster, plans: list[Plan]) -> None:
+    from clustertune.plan import tables
+
+    bills = [bill.bill(plan, calibrated.cluster) for plan in plans]
+    if args.compare:
+        documents = [explanation.as_json(plan) | {"total": whole.as_json()} for plan, whole in zip(plans, bills, strict=True)]
+        document = {"plans": documents, "speedup": plans[0].step.seconds / plans[1].step.seconds}
+        rows = [whole.rows(plan.machine.gpu) for plan, whole in zip(plans, bills, strict=True)]
+        reply(args.as_document, document, lambda: tables.compare(plans[0], plans[1], rows, console.stdout))
+        _end(all(plan.fits for plan in plans))
+    elif args.why is not None:
+        lines = explanation.why(plans[0], args.why)
+        reply(args.as_document, {"part": args.why, "arithmetic": lines}, lambda: show("\n".join(lines)))
+    elif args.advise:
+        _advise(calibrated, plans[0], bills[0], args, overrides)
+    else:
+        scored = serving.evaluation(plans[0].resolved, calibrated.cluster)
+        simulated = _simulate(plans[0], args) if args.simulate else None
+        if simulated is not None and args.out is not None:
+            out = path_argument(args.out)
+            replace_ours(out, simulation_drawing.svg(*simulated), simulation_drawing.MARK)
+            say(f"in {out}")
+        _show(plans[0], bills[0], tuple(overrides), args.as_document, scored, simulated)
+
+
+def _simulate(found: Plan, args: PlanArguments) -> tuple[Plan, Simulation]:
+    """The simulation, and the plan of what was simulated: of the same depth, of full rows. Says how far it is on stderr."""
+    resolved = found.resolved if args.depth is None else simulator.with_depth(found.resolved, args.depth)
+    ranks = simulator.read_ranks(args.ranks, resolved)
+    longest = known_lengths.Lengths((int(native_rules.row_tokens(resolved.train_args)),), "full rows")
+    same = prediction.make_plan(resolved, found.machine, found.constants, lengths=longest, sure=False)
+    return same, simulator.simulate(
+        resolved, found.machine, ranks=ranks, tell=lambda body: console.say(simulator.progress(body))
+    )
+
+
+def _end(fits: bool) -> None:
+    """Exit with 2 where nothing fits."""
+    if not fits:
+        raise typer.Exit(int(ExitCode.CONFIG))
+
+
+def _check_usage(args: PlanArguments) -> None:
+    """Raise UserError with all that the command line contradicts itself in."""
+    problems: list[Problem] = []
+
+    def wrong(key: str | None, text: str, fix: str | None) -> None:
+        problems.append(Problem(text, file="command line", key=key, fix=fix))
+
+    wanted = 2 if args.compare else 1
+    if args.calibrate and not args.names:
+        wrong("--calibrate", "no run was given", "give run folders with metrics.jsonl")
+    elif args.model is not None and (args.names or args.compare or args.calibrate):
+        wrong("--model", "--model plans one model, without a recipe", "leave the recipe, --compare or --calibrate out")
+    elif not args.calibrate and len(args.names) != wanted and args.model is None:
+        text = f"{'--compare needs two recipes' if args.compare else 'one recipe is needed'}, got {len(args.names)}"
+        split = any(one.startswith("=") or one.endswith("=") for one in args.overrides)
+        fix = "clustertune plan RECIPE [section.key=value]..., or --model OWNER/NAME"
+        wrong("RECIPE", text, "write section.key=value without blanks around the =" if split else fix)
+    if sum((args.compare, args.calibrate, args.advise, args.why is not None, args.clusters is not None, args.simulate)) > 1:
+        text = "--compare, --calibrate, --advise, --why, --clusters and --simulate exclude each other"
+        wrong(None, text, "ask one after the other")
+    for key, value in (("--depth", args.depth), ("--ranks", args.ranks)):
+        if value is not None and not args.simulate:
+            wrong(key, "is read only with --simulate", "add --simulate")
+    if args.nodes is not None and not args.advise:
+        wrong("--nodes", "is read only with --advise", "add --advise, or slurm.nodes=N for a plan on so many nodes")
+    if args.calibrate and args.overrides:
+        wrong("--calibrate", f"{args.overrides[0]}: a run is taken as it was", "leave the overrides out")
+    if args.gpus is not None and args.cluster is not None:
+        wrong("--gpus", "--gpus and --cluster exclude each other: a cluster file says which GPUs there are", "leave one out")
+    if args.clusters is not None and (args.cluster is not None or args.model is not None):
+        wrong("--clusters", "takes the place of --cluster, and needs a recipe", "leave --cluster or --model out")
+    if args.out is not None and args.clusters is None and not args.simulate:
+        wrong("--out", "is read only with --clusters and --simulate", "add --clusters all, or --simulate")
+    if args.goal not in GOALS:
+        wrong("--goal", f"{args.goal!r} is not a goal", layers.did_you_mean(args.goal, GOALS))
+    raise_if(problems)
+
+
+def _plan(calibrated: CalibratedCluster, recipe: str, changes: list[str], tiny: bool, lengths: Lengths | None) -> Plan:
+    resolved = resolve.resolve(recipe, changes, tiny=tiny)
+    raise_if(schedule.find_idle_schedule(resolved, lengths=lengths))
+    machine = calibrated.machine(resolved.recipe.slurm.nodes)
+    plan = prediction.make_plan(resolved, machine, calibrated.constants, lengths=lengths)
+    plan.notes.extend(schedule.check_schedule_end(resolved, lengths=lengths))
+    return plan
+
+
+def _show(
+    found: Plan,
+    whole: bill.Bill,
+    given: tuple[str, ...],
+    as_document: bool,
+    scored: serving.Evaluation,
+    simulated: tuple[Plan, Simulation] | None = None,
+) -> None:
+    from clustertune.plan import tables
+    from clustertune.simulate import show as simulation_show
+
+    better = [] if found.fits else advisor.remedies(found, given)
+    if as_document:
+        body = explanation.as_json(found) | {"evaluation": scored.as_json(), "total": whole.as_json()}
+        if simulated is not None:
+            body["simulation"] = simulation_compare.as_json(*simulated)
+        if not found.fits:
+            body["remedies"] = [{"change": r.what, "overrides": r.arguments, "step_s": r.plan.step.seconds} for r in better]
+        emit_json(body)
+        return _end(found.fits)
+    tables.render(found, whole.headline(), whole.rows(found.machine.gpu), console.stdout)
+    show(f"\n{scored}")
+    if not found.fits:
+        told = "It would fit with one of these, the smallest change first:" if better else "No single change would make it fit."
+        show(f"\n{told}")
+    for remedy in better[:6]:
+        arguments = " ".join(remedy.arguments or ["not on this cluster"])
+        needed = f"{remedy.plan.needed / GIB:.1f} GiB"
+        show(f"  {remedy.what}: {remedy.plan.step.seconds:.3g} s a step, {needed}  ({arguments})")
+    if simulated is not None:
+        show("")
+        simulation_show.render(*simulated, console.stdout)
+    return _end(found.fits)
+
+
+def _advise(calibrated: CalibratedCluster, found: Plan, whole: bill.Bill, args: PlanArguments, overrides: list[str]) -> None:
+    from clustertune.plan import tables
+
+    counts = _counts(args.nodes, found)
+    source = recipe_source.RecipeSource(found.resolved, tuple(overrides))
+    advice = advisor.advise(
+        source, calibrated.machine(max(counts)), found.constants, nodes=counts, goal=args.goal, lengths=found.lengths,  # type: ignore[arg-type]
+    )  # fmt: skip
+    named = advisor.overrides(advice, source)
+    if args.as_document:
+        emit_json(explanation.advice_json(advice, named, calibrated.cluster, whole.money, whole.currency))
+    else:
+        given = {"--model": args.model, "--data": args.data, "--gpus": args.gpus, "--cluster": args.cluster}
+        given |= {"--method": args.method} if args.model else {}
+        recipe = [*args.names, *(word for key, value in given.items() if value for word in (key, value))]
+        quoted = {family: [shlex.quote(text) for text in arguments] for family, arguments in named.items()}
+        tables.advice(
+            advice, quoted, found, console.stdout, recipe=shlex.join(recipe), cluster=calibrated.cluster, money=whole.money,
+            currency=whole.currency,
+        )  # fmt: skip
+    _end(any(option.starts(calibrated.cluster) for option in advice.fitting))
+
+
+def _counts(text: str | None, found: Plan) -> list[int]:
+    if text is None:
+        return [found.resolved.recipe.slurm.nodes]
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or any(not 1 <= count <= found.machine.nodes for count in counts):
+        text = f"{text!r} is not a list of node counts from 1 to {found.machine.nodes}, which {found.machine.name} has"
+        raise UserError(text, file="command line", key="--nodes", fix="write --nodes 1,2,4")
+    return counts
+
+
+def _calibrate(calibrated: CalibratedCluster, runs: list[str], lengths: Lengths | None, as_document: bool) -> None:
+    """Fit the factors to runs of this cluster, store them, show what changed."""
+    from clustertune.plan import tables
+
+    if calibrated.calibration is None:
+        text = "a cluster found by looking has no file to keep a calibration beside"
+        raise UserError(text, file="command line", key="--cluster", fix="write a cluster file: docs/clusters.md")
+    found = calibration.fit([_observe(calibrated, path_argument(run), lengths) for run in runs])
+    calibration.store(calibrated.calibration, calibrated.cluster.name, datetime.date.today().isoformat(), found)
+    document = {"file": str(calibrated.calibration), "constants": found.values, "deviation": found.deviation}
+    document |= {"not_identified": found.left, "unexplained": calibration.unexplained(found)}
+    kept = f"kept in {calibrated.calibration}: plans on {calibrated.cluster.name} use it from now on"
+    reply(
+        as_document,
+        {**document, "runs": [run.model_dump() for run in found.runs]},
+        lambda: tables.calibration(found, console.stdout),
+        lambda: show(kept),
+    )
+
+
+def _observe(calibrated: CalibratedCluster, folder: Path, lengths: Lengths | None) -> calibration.Observation:
+    """A run folder as an observation: the median step behind the first ones, and the peak of memory."""
+    from clustertune.rundir import RunDir
+
+    run = RunDir(folder)
+    resolved = run.resolved()
+    steps = metrics.read_metrics(run.metrics).steps
+    seconds = steps.step_seconds()
+    if seconds is None or len(steps.steady()) < 3:
+        text = f"has {len(list(steps.timed()))} timed steps; 5 are needed, 20 suffice"
+        raise UserError(text, file=str(run.metrics), key="step", fix="let the run continue, or give another")
+    peaks = [s.memory_bytes for s in steps if s.memory_bytes]
+    where = calibrated.machine(resolved.recipe.slurm.nodes)
+    lengths = lengths or _lengths_seen(resolved, steps)
+
+    def predict(constants: Constants) -> tuple[float, float]:
+        made = prediction.make_plan(resolved, where, constants, lengths=lengths, sure=False)
+        return made.step.seconds, made.peak.bytes
+
+    return calibration.Observation(folder.name, seconds, max(peaks) if peaks else None, predict)
+
+
+def _lengths_seen(resolved: Resolved, steps: list[metrics.StepRecord]) -> Lengths | None:
+    """The mean length of a padded run's conversations, from the tokens that it counted: else its factor of computing would hold
+    the padding that a plan assumes where nothing is known."""
+    counted = [s for s in steps if s.tokens and s.step]
+    if strategy.strategy(resolved).packing or not counted:
+        return None
+    last = max(counted, key=lambda s: s.step)
+    rows = last.step * resolved.global_batch_size
+    return known_lengths.Lengths((max(1, round((last.tokens or 0) / rows)),), "tokens of metrics.jsonl")
