@@ -93,19 +93,8 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str], *, take: bo
         if not same or (before.world_size, before.accelerate) != (resolved.world_size, resolved.accelerate):
             run.describe(resolved)
         return run
-    document = {
-        "description": 1,
-        "recipe": resolved.as_dict(),
-        "fingerprint": resolved.fingerprint(),
-        "created": round(time.time(), 3),
-        "command": list(command),
-        "versions": _versions(),
-        "host": {"name": platform.node(), "platform": platform.platform(), "cpus": os.cpu_count(), "gpus": visible_gpus()},
-        "git": _git(),
-    }
-    path.mkdir(parents=True, exist_ok=True)
-    manifest.write_durably(run.run_json, json.dumps(document, indent=1) + "\n")
-    run.write_own_files(resolved)
+    host = {"name": platform.node(), "platform": platform.platform(), "cpus": os.cpu_count(), "gpus": visible_gpus()}
+    run.create(resolved, command=list(command), versions=_versions(), host=host, git=_git())
     return run
 
 
@@ -324,7 +313,7 @@ class Chain:
             texts, own = conversation_texts(self.run.data), self.resolved.chat_template is None
             make_local_model(self.resolved.architecture, texts, self.base_folder(), seed, template=own)
         found = {"conversations": {split: result[split]["conversations"] for split in ("train", "eval")}}
-        from_where, train_args = needs.model_source(self.run, self.resolved), self.resolved.train_args
+        from_where, train_args = needs.base_of(self.resolved, self.run).source, self.resolved.train_args
         if recipe.megatron is not None:  # Megatron-Bridge tokenises by itself
             inputs.make(self.resolved, self.run.path, self.run.data, from_where)
             return found
@@ -421,13 +410,8 @@ class Chain:
         return {"summary": merge(self.base_folder(), self.run.adapter, self.run.merged)}
 
     def base_folder(self) -> Path:
-        """The base model's folder: made by the run, given by the recipe, or the Hub's local snapshot."""
-        model = self.resolved.recipe.model
-        if (found := needs.local_model(self.resolved, self.run)) is not None:
-            return found
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model.name, revision=model.revision))
+        """The base model's folder; one of the Hub is downloaded."""
+        return needs.base_of(self.resolved, self.run).fetch()
 
     def eval(self) -> dict[str, Any]:
         from clustertune.evaluate.run import evaluate
@@ -470,6 +454,24 @@ class Chain:
         from clustertune.report.page import build
 
         return {"file": str(build(self.run.path, self.run.report))}
+
+
+def export_trained(source: Path, out: Path | None = None, base: Path | None = None) -> dict[str, Any]:
+    """Export the adapter, or the model where the recipe trained all parameters, of a run folder or of one checkpoint.
+
+    ``out`` defaults to the run's ``adapter`` or ``merged``; ``base`` to the run's base model as far as it is on this machine.
+    """
+    from clustertune.export.export import export, read_recipe, verify
+    from clustertune.export.whole import export_model
+
+    checkpoint = store.find_checkpoint(source)
+    run = RunDir(source if checkpoint != source else checkpoint.parent.parent)
+    verify(checkpoint)
+    trained = read_recipe(checkpoint)
+    base = base or needs.base_of(trained, run).find()
+    if trained.lora is None:
+        return export_model(checkpoint, out or run.merged, base)
+    return export(checkpoint, out or run.adapter, base)
 
 
 def _is_final(checkpoint: store.Checkpoint) -> bool:

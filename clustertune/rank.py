@@ -186,7 +186,7 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
         _limit(run, resolved, number, stop)
     keys = _take_secrets()
     near = staging_step.local_folders(records, _node_of(int(os.environ.get("RANK", "0")), records))
-    source = (str(near["model"]), None) if "model" in near else needs.model_source(run, resolved)
+    source = (str(near["model"]), None) if "model" in near else needs.base_of(resolved, run).source
 
     def fence() -> None:
         check_fence(run.path, number)

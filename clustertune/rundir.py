@@ -144,6 +144,13 @@ class RunDir:
             raise UserError(f"unreadable: {error}", file=str(self.run_json)) from None
         return found
 
+    def create(self, resolved: Resolved, **facts: Any) -> None:
+        """Write ``run.json``, and the files of the distribution. ``facts``: of the command and the machine."""
+        document = {"description": 1, "recipe": resolved.as_dict(), "fingerprint": resolved.fingerprint()}
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_durably(self.run_json, json.dumps({**document, "created": round(time.time(), 3), **facts}, indent=1) + "\n")
+        self.write_own_files(resolved)
+
     def resolved(self) -> Resolved:
         """The recipe as this run resolved it. Raises UserError where it does not have the fingerprint that was recorded."""
         from clustertune.resolve.resolved import Resolved
@@ -151,12 +158,12 @@ class RunDir:
         body = self.read()
         try:
             found = Resolved.from_dict(body["recipe"])
-            digest = found.fingerprint()
-            if body["fingerprint"] == digest:
-                return found
+            expected = str(body["fingerprint"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"contains no resolved recipe: {error!r}", file=str(self.run_json)) from None
-        text = f"its recipe was changed: fingerprint {digest[:12]} found, {body['fingerprint'][:12]} expected"
+        if (digest := found.fingerprint()) == expected:
+            return found
+        text = f"its recipe was changed: fingerprint {digest[:12]} found, {expected[:12]} expected"
         fix = "give another --run-dir"
         raise UserError(text, file=str(self.run_json), key="recipe", fix=fix)
 

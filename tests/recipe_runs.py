@@ -7,9 +7,11 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from clustertune.export.whole import export_either, find_base, read_types
+from clustertune.chain import export_trained
+from clustertune.export.whole import read_types
 from clustertune.recipe import quantization
 from clustertune.rundir import RunDir
+from clustertune.staging import needs
 from tests.command import events
 from tests.launch.machines import OURS
 
@@ -112,10 +114,11 @@ def judge(name: str, path: Path) -> None:
     assert all(math.isfinite(event["loss"]) and low < event["loss"] < high for event in steps), steps
     (stop,) = events(path, "stop")
     assert stop["reason"] == "finished" and stop["exit_code"] == 0
-    resolved, base = RunDir(path).resolved(), find_base(path)
+    resolved = RunDir(path).resolved()
+    base = needs.base_of(resolved, RunDir(path)).find()
     assert base is not None
     named, stored = read_types(base)
-    out = Path(export_either(path)["out"])
+    out = Path(export_trained(path)["out"])
     published = read_types(out)
     assert named == "bfloat16" and set(stored.values()) == {named}
     if resolved.lora is None:

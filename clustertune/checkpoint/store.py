@@ -118,6 +118,15 @@ def newest_whole(folder: Path, skip: Collection[Path] = ()) -> tuple[Checkpoint 
     return None, broken
 
 
+def newest_step(folder: Path) -> int | None:
+    """The step of the newest whole checkpoint, as :func:`newest_whole` has it; None: there is none, or it must not be read."""
+    try:
+        newest, _ = newest_whole(folder)
+    except UserError:
+        return None
+    return newest.step if newest else None
+
+
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint folder that ``path`` means: itself, or the newest whole one of a run or of a checkpoints folder.
 

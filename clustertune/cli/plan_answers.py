@@ -282,16 +282,13 @@ def _calibrate(calibrated: CalibratedCluster, runs: list[str], lengths: Lengths 
 
 def _observe(calibrated: CalibratedCluster, folder: Path, lengths: Lengths | None) -> calibration.Observation:
     """A run folder as an observation: the median step behind the first ones, and the peak of memory."""
-
-    import statistics
-
     from clustertune.rundir import RunDir
 
     run = RunDir(folder)
     resolved = run.resolved()
     steps = metrics.read_metrics(run.metrics).steps
-    times = steps.steady()
-    if len(times) < 3:
+    seconds = steps.step_seconds()
+    if seconds is None or len(steps.steady()) < 3:
         text = f"has {len(list(steps.timed()))} timed steps; 5 are needed, 20 suffice"
         raise UserError(text, file=str(run.metrics), key="step", fix="let the run continue, or give another")
     peaks = [s.memory_bytes for s in steps if s.memory_bytes]
@@ -302,7 +299,7 @@ def _observe(calibrated: CalibratedCluster, folder: Path, lengths: Lengths | Non
         made = prediction.make_plan(resolved, where, constants, lengths=lengths, sure=False)
         return made.step.seconds, made.peak.bytes
 
-    return calibration.Observation(folder.name, statistics.median(times), max(peaks) if peaks else None, predict)
+    return calibration.Observation(folder.name, seconds, max(peaks) if peaks else None, predict)
 
 
 def _lengths_seen(resolved: Resolved, steps: list[metrics.StepRecord]) -> Lengths | None:

@@ -63,7 +63,6 @@ class _TokenizerUnavailable(UserError):
 def _tokenizer(resolved: Resolved, dataset: Path) -> Iterator[Any]:
     """The tokenizer that a run of the recipe has. Raises _TokenizerUnavailable, UserError."""
     from clustertune.data.tokenizer import load_tokenizer
-    from clustertune.rundir import RunDir
     from clustertune.staging import needs
 
     recipe = resolved.recipe
@@ -77,7 +76,7 @@ def _tokenizer(resolved: Resolved, dataset: Path) -> Iterator[Any]:
             local_tokenizer(resolved.architecture, texts, template=own).save_pretrained(folder)
             yield load_tokenizer(folder, None, resolved.chat_template, resolved.train_args, chats=recipe.data.has_chats)
         return
-    source = needs.model_source(RunDir(dataset), resolved)
+    source = needs.base_of(resolved, None).source
     try:
         tokenizer = load_tokenizer(*source, resolved.chat_template, resolved.train_args, chats=recipe.data.has_chats)
     except UserError as error:

@@ -156,10 +156,10 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Exports the adapter of a LoRA run, or the model if all parameters were trained."""
-    from clustertune.export import whole
+    from clustertune import chain
     from clustertune.launch.named_runs import existing_run
 
-    _summarise(whole.export_either(existing_run(source, "a run folder or a checkpoint"), out, base), as_json)
+    _summarise(chain.export_trained(existing_run(source, "a run folder or a checkpoint"), out, base), as_json)
 
 
 def merge(

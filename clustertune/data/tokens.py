@@ -23,24 +23,20 @@ import errno
 import hashlib
 import json
 import mmap
-import multiprocessing
-import multiprocessing.connection
-import multiprocessing.util
 import os
 import shutil
 import signal
-import threading
 import time
 import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
 from itertools import groupby, islice
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -48,7 +44,7 @@ import numpy.typing as npt
 
 from clustertune import bounded, secrets
 from clustertune.console import byte_progress, say
-from clustertune.data.answers import MARKS_OR_ALL, NotPrefixPreserving, answer_spans, tokens_within
+from clustertune.data.answer_spans import MARKS_OR_ALL, NotPrefixPreserving, answer_spans, tokens_within
 from clustertune.data.chats import OF_ROLE, UNEQUAL
 from clustertune.data.prepare import KIND as DATASET
 from clustertune.data.prepare import SPLITS, locked
@@ -97,31 +93,6 @@ def versions() -> dict[str, str]:
 
 def _key(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-_SHARDS: BoundedShards | None = None
-
-
-def _begin(encoder: Encoder) -> None:
-    global _SHARDS  # noqa: PLW0603 - a process of the pool serves one tokenizer
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends the pool
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core: threads inside would only queue
-    _SHARDS = BoundedShards(encoder)
-    multiprocessing.util.Finalize(None, _SHARDS.close, exitpriority=0)
-
-
-def _end_with_parent() -> None:
-    """A killed ``prepare`` leaves no process: the kernel's own signal would come from the fork server, which lives for us."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
-
-
-def _work(job: Job) -> float:
-    assert _SHARDS is not None
-    return _SHARDS.make(job)
 
 
 # --- all of them -------------------------------------------------------------------------------------------------------
@@ -283,38 +254,31 @@ def _refusal(jobs: list[Job], index: int, text: str, fix: str) -> UserError:
 
 
 def _run(jobs: list[Job], encoder: Encoder, processes: int) -> float:
-    """Make shards, at most ``processes`` at a time. Returns the CPU seconds of all."""
-    try:
-        return _run_all(jobs, encoder, processes)
-    except BrokenProcessPool:
-        fix = "a job with more memory, or fewer CPUs, then the same command again: finished shards are kept"
-        text = f"a process that tokenises was ended from outside, of {processes}: out of memory, most likely"
-        raise UserError(text, file=str(jobs[0][0]), fix=fix, code=ExitCode.AGAIN) from None
+    """Make shards, in so many processes at once. Returns the CPU seconds of all."""
+    if not jobs:
+        return 0.0
+    with contextlib.ExitStack() as stack:
+        # Forked by the main thread, with whose end they end, and before there is another one that may hold a lock.
+        idle = SimpleQueue[BoundedShards]()
+        for _ in range(processes):
+            idle.put(stack.enter_context(contextlib.closing(BoundedShards(encoder, alone=processes == 1))))
 
+        def make(job: Job) -> float:
+            shards = idle.get()
+            try:
+                return shards.make(job)
+            finally:
+                idle.put(shards)
 
-def _run_all(jobs: list[Job], encoder: Encoder, processes: int) -> float:
-    with byte_progress() as bar:
-        task = bar.add_task("tokenising", total=sum(end - start for _, start, end, _ in jobs))
-        if processes == 1:
-            cpu = 0.0
-            with contextlib.closing(BoundedShards(encoder)) as shards:
-                for job in jobs:
-                    cpu += shards.make(job)
-                    bar.advance(task, job[2] - job[1])
-            return cpu
-        # Not fork: the tokenizer's threads may hold a lock. The server imports transformers once, which takes 4 s.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "transformers.tokenization_utils_tokenizers"])
-        pool = ProcessPoolExecutor(processes, context, _begin, (encoder,))
-        try:
-            pending = {pool.submit(_work, job): job for job in jobs}
-            cpu = 0.0
-            for done in as_completed(pending):
-                cpu += done.result()
-                bar.advance(task, pending[done][2] - pending[done][1])
-            return cpu
-        finally:
-            pool.shutdown(cancel_futures=True)
+        bar = stack.enter_context(byte_progress())
+        task, cpu = bar.add_task("tokenising", total=sum(end - start for _, start, end, _ in jobs)), 0.0
+        pool = ThreadPoolExecutor(processes)
+        stack.callback(pool.shutdown, cancel_futures=True)
+        pending = {pool.submit(make, job): job for job in jobs}
+        for done in as_completed(pending):
+            cpu += done.result()
+            bar.advance(task, pending[done][2] - pending[done][1])
+        return cpu
 
 
 def _join(shards: list[Path], out: Path, split: str) -> tuple[dict[str, Any], tuple[dict[str, FileRecord], dict[str, int]]]:
@@ -784,26 +748,25 @@ def try_examples(tokenizer: Any, examples: Iterable[Mapping[str, Any]], train_ar
 class BoundedShards:
     """Makes shards in a child with limits of computing time and memory: template and tokenizer are foreign files."""
 
-    def __init__(self, encoder: Encoder) -> None:
-        self._encoder = encoder
+    def __init__(self, encoder: Encoder, *, alone: bool) -> None:
+        """Fork the child. ``alone``: there is no other, and the tokenizer may use several threads."""
+        self._encoder, self._alone = encoder, alone
         self._at = mmap.mmap(-1, 8)
         """The place of the first line that the child works at."""
-        self._child: bounded.StandingChild | None = None
+        self._child = bounded.StandingChild(self._work, MEMORY)
 
     def make(self, job: Job) -> float:
-        """One shard; the CPU seconds that it took.
-
-        Raises RefusedConversation, OSError, BrokenProcessPool where something else ended the child.
-        """
-        if self._child is None or self._child.ended:
-            self._child = bounded.StandingChild(self._work, MEMORY)
+        """One shard; the CPU seconds that it took. Raises RefusedConversation, OSError, UserError where it was ended from
+        outside."""
         path, start, end, out = job
         answer = self._child.ask([str(path), start, end, str(out)])
         if answer.found is None:
             if answer.errno not in (None, errno.ECHILD):
                 raise OSError(answer.errno, os.strerror(answer.errno), str(out))
             if answer.signal == signal.SIGKILL:
-                raise BrokenProcessPool
+                fix = "a job with more memory, or fewer CPUs, then the same command again: finished shards are kept"
+                text = "a process that tokenises was ended from outside: out of memory, most likely"
+                raise UserError(text, file=str(path), fix=fix, code=ExitCode.AGAIN)
             place = int.from_bytes(self._at[:8], "little")
             text = f"this conversation, or one of the {BATCH - 1} behind it, takes too long to render and tokenise, or more "
             text += f"than {MEMORY >> 30} GiB of memory: the chat template or the tokenizer's normalisation does not end"
@@ -816,6 +779,8 @@ class BoundedShards:
 
     def _work(self, request: Sequence[Any]) -> Mapping[str, Any]:
         path, start, end, out = request
+        if not self._alone:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core: threads inside would only queue
         try:
             return {"cpu": make_shard((Path(path), start, end, Path(out)), self._encoder, self._at)}
         except RefusedConversation as refused:
@@ -827,8 +792,7 @@ class BoundedShards:
 
     def close(self) -> None:
         """End the child."""
-        if self._child is not None:
-            self._child.close()
+        self._child.close()
 
 
 def _seconds(lines: list[tuple[int, bytes]]) -> float:

@@ -273,7 +273,7 @@ class RecipeContext:
         if self.staged_problems:
             return None
         run = RunDir(self.run_dir) if self.run_dir is not None else None
-        folder = needs.model_folder(self.resolved, run, self.environment)
+        folder = needs.base_of(self.resolved, run).path(self.environment)
         if folder is None or any(folder.is_relative_to(path) for path in self.silent):
             return None
         return ModelFolder(folder) if folder.is_dir() else None

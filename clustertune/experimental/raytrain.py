@@ -129,15 +129,10 @@ def _begin(run: RunDir, config: dict[str, Any]) -> int | None:
     if not (run.attempt(first) / "plan.json").exists():
         return first
     try:
-        progress.check(run.path, str(config["job"]), _newest_step(run))
+        progress.check(run.path, str(config["job"]), store.newest_step(run.checkpoints) or 0)
     except UserError:
         return None
     return run.new_attempt()
-
-
-def _newest_step(run: RunDir) -> int:
-    newest, _ = store.newest_whole(run.checkpoints)
-    return newest.step if newest else 0
 
 
 def _agree_on_port(run: RunDir, attempt: int, config: dict[str, Any], world_size: int) -> tuple[str, int]:
@@ -145,7 +140,7 @@ def _agree_on_port(run: RunDir, attempt: int, config: dict[str, Any], world_size
     folder = run.attempt(attempt)
     nodes = tuple(_await_worker(folder / f"worker-{rank}.json") for rank in range(world_size))
     # One "node" for each rank: Ray may place them unevenly, and each worker watches its own.
-    step, job = _newest_step(run), str(config["job"])
+    step, job = store.newest_step(run.checkpoints) or 0, str(config["job"])
     plan = AttemptPlan(attempt, nodes, ranks_per_node=1, launcher="ray", node_per_rank=True, job=job, from_step=step)
     plan.write(folder)
     port = rendezvous.free_port(rendezvous.first_port(os.getpid(), attempt))
@@ -324,7 +319,7 @@ class RayChain(Chain):
             with contextlib.suppress(OSError):
                 outcome.write(folder)
         if outcome.code in (ExitCode.AGAIN, ExitCode.FAILED) and not outcome.stop_requested:
-            progress.check(self.run.path, self.job, _newest_step(self.run))
+            progress.check(self.run.path, self.job, store.newest_step(self.run.checkpoints) or 0)
         return outcome
 
 

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,29 +39,6 @@ ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 KIND = "adapter"
 
 
-_COMPUTED_IN = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
-
-
-@dataclass(frozen=True)
-class CheckpointRecipe:
-    """What the checkpoint's ``recipe.json`` says about the adapter or the model."""
-
-    recipe: str
-    model_name: str
-    revision: str | None
-    architecture: dict[str, Any]
-    lora: dict[str, Any] | None
-    """None: all parameters were trained."""
-    base_quantization: str
-    """How the base was stored while it was trained: ``bitsandbytes nf4``, ..., or ``none``."""
-    template: str | None
-    """The chat template that the recipe names, for a base without one."""
-    tokens: dict[str, str]
-    """``eos_token`` and ``pad_token`` of the recipe's ``train`` section, where it names them."""
-    dtype: str
-    """Type of a model's published weights where no base says it: the architecture's own, else what was computed in."""
-
-
 def export(checkpoint: Path, out: Path, base: Path | None = None) -> dict[str, Any]:
     """Write the adapter of one checkpoint folder, and the tokenizer and the stop tokens of the training, to ``out``; a summary.
 
@@ -79,7 +55,7 @@ def export(checkpoint: Path, out: Path, base: Path | None = None) -> dict[str, A
     anything else; and with exit code 73 where the storage fails.
     """
 
-    def prepare(manifest: Manifest, trained: CheckpointRecipe) -> Write:
+    def prepare(manifest: Manifest, trained: Resolved) -> Write:
         tensors, expected, warnings = collect(checkpoint, manifest, trained)
         step = int(manifest.meta["step"])
         learnt = any(bool(t.any()) for name, t in tensors.items() if _starts_at_zero(name))
@@ -92,7 +68,7 @@ def export(checkpoint: Path, out: Path, base: Path | None = None) -> dict[str, A
             if base is not None and ids is not None:
                 companions.write_generation(base, stage, ids)
             return {
-                quantization.BASE: trained.base_quantization,
+                quantization.BASE: _base_quantization(trained),
                 "tensors": len(tensors),
                 "parameters": sum(tensor.numel() for tensor in tensors.values()),
                 "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}),
@@ -111,7 +87,7 @@ def is_adapter_file(name: str) -> bool:
 
 
 def write_tokenizer(
-    checkpoint: Path, base: Path | None, stage: Path, trained: CheckpointRecipe, extra: Iterable[str] = ()
+    checkpoint: Path, base: Path | None, stage: Path, trained: Resolved, extra: Iterable[str] = ()
 ) -> dict[str, int] | None:
     """Write the tokenizer that trained, and the base's files that match ``extra``, into ``stage``.
 
@@ -119,9 +95,10 @@ def write_tokenizer(
     Raises UserError where the training had another EOS or template than a base that is not there.
     """
     files = companions.copy_tokenizer(base, stage, extra) if base is not None else {}
+    tokens, template = trained.train_args, trained.chat_template
     if base is not None and {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(files):
-        return companions.write_trained(base, stage, trained.template, trained.tokens)
-    if trained.template is not None or "eos_token" in trained.tokens:
+        return companions.write_trained(base, stage, template, tokens)
+    if template is not None or tokens["eos_token"] is not None:
         text = "the base model's tokenizer is not there, and the training gave it another EOS or chat template"
         raise UserError(text, file=str(base or checkpoint), key="--base", fix="name the base model's folder with --base")
     return None
@@ -136,7 +113,7 @@ def export_as(
     checkpoint: Path,
     out: Path,
     is_ours: Callable[[str], bool],
-    prepare: Callable[[Manifest, CheckpointRecipe], Write],
+    prepare: Callable[[Manifest, Resolved], Write],
 ) -> dict[str, Any]:
     """Publish an export of one checkpoint in ``out``, or find it there. Returns the summary (see :func:`export`).
 
@@ -149,7 +126,7 @@ def export_as(
         if (published := find_published(out, kind, checkpoint, sha, is_ours)) is not None:
             say(f"already exported: {out}")
             return _summary(out, published, started, reused=True)
-        trained = read_trained(checkpoint)
+        trained = read_recipe(checkpoint)
         write = prepare(manifest, trained)
     except OSError as error:
         raise storage_error(error, "reading the checkpoint", checkpoint) from error
@@ -161,7 +138,7 @@ def export_as(
             meta = {
                 "step": int(manifest.meta["step"]),
                 "checkpoint": {"name": checkpoint.resolve().name, "manifest_sha256": sha},
-                "recipe": trained.recipe,
+                "recipe": trained.name,
                 **write(stage),
             }
             for warning in meta["warnings"]:
@@ -178,9 +155,7 @@ def export_as(
         raise storage_error(error, f"writing the {NAMES[kind]}", out) from error
 
 
-def collect(
-    checkpoint: Path, manifest: Manifest, trained: CheckpointRecipe
-) -> tuple[dict[str, torch.Tensor], Expected, list[str]]:
+def collect(checkpoint: Path, manifest: Manifest, trained: Resolved) -> tuple[dict[str, torch.Tensor], Expected, list[str]]:
     """The checked adapter tensors under PEFT's names, sorted; what was expected; and warnings.
 
     Raises UserError naming every tensor that is missing, extra, of another shape, not floating point or not finite, and
@@ -192,7 +167,7 @@ def collect(
     if trained.lora is None:
         text = "the run trained all parameters: there is no adapter to export"
         raise UserError(text, file=str(checkpoint / "recipe.json"), key="lora")
-    expected = build_expected(trained.architecture, trained.lora, trained.model_name, trained.revision)
+    expected = build_expected(trained.architecture, trained.lora, trained.recipe.model.name, trained.recipe.model.revision)
     source = open_source(checkpoint, manifest)
     wanted, problems, warnings = _match(source, expected, checkpoint)
     files, misplaced = source.files_of(stored.key for stored in wanted.values())
@@ -296,29 +271,21 @@ def _match(source: Source, expected: Expected, checkpoint: Path) -> tuple[dict[s
     return found, problems, warnings
 
 
-def read_trained(checkpoint: Path) -> CheckpointRecipe:
-    """Read ``recipe.json``. Raises UserError where it is not a resolved recipe."""
+def read_recipe(checkpoint: Path) -> Resolved:
+    """``recipe.json`` of a checkpoint. Raises UserError where it is not a resolved recipe."""
     path = checkpoint / "recipe.json"
     try:
-        resolved = Resolved.from_dict(json.loads(path.read_bytes()))
-        architecture, args, model = resolved.architecture, resolved.train_args, resolved.recipe.model
-        requested = quantization.of(args) or architecture.get("quantization_config")
-        stated = architecture.get("dtype") or architecture.get("torch_dtype")
-        return CheckpointRecipe(
-            recipe=resolved.name,
-            model_name=model.name,
-            revision=model.revision,
-            architecture=architecture,
-            lora=resolved.lora,
-            base_quantization=quantization.label(requested) if requested else "none",
-            template=resolved.chat_template,
-            tokens={key: str(args[key]) for key in ("eos_token", "pad_token") if args[key] is not None},
-            dtype=str(stated or _COMPUTED_IN[resolved.distribution.mixed_precision]),
-        )
+        return Resolved.from_dict(json.loads(path.read_bytes()))
     except OSError as error:
         raise UserError(f"unreadable: {error.strerror or error}", file=str(path)) from None
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"not a resolved recipe: {type(error).__name__} {error}", file=str(path)) from None
+
+
+def _base_quantization(trained: Resolved) -> str:
+    """How the base was stored while it was trained: ``bitsandbytes nf4``, ..., or ``none``."""
+    requested = quantization.of(trained.train_args) or trained.architecture.get("quantization_config")
+    return quantization.label(requested) if requested else "none"
 
 
 def verify(checkpoint: Path) -> Manifest:

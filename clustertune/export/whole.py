@@ -15,21 +15,18 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clustertune.checkpoint.store import find_checkpoint
 from clustertune.console import byte_progress
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.export import companions
 from clustertune.export.export import (
-    CheckpointRecipe,
     Write,
     count_bad,
-    export,
     export_as,
-    read_trained,
     verify_files,
     write_tokenizer,
 )
 from clustertune.manifest import Manifest
+from clustertune.resolve.resolved import Resolved
 from clustertune.tensorfile import FLOATS, read_header
 
 if TYPE_CHECKING:
@@ -48,40 +45,6 @@ _LAYER = re.compile(r"^.*?\.\d+\.")
 _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 
-def export_either(source: Path, out: Path | None = None, base: Path | None = None) -> dict[str, Any]:
-    """Export the adapter, or the model where the recipe trained all parameters, of a run folder or of one checkpoint.
-
-    ``out`` defaults to the run's ``adapter`` or ``merged``; ``base`` to the base model that the run used.
-    """
-    checkpoint = find_checkpoint(source)
-    run = source if checkpoint != source else checkpoint.parent.parent
-    if trains_all(checkpoint):
-        return export_model(checkpoint, out or run / "merged", base or find_base(run))
-    return export(checkpoint, out or run / "adapter", base or find_base(run))
-
-
-def trains_all(checkpoint: Path) -> bool:
-    """Whether a checkpoint's recipe trains all parameters. False where it has no readable recipe: the export says why."""
-    try:
-        return read_trained(checkpoint).lora is None
-    except UserError:
-        return False
-
-
-def find_base(run_folder: Path) -> Path | None:
-    """The base model's folder of a run: made by it, named by its recipe, or in the Hub's cache; None where none is there."""
-    try:
-        model = json.loads((run_folder / "run.json").read_bytes())["recipe"]["recipe"]["model"]
-        given = model.get("path") or run_folder / "model" / str(model["name"]).rsplit("/", 1)[-1]
-        if Path(given).is_dir():
-            return Path(given)
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model["name"], revision=model.get("revision"), local_files_only=True))
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        return None
-
-
 def export_model(checkpoint: Path, out: Path, base: Path | None) -> dict[str, Any]:
     """Write the model of one checkpoint to ``out`` and return a summary (as :func:`clustertune.export.export.export`).
 
@@ -91,7 +54,7 @@ def export_model(checkpoint: Path, out: Path, base: Path | None) -> dict[str, An
     the storage fails.
     """
 
-    def prepare(manifest: Manifest, trained: CheckpointRecipe) -> Write:
+    def prepare(manifest: Manifest, trained: Resolved) -> Write:
         return _Export(checkpoint, manifest, trained, base).write
 
     return export_as(KIND, checkpoint, out, _is_ours, prepare)
@@ -100,7 +63,7 @@ def export_model(checkpoint: Path, out: Path, base: Path | None) -> dict[str, An
 class _Export:
     """One checkpoint on its way into a model folder."""
 
-    def __init__(self, checkpoint: Path, manifest: Manifest, trained: CheckpointRecipe, base: Path | None) -> None:
+    def __init__(self, checkpoint: Path, manifest: Manifest, trained: Resolved, base: Path | None) -> None:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -111,7 +74,7 @@ class _Export:
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(self.config)
         dtype, by_name = read_types(base) if base is not None else (None, {})
-        self.dtype: torch.dtype = getattr(torch, dtype or trained.dtype)
+        self.dtype: torch.dtype = getattr(torch, dtype or _type_of(trained))
         self.dtypes: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in by_name.items()}
         """The types of the base's tensors, by their published names; of any other tensor it is :attr:`dtype`."""
         self.source = open_source(checkpoint, manifest, whole=True)
@@ -249,6 +212,12 @@ def read_types(base: Path) -> tuple[str | None, dict[str, str]]:
     by_name = {name: FLOATS[dtype] for name, dtype in types.items() if dtype in FLOATS}
     commonest = max(set(by_name.values()), key=list(by_name.values()).count, default=None)
     return (named if named in FLOATS.values() else commonest), by_name
+
+
+def _type_of(trained: Resolved) -> str:
+    """Type of a model's published weights where no base says it: the architecture's own, else what was computed in."""
+    stated = trained.architecture.get("dtype") or trained.architecture.get("torch_dtype")
+    return str(stated or {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}[trained.distribution.mixed_precision])
 
 
 def _units(names: Iterable[str]) -> list[list[str]]:

@@ -14,9 +14,8 @@ from typing import Any
 from clustertune.evaluate import scores
 from clustertune.launch.attempt import AttemptPlan, read_attempts
 from clustertune.monitor.readings import SLOWED
-from clustertune.recipe.sections import Budget
 from clustertune.report import cost, telemetry
-from clustertune.report.content import get
+from clustertune.report.content import get, recipe_of
 from clustertune.report.metrics import Metrics, MetricsReader
 from clustertune.report.state import evaluation_of, read_stages, state_of
 from clustertune.rundir import RunDir
@@ -68,12 +67,13 @@ class RunStatus:
     ) -> None:  # fmt: skip
         """``latest``: the last step's event; ``now``: Unix seconds."""
         self.run, self.document, self.metrics, self.latest = run, document, metrics, latest
+        self.resolved = recipe_of(document)
         self._measured, self._now = measured, now
         attempts, forecast = read_attempts(run.path), document.get("forecast")
         self.newest = attempts[-1] if attempts else None
         self.plan = self.newest.plan if self.newest else None
         self.cost = cost.of_run(run.path, document, metrics, measured, now)
-        self.title, self.recipe = run.path.resolve().name, get(document, "recipe", "name")
+        self.title, self.recipe = run.path.resolve().name, self.resolved and self.resolved.name
         seen = max((node.last.time for node in measured.values() if node.last), default=0.0)
         self.evaluation = evaluation_of(run, now)
         """How far the evaluation under way has come; None: there is none."""
@@ -94,8 +94,7 @@ class RunStatus:
         rate, usd, ranks = self.cost.rates.usd, self.cost.training.usd, self.plan.world_size if self.plan else None
         more = self.eta_s / 3600 * ranks * rate if self.eta_s and ranks and rate else None
         self.usd_at_end = usd + more if usd is not None and more is not None else None
-        budget = get(document, "recipe", "recipe", "budget")
-        self.budget = Budget.model_validate(budget) if budget else None
+        self.budget = self.resolved.recipe.budget if self.resolved is not None else None
         self.budget_used = cost.used(self.budget, self.cost) if self.budget else None
         self.score_name, self.score = self._score()
         self.nodes = tuple(self._nodes())
@@ -126,10 +125,8 @@ class RunStatus:
 
     def _steps(self) -> int | None:
         """Steps of the whole training, as the first rank counted them, or as the recipe says."""
-        max_steps = get(self.document, "recipe", "train_args", "max_steps")
-        return get(self.document, "distributed", "steps") or (
-            max_steps if isinstance(max_steps, int) and max_steps > 0 else None
-        )
+        max_steps = self.resolved.train_args["max_steps"] if self.resolved is not None else 0
+        return get(self.document, "distributed", "steps") or (max_steps if max_steps > 0 else None)
 
     @property
     def _silence(self) -> float:

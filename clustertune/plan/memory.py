@@ -4,7 +4,7 @@ What rests and what is kept for backward is counted; what comes and goes in betw
 gradients on their way to them, the loss) was followed, storage by storage, through steps of small models on two ranks
 and of layers of the real size on 64 ranks of fake tensors (both in tests/plan/test_measured_memory.py).
 What a layer keeps for its backward pass is counted, not fitted, where no compiler decides: with a dispatch mode that follows
-storages, on transformers 5.23's Llama, Qwen3 and Qwen3-MoE under FSDP2, FSDP1 and DDP on two ranks.
+storages, on transformers 5.23's Llama, Qwen3 and Qwen3-MoE under FSDP2 and DDP on two ranks.
 """
 
 from __future__ import annotations
@@ -425,7 +425,7 @@ class _Memory(SavedActivations):
         if plan.kind != "FSDP2" or not self.gathers:
             return []
         before = 1.0 if plan.ends_apart or layers < 2 else 2.0
-        copied = [self._layers(1.0 + before), self._ends(0.0 if plan.ends_apart else self.shape.ends)]
+        copied = [self._layers(1.0 + before), self._ends(self.held_ends)]
         at_work = [self._layers(2.0), copied[1]]
         if not plan.reshard:
             there = self._all_gathered(1.0, self.first_end)
@@ -453,9 +453,9 @@ class _Memory(SavedActivations):
         tokens = self.shape.tokens / plan.micro_batch * plan.eval_batch
         gathered = []
         if self.gathers:
-            layers = self._layers(min(2.0, self.shape.layers) if plan.kind != "FSDP1" else 1.0)
-            tail = self.head if plan.ends_apart and not plan.lora else 0.0
-            ends = self._ends(tail if plan.ends_apart else self.shape.ends)
+            layers = self._layers(min(2.0, self.shape.layers))
+            tail = self.head if plan.ends_apart and not plan.lora and not self.shape.counted.tied else 0.0
+            ends = self._ends(self.held_ends + tail)
             gathered = [layers, ends] if plan.reshard else self._all_gathered(1.0, self.first_end + tail)
         inside = max(self.passing(kind) for kind in self.shape.counted.layers)
         if self.masked and plan.attention == "sdpa":
@@ -543,9 +543,8 @@ class _Memory(SavedActivations):
         if not plan.reshard:
             return [*self._all_gathered(1.0, self.shape.ends), self._ends(self.head if plan.ends_apart and not back else 0.0)]
         if not plan.ends_apart:
-            # FSDP1 gathers in place; ZeRO-3 has asked for the next layer by then.
-            count = {"FSDP1": 0.0, "FSDP2": 1.0}.get(plan.kind, min(2.0, layers))
-            return [self._layers(count), self._ends(self.shape.ends)]
+            # ZeRO-3 has asked for the next layer by then.
+            return [self._layers(1.0 if plan.is_fsdp else min(2.0, layers)), self._ends(self.shape.ends)]
         if plan.lora and plan.fused_loss and plan.tiled_loss:
             # TRL asks for the head's whole tensor, as it is stored (trl/trainer/utils.py, full_tensor), outside of FSDP.
             return [
@@ -564,9 +563,9 @@ class _Memory(SavedActivations):
         if not plan.reshard:
             return self._all_gathered((index + 1) / shape.layers, self.first_end)
         if not plan.ends_apart:
-            return [self._layers(min(2.0, 1 + index if plan.kind == "FSDP1" else shape.layers)), self._ends(shape.ends)]
+            return [self._layers(min(2.0, shape.layers)), self._ends(shape.ends)]
         if index > 0:
-            return [self._layers(2.0)]
+            return [self._layers(2.0), self._ends(self.held_ends)]
         return [self._layers(1.0), self._ends(self.first_end)]
 
     @property
@@ -574,6 +573,15 @@ class _Memory(SavedActivations):
         """Parameters of the ends that are gathered, or hold a gradient, while layers are at work: those of the first unit, or
         both where the root has them."""
         return self.shape.counted.embedding / self.shape.strategy.tp if self.shape.strategy.ends_apart else self.shape.ends
+
+    @property
+    def held_ends(self) -> float:
+        """Parameters of the ends that stay gathered while layers are at work: the root's; and the embedding that is the head,
+        which accelerate gives back in the backward pass alone."""
+        plan = self.shape.strategy
+        if not plan.ends_apart:
+            return self.shape.ends
+        return self.first_end if self.shape.counted.tied and not plan.lora else 0.0
 
     def _all_gathered(self, left: float, ends: float) -> list[Term]:
         """Kept from forward to backward; a layer that is through with its backward pass gives its weights back."""
@@ -634,7 +642,7 @@ class _Memory(SavedActivations):
         """Gradients of earlier micro batches. transformers' Trainer skips the reduction until the last one (no_sync), so that
         FSDP keeps them whole on every rank until then; ``back``: the head's is reduced, that of the first end waits."""
         plan = self.shape.strategy
-        whole = plan.kind in ("FSDP1", "FSDP2") and plan.accumulation > 1 and plan.gradient_shards > 1 and not plan.reduce_each
+        whole = plan.is_fsdp and plan.accumulation > 1 and plan.gradient_shards > 1 and not plan.reduce_each
         resident = whole or (plan.gradient_shards == 1 and (plan.accumulation > 1 or plan.pp > 1))
         ends = 0.0 if plan.lora else self.first_end if back else self.shape.ends
         count = (self.shape.local_trained - (0.0 if plan.lora else self.shape.ends)) * left + ends if resident else 0.0
@@ -660,19 +668,20 @@ class _Memory(SavedActivations):
         return self.shape.local_trained / self.shape.layers if self.shape.strategy.lora else self.shape.largest
 
     def whole_gradients(self) -> Term:
-        """Gradients of the layer at work before their reduction. FSDP1 joins them into one row first."""
+        """Gradients of the layer at work before their reduction."""
         plan = self.shape.strategy
-        copies = {"FSDP2": 1.0, "FSDP1": 2.0}.get(plan.kind, 0.0) if plan.gradient_shards > 1 else 0.0
-        values = {"copies": copies, "count": self.layer_trained, "bytes": self.width}
-        size = copies * self.layer_trained * self.width
-        return Term("gradients", size, BYTES, "{copies} x {count} parameters of a layer x {bytes} B, not yet reduced", values)
+        count = self.layer_trained if plan.is_fsdp and plan.gradient_shards > 1 else 0.0
+        values = {"count": count, "bytes": self.width}
+        return Term(
+            "gradients", count * self.width, BYTES, "{count} parameters of a layer x {bytes} B, not yet reduced", values
+        )
 
     def in_flight(self, index: float) -> Term:
-        """What the reduction of the unit before reads from; FSDP1's root keeps the head's gradient until the end."""
+        """What the reduction of the unit before reads from, and the head's gradient where it waits for the end."""
         plan, shape = self.shape.strategy, self.shape
-        last, split = index >= shape.layers - 1, plan.gradient_shards > 1 and plan.kind.startswith("FSDP")
+        last = index >= shape.layers - 1
         count = waiting = 0.0
-        if split and plan.kind == "FSDP2":
+        if plan.is_fsdp and plan.gradient_shards > 1:
             count = self.layer_trained if not last else 0.0 if self.head_waits or plan.lora else self.head
         if self.head_waits and not plan.lora:
             waiting = self.head
@@ -682,7 +691,7 @@ class _Memory(SavedActivations):
     def head_waits(self) -> bool:
         """The head's gradient waits for the embedding's: they are one parameter, or the root's of FSDP."""
         plan = self.shape.strategy
-        return self.shape.counted.tied or (plan.gradient_shards > 1 and plan.kind.startswith("FSDP") and not plan.ends_apart)
+        return self.shape.counted.tied or (plan.gradient_shards > 1 and plan.is_fsdp and not plan.ends_apart)
 
     def _reducing(self, count: float, waiting: float = 0.0) -> Term:
         size, width = self.shape.strategy.reduce_bytes, self.stream
@@ -697,24 +706,21 @@ class _Memory(SavedActivations):
         return sum(linear.parameters / plan.tp / (plan.ep if linear.copies > 1 else 1) for linear in first) * self.width
 
     def root_gradients(self) -> list[list[Term]]:
-        """The end: the embedding's gradient, or the root's with the head's. FSDP1 joins them into one row; FSDP2 gives its
-        weights back and copies them for their reduction (torch, _fsdp_collectives.py, foreach_reduce)."""
+        """The end: the embedding's gradient, or the root's with the head's. FSDP2 gives its weights back and copies them for
+        their reduction (torch, _fsdp_collectives.py, foreach_reduce)."""
         plan, shape = self.shape.strategy, self.shape
         if plan.lora or plan.pp > 1:
             return []
-        if plan.gradient_shards == 1 and plan.kind in ("NO", "DDP"):
+        if plan.kind in ("NO", "DDP"):
             copies = (plan.accumulation > 1) + shape.counted.tied  # beside what is held: its own, and the head's
             values = {"copies": copies, "count": shape.counted.embedding, "bytes": plan.weight_bytes}
             text = "{copies} gradients of the embedding and the head that it is x {count} x {bytes} B"
             return [[Term("gradients", copies * shape.counted.embedding * plan.weight_bytes, BYTES, text, values)]]
-        if plan.gradient_shards == 1 or not plan.kind.startswith("FSDP"):
+        if plan.gradient_shards == 1 or not plan.is_fsdp:
             return []
-        count = shape.counted.embedding / plan.tp if plan.ends_apart else shape.ends
-        copies = 2.0 if plan.kind == "FSDP1" else 1.0
-        values = {"copies": copies, "count": count, "bytes": self.width}
-        own = Term("gradients", copies * count * self.width, BYTES, "{copies} x {count} of the root x {bytes} B", values)
-        before = [own, self._ends(count), self._reducing(self.layer_trained if plan.kind == "FSDP2" else 0.0)]
-        return [before] if plan.kind == "FSDP1" else [before, [own, self._reducing(count)]]
+        count, values = self.first_end, {"count": self.first_end, "bytes": self.width}
+        own = Term("gradients", count * self.width, BYTES, "{count} of the root x {bytes} B", values)
+        return [[own, self._ends(count), self._reducing(self.layer_trained)], [own, self._reducing(count)]]
 
     # -- activations ------------------------------------------------------------------------------------------------------
 

@@ -316,10 +316,11 @@ def _evaluation(args: dict[str, Any], shape: ModelShape, machine: PlanMachine, c
 
 
 def _checkpoint_bytes(shape: ModelShape) -> float:
-    """Adapter or weights in the type they are trained in, and the optimizer's state."""
+    """Adapter or weights in the type they are trained in, and the optimizer's state. Shards hold a tied head by both names."""
     plan = shape.strategy
     count = float(shape.adapters if plan.lora else shape.counted.total)
-    return count * ((4 if plan.lora else plan.weight_bytes) + plan.state_bytes)
+    again = shape.head_weights * plan.weight_bytes if shape.counted.tied and plan.kind == "FSDP2" and not plan.lora else 0.0
+    return count * ((4 if plan.lora else plan.weight_bytes) + plan.state_bytes) + again
 
 
 def _start(resolved: Resolved, shape: ModelShape, machine: PlanMachine) -> Term:

@@ -18,15 +18,15 @@ from clustertune.evaluate import scores as evaluation
 from clustertune.export.export import ADAPTER_FILES, is_adapter_file
 from clustertune.host.credentials import holds_secret
 from clustertune.manifest import MANIFEST, Manifest, find_problems, list_files, read_manifest, require_whole
-from clustertune.report import content, forms, source
+from clustertune.report import content, source
 from clustertune.report.content import get, is_number, number
 from clustertune.report.metrics import read_metrics
 from clustertune.resolve.distribution import format_distribution
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 from clustertune.tensorfile import read_header
 
 CARD = "README.md"
-BASE = ("recipe", "recipe", "model", "name")
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,17 @@ def pack(run: RunDir, repo: str, licence: str | None, secrets: Iterable[str] = (
     """
     document = run.read()
     fix = "push from the folder that the training wrote: this file was changed, or is not a run's"
-    problems = forms.find_problems(document, forms.RUN, str(run.run_json), fix)
-    if not problems and get(document, *BASE) is None:
-        problems = [
-            Problem("is missing: the card must name the base model", file=str(run.run_json), key=".".join(BASE), fix=fix)
-        ]
-    raise_if(problems)
-    raise_if(_refusals(run, document))
+    if (resolved := content.recipe_of(document)) is None:
+        what = "contains no recipe that can be read: the card must name the base model"
+        raise UserError(Problem(what, file=str(run.run_json), key="recipe", fix=fix))
+    raise_if(_refusals(run, resolved))
     if problems := find_problems(run.adapter, "adapter", allow_extra=True):
         fix = "--from export makes it again: clustertune run RECIPE --run-dir RUN --from export --to export"
         raise UserError(
             [*problems, Problem("the adapter is incomplete or damaged: nothing is pushed", file=str(run.adapter), fix=fix)]
         )
     sealed = read_manifest(run.adapter, "adapter")
-    card = build_card(run, document, sealed, repo, licence)
+    card = build_card(run, document, resolved, sealed, repo, licence)
     names = dict.fromkeys(
         name for name in (*ADAPTER_FILES, *sorted(sealed.files)) if name in sealed.files and is_adapter_file(name)
     )
@@ -92,11 +89,11 @@ def pack(run: RunDir, repo: str, licence: str | None, secrets: Iterable[str] = (
     return Upload(tuple(files), card, tuple(left))
 
 
-def _refusals(run: RunDir, document: Mapping[str, Any]) -> list[Problem]:
+def _refusals(run: RunDir, resolved: Resolved) -> list[Problem]:
     """Why a run has no adapter to push."""
     if run.adapter.is_dir():
         return []
-    if get(document, "recipe", "lora") is None:
+    if resolved.lora is None:
         text = "trains all parameters: there is no adapter, and a whole model is never pushed from here"
         return [Problem(text, file=str(run.path), fix="hf upload OWNER/NAME RUN/merged is the Hub's own command for a model")]
     return [Problem("has no adapter yet", file=str(run.path), fix="clustertune run RECIPE --to export")]
@@ -145,8 +142,11 @@ _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]{1,60}")
 """The form of the Hub's licence identifiers."""
 
 
-def build_card(run: RunDir, document: Mapping[str, Any], sealed: Manifest, repo: str, licence: str | None) -> str:
-    """``README.md`` of the repository. ``licence``: one of the Hub's identifiers; None: that of the base model.
+def build_card(
+    run: RunDir, document: Mapping[str, Any], resolved: Resolved, sealed: Manifest, repo: str, licence: str | None
+) -> str:
+    """``README.md`` of the repository. ``document``: the run's ``run.json``, ``resolved`` its recipe. ``licence``: one of the
+    Hub's identifiers; None: that of the base model.
 
     Raises UserError for a licence that cannot be one.
     """
@@ -155,15 +155,15 @@ def build_card(run: RunDir, document: Mapping[str, Any], sealed: Manifest, repo:
     if licence is not None and not _LICENCE.fullmatch(licence):
         fix = "one of the Hub's: https://huggingface.co/docs/hub/repositories-licenses"
         raise UserError(f"{licence!r} is not a licence identifier", file="command line", key="--license", fix=fix)
-    recipe = get(document, "recipe", "recipe") or {}
+    recipe = resolved.recipe.model_dump(mode="json")
     metrics = read_metrics(run.metrics)
     scored = _read_scores(run)
-    model, template = recipe.get("model") or {}, get(document, "recipe", "chat_template")
-    notes = content.warnings_of(document, metrics, {"meta": sealed.meta})
-    if model.get("weights") != "hub":
+    model, template = recipe["model"], resolved.chat_template
+    notes = content.warnings_of(resolved, metrics, {"meta": sealed.meta})
+    if model["weights"] != "hub":
         notes.append("The base model has random weights and was made by the run itself: nobody else can load this adapter.")
     distributed = document.get("distributed") or {}
-    ranks = distributed.get("world_size") or get(document, "recipe", "world_size")
+    ranks = distributed.get("world_size") or resolved.world_size
     found = (
         ("training loss", content.train_losses(metrics)),
         ("eval loss", content.eval_losses(metrics)),
@@ -179,7 +179,8 @@ def build_card(run: RunDir, document: Mapping[str, Any], sealed: Manifest, repo:
         "notes": notes,
         "made": document,
         "model": model,
-        "data": recipe.get("data") or {},
+        "recipe_name": resolved.name,
+        "data": recipe["data"],
         "licence": licence,
         "distribution": format_distribution(distributed),
         "ranks": ranks,
@@ -193,7 +194,7 @@ def build_card(run: RunDir, document: Mapping[str, Any], sealed: Manifest, repo:
         "chat_template": None if template is None else _TEMPLATE_HERE,
         # Backquotes that end nowhere in the template.
         "fence": "`" * max([3, *(len(ticks) + 1 for ticks in re.findall(r"`+", str(template)))]),
-        "recipe": _recipe_text(document.get("recipe") or {}),
+        "recipe": _recipe_text(resolved),
         "get": get,
     }
     environment = Environment(autoescape=False, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # noqa: S701
@@ -207,10 +208,10 @@ def _metadata(recipe: Mapping[str, Any], scored: Mapping[str, Any] | None, licen
     """The YAML head that the Hub reads. A base or a data set that it does not have is not named there."""
     import yaml
 
-    model, data = recipe.get("model") or {}, recipe.get("data") or {}
+    model, data = recipe["model"], recipe["data"]
     found: dict[str, Any] = {"library_name": "peft", "pipeline_tag": "text-generation", "tags": ["clustertune", "lora"]}
-    found["tags"].append(recipe.get("trainer") or "sft")
-    if model.get("weights") == "hub" and "/" in str(model.get("name")):
+    found["tags"].append(recipe["trainer"])
+    if model["weights"] == "hub" and "/" in model["name"]:
         found["base_model"] = model["name"]
         found["base_model_relation"] = "adapter"
     if licence:
@@ -263,16 +264,16 @@ def _scores(scored: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"scores": rows, "scores_of": found["subtitle"], "score_notes": found["notes"], **beside}
 
 
-def _recipe_text(resolved: Mapping[str, Any]) -> str:
+def _recipe_text(resolved: Resolved) -> str:
     """The sections that the recipe sets, without paths, and without the defaults of TRL and PEFT."""
     import yaml
 
-    stated = {".".join(key.split(".")[:2]) for key in resolved.get("origins") or ()}
-    clean: dict[str, Any] = json.loads(json.dumps(resolved.get("recipe") or {}))
-    for section, complete in (("train", resolved.get("train_args")), ("lora", resolved.get("lora"))):
+    stated = {".".join(key.split(".")[:2]) for key in resolved.origins}
+    clean = resolved.recipe.model_dump(mode="json")
+    for section, complete in (("train", resolved.train_args), ("lora", resolved.lora)):
         clean[section] = {key: value for key, value in (complete or {}).items() if f"{section}.{key}" in stated}
     if "train.global_batch_size" in stated:
-        clean["train"]["global_batch_size"] = resolved.get("global_batch_size")
+        clean["train"]["global_batch_size"] = resolved.global_batch_size
     for *sections, key in _LOCAL:
         inner = clean
         for section in sections:

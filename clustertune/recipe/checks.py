@@ -390,12 +390,9 @@ def _check_targets(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> 
         yield ("lora", key), f"{show_value(text)} is not a regular expression", None
     if wrong:
         return
-    yield from _check_head(lora, architecture)
     if not modules:
         return
     last = {name.split(".")[-1] for name in modules}
-    if isinstance(target, str) and not is_all_linear(target) and not any(matches(target, name) for name in modules):
-        yield ("lora", "target_modules"), f"{show_value(target)} matches no module of {kind}", did_you_mean(target, last)
     for key in ("target_modules", "modules_to_save", "exclude_modules"):
         for name in names if isinstance(names := lora[key], list) else ():
             if not any(matches([name], module) for module in modules):
@@ -418,12 +415,9 @@ def _check_parameters(lora: Mapping[str, Any], architecture: Mapping[str, Any] |
     """LoRA on the fused experts of a mixture, bare parameters to which some of PEFT's settings do not go (peft 0.20,
     ``ParamWrapper`` and ``_inject_parameters``)."""
     path, kind = ("lora", "target_parameters"), str((architecture or {}).get("model_type"))
-    for key, why in {
-        "lora_dropout": "PEFT has no dropout before a bare parameter, and says so once the base is loaded",
-        "layers_to_transform": "PEFT takes the experts of all layers all the same",
-    }.items():
-        if lora[key]:
-            yield ("lora", key), f"{show_value(lora[key])}: {why}", f"write {key}: {0 if key == 'lora_dropout' else 'null'}"
+    if layers := lora["layers_to_transform"]:
+        text = f"{show_value(layers)}: PEFT takes the experts of all layers all the same"
+        yield ("lora", "layers_to_transform"), text, "write layers_to_transform: null"
     if isinstance(lora["target_modules"], str):
         text = "a pattern or all-linear may take the experts in by their former names, and with target_parameters twice"
         yield ("lora", "target_modules"), text, "write a list of names, or [] for the experts alone"
@@ -453,18 +447,6 @@ def is_pattern(target: str | list[str]) -> bool:
     except re.error:
         return False
     return True
-
-
-def _check_head(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> Iterator[Found]:
-    """TRL multiplies by the output projection's weight itself and refuses an adapter on it, once the base is loaded
-    (sft_trainer.py:1066)."""
-    target, excluded = lora["target_modules"], lora["exclude_modules"]
-    if lora["layers_to_transform"] not in (None, []) or is_all_linear(target):
-        return  # PEFT takes layers alone, and leaves the head out of all-linear
-    for head in head_names(architecture):
-        if matches(target, head) and not (excluded and matches(excluded, head)):
-            text = f"{show_value(target)} takes in {head}, of which TRL reads the weight alone: an adapter would not be trained"
-            yield ("lora", "target_modules"), text, f"leave {head} out"
 
 
 # --- what a distribution does not carry, for this model and this recipe ------------------------------------------------------

@@ -12,18 +12,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from clustertune.console import make_table
 from clustertune.errors import Problem, UserError, collect_problems, raise_if, storing
-from clustertune.report import cost, forms, plots, telemetry
-from clustertune.report.content import dataset_of, get, is_number, model_of
+from clustertune.report import cost, plots, telemetry
+from clustertune.report.content import dataset_of, get, is_number, model_of, recipe_of
 from clustertune.report.metrics import Metrics, read_metrics
 from clustertune.report.page import render
 from clustertune.report.source import FIELDS, STEADY, describe, nodes_of
 from clustertune.report.state import RunState, read_stages, state_of
 from clustertune.resolve import distribution as distributions
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -232,14 +232,16 @@ def _run(path: Path) -> ComparedRun:
     except (OSError, ValueError, RecursionError) as error:
         what = "is not a run folder: it has no run.json" if isinstance(error, FileNotFoundError) else f"unreadable: {error}"
         raise UserError(Problem(what, file=str(path), fix=GIVE)) from None
-    raise_if(forms.find_problems(run, forms.RUN, str(file), "leave it out: it is damaged, or no run of clustertune"))
+    if not isinstance(run, dict) or (resolved := recipe_of(run)) is None:
+        fix = "leave it out: it is damaged, or no run of clustertune"
+        raise UserError(Problem("contains no recipe that can be read", file=str(file), key="recipe", fix=fix))
     with storing("cannot be read", path / "metrics.jsonl"):
         metrics = read_metrics(path / "metrics.jsonl")
-    resolved, nodes = run.get("recipe") or {}, nodes_of(path, run) or 1
+    nodes = nodes_of(path, run) or 1
     entry.values = dict(describe(run, metrics) or {})
     entry.values |= {
-        "world_size": entry.values.get("world_size") or get(resolved, "world_size"),
-        "recipe": get(resolved, "name"),
+        "world_size": entry.values.get("world_size") or resolved.world_size,
+        "recipe": resolved.name,
         "gpu0": get(run, "distributed", "gpu0") or (NO_GPU if get(run, "distributed", "device") == "cpu" else None),
         "model": model_of(resolved),
         "dataset": dataset_of(resolved),
@@ -251,7 +253,7 @@ def _run(path: Path) -> ComparedRun:
         last = metrics.steps[-1]
         peaks = metrics.steps.known("memory_bytes")
         entry.values |= {
-            "step_s": median(times) if (times := metrics.steps.steady()) else None, "steps": last.step, "loss": last.loss,
+            "step_s": metrics.steps.step_seconds(), "steps": last.step, "loss": last.loss,
             "peak_gib": max(peaks) / 2**30 if peaks else None,
         }  # fmt: skip
     nodes_measured = telemetry.TelemetryReader(path / telemetry.FOLDER).read()
@@ -264,12 +266,12 @@ def _run(path: Path) -> ComparedRun:
     if spent.seconds:
         entry.values |= {"hours": spent.seconds / 3600, "gpu_hours": gpu_hours, "usd": spent.usd, "kwh": spent.kwh}
     entry.values["cluster"] = get(run, "cluster", "name")
-    entry.notes += _of_a_run(run, metrics, entry, state)
+    entry.notes += _of_a_run(resolved, metrics, entry, state)
     _all_ranks(entry)
     return entry
 
 
-def _of_a_run(run: Mapping[str, Any], metrics: Metrics, entry: ComparedRun, state: RunState) -> Iterator[str]:
+def _of_a_run(resolved: Resolved, metrics: Metrics, entry: ComparedRun, state: RunState) -> Iterator[str]:
     if not metrics.steps:
         yield "has no step in metrics.jsonl: nothing was trained, or the file is gone"
     elif entry.values.get(STEADY) is None:
@@ -278,7 +280,7 @@ def _of_a_run(run: Mapping[str, Any], metrics: Metrics, entry: ComparedRun, stat
         yield f"{metrics.unreadable_lines} unreadable lines in metrics.jsonl were skipped"
     if metrics.steps and not state.is_trained:
         yield f"is not finished ({state}): its figures are of the steps that it took"
-    if get(run, "recipe", "tiny"):
+    if resolved.tiny:
         yield "was run with --tiny: a scaled-down model with random weights"
 
 

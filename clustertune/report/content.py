@@ -16,6 +16,7 @@ from clustertune.errors import ExitCode
 from clustertune.evaluate import scores as evaluation
 from clustertune.recipe.sections import OWN_PROMPTS
 from clustertune.report.metrics import WARM_UP, Metrics
+from clustertune.resolve.resolved import Resolved
 
 Row = list[str]
 
@@ -53,42 +54,47 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def model_of(resolved: Any) -> str | None:
+def recipe_of(document: Mapping[str, Any]) -> Resolved | None:
+    """The recipe of a ``run.json``, as the run resolved it; None where there is none that can be read."""
+    try:
+        return Resolved.from_dict(document["recipe"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def model_of(resolved: Resolved | None) -> str | None:
     """The model that was trained, in words; None where the run does not say.
 
     The recipe's name of it stands for its published weights. A model with random weights, or one scaled down by ``--tiny``, is
     called so, and weights from a folder are named by the folder.
     """
-    model = get(resolved, "recipe", "model")
-    name = get(model, "name")
-    if name is None:
+    if resolved is None:
         return None
-    if get(resolved, "tiny"):
-        return f"A scaled-down {name}{' with random weights' if _is_random(model) else ''}"
-    if _is_random(model):
-        return f"{name} with random weights"
-    path = get(model, "path")
-    return f"{name} (weights from {path})" if path else str(name)
+    model = resolved.recipe.model
+    made = " with random weights" if model.weights == "random" else ""
+    if resolved.tiny:
+        return f"A scaled-down {model.name}{made}"
+    return f"{model.name} (weights from {model.path})" if model.path and not made else f"{model.name}{made}"
 
 
-def _is_random(model: Any) -> bool:
-    return bool(get(model, "weights") == "random")
-
-
-def dataset_of(resolved: Any) -> str | None:
+def dataset_of(resolved: Resolved | None) -> str | None:
     """The data that was trained on; None where the run does not say.
 
     The recipe's name of it stands for rows that the same layer of the recipe names. Where a later layer brings other rows (a
     file on the command line), they are named instead.
     """
-    data, origins = get(resolved, "recipe", "data"), get(resolved, "origins") or {}
-    name = get(data, "name")
-    for key in ("input", "sources"):
-        rows, origin = get(data, key), get(origins, f"data.{key}")
-        if rows and origin is not None and origin != get(origins, "data.name"):
-            names = [rows] if isinstance(rows, str) else [get(row, "input") or get(row, "name") for row in rows]
-            return ", ".join(str(name) for name in names if name)
-    return None if name is None else str(name)
+    if resolved is None:
+        return None
+    data, origins = resolved.recipe.data, resolved.origins
+    inputs: dict[str, list[str | None]] = {
+        "input": [data.input],
+        "sources": [part.input or part.name for part in data.sources or ()],
+    }
+    for key, names in inputs.items():
+        origin = origins.get(f"data.{key}")
+        if any(names) and origin is not None and origin != origins.get("data.name"):
+            return ", ".join(filter(None, names))
+    return data.name
 
 
 def on_cpu(document: Mapping[str, Any]) -> bool:
@@ -202,7 +208,9 @@ def _between(found: list[tuple[int, float]]) -> tuple[str, list[float]]:
     return when, [before, after]
 
 
-def expected_rows(expect: Any, metrics: Metrics, stages: Mapping[str, Any], scored: Any, trained: Any) -> list[Row]:
+def expected_rows(
+    resolved: Resolved | None, metrics: Metrics, stages: Mapping[str, Any], scored: Any, trained: Any
+) -> list[Row]:
     """The recipe's ``expect`` beside what the run reached; ``trained`` is the number of trainable parameters."""
     last_step = metrics.steps[-1] if metrics.steps else None
     last_eval = metrics.evals[-1] if metrics.evals else None
@@ -216,7 +224,7 @@ def expected_rows(expect: Any, metrics: Metrics, stages: Mapping[str, Any], scor
         "trainable_parameters": trained,
     }
     rows = []
-    expect = expect if isinstance(expect, Mapping) else {}
+    expect = resolved.recipe.expect.model_dump(mode="json") if resolved is not None and resolved.recipe.expect else {}
     scores = []
     for name, marks in (expect.get("tasks") or {}).items():
         row, comparable = get(scored, "tasks", name) or {}, get(scored, "details", name, "comparable")
@@ -237,11 +245,11 @@ def forecast(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, A
     Of steps the median behind the first two, which hold warm-up; None where nothing happened yet.
     """
     steps, peaks = metrics.steps, metrics.steps.known("memory_bytes")
-    times, rates = (steps.steady() or steps.known("seconds")), steps.known("tokens_per_second")
+    times, rates = steps.known("seconds"), steps.known("tokens_per_second")
     rates = steps.known("tokens_per_second", WARM_UP) or rates
     train_seconds = get(stages, "train", "seconds")
     reached = {
-        "step_s": median(times) if times else None,
+        "step_s": steps.step_seconds() or (median(times) if times else None),
         "tokens_per_s": median(rates) if rates else None,
         "peak_gib_per_gpu": max(peaks) / 2**30 if peaks else None,
         "hours": train_seconds / 3600 if isinstance(train_seconds, int | float) else None,
@@ -307,29 +315,22 @@ def checkpoint_rows(metrics: Metrics, present: Collection[str]) -> list[Row]:
     return rows
 
 
-def recipe_rows(resolved: Any) -> list[Row]:
+def recipe_rows(resolved: Resolved) -> list[Row]:
     """Key, value and origin of everything that the recipe sets."""
-    origins = get(resolved, "origins") or {}
     rows = []
-    batch, train = get(resolved, "global_batch_size"), get(resolved, "train_args")
-    complete = {"train": {"global_batch_size": batch, **(train or {})}, "lora": get(resolved, "lora")}
-    for key, value in flatten({**(get(resolved, "recipe") or {}), **complete}):
-        origin = get(origins, key)
-        if origin is None:  # a value inside a mapping that was set as a whole
-            origin = next((o for o in (get(origins, key.rsplit(".", n)[0]) for n in range(1, key.count(".") + 1)) if o), "")
-        if origin and origin != "default":  # TRL's and PEFT's own have none
-            rows.append([key, plain(value), str(origin)])
+    train = {"global_batch_size": resolved.global_batch_size, **resolved.train_args}
+    for key, value in flatten({**resolved.recipe.model_dump(mode="json"), "train": train, "lora": resolved.lora}):
+        # A value inside a mapping that was set as a whole has the mapping's origin.
+        around = [key.rsplit(".", n)[0] for n in range(key.count(".") + 1)]
+        origin = next((resolved.origins[name] for name in around if resolved.origins.get(name)), "default")
+        if origin != "default":  # TRL's and PEFT's own have none
+            rows.append([key, plain(value), origin])
     return rows
 
 
-def derived_rows(resolved: Any) -> list[Row]:
+def derived_rows(resolved: Resolved) -> list[Row]:
     """Key, value and formula."""
-    items = get(resolved, "derived")
-    return [
-        [str(item.get("key", "")), plain(item.get("value")), str(item.get("reason", ""))]
-        for item in (items if isinstance(items, list) else [])
-        if isinstance(item, Mapping)
-    ]
+    return [[item.key, plain(item.value), item.reason] for item in resolved.derived]
 
 
 def environment_rows(run: Mapping[str, Any]) -> list[Row]:
@@ -410,28 +411,27 @@ def _own_answer(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"title": f"row {row['line']}", "prompt": row["prompt"], "answer": row.get("answer"), "sides": sides}
 
 
-def subtitle(run: Mapping[str, Any]) -> str:
+def subtitle(run: Mapping[str, Any], resolved: Resolved | None) -> str:
     """Model, data, date and commit in one line."""
-    resolved = run.get("recipe")
     parts = [model_of(resolved), dataset_of(resolved)]
     created = moment(run.get("created"))
     parts += [created if created != UNKNOWN else None, (get(run, "git", "commit") or "")[:12] or None]
     return " · ".join(str(part) for part in parts if part)
 
 
-def warnings_of(run: Mapping[str, Any], metrics: Metrics, adapter: Any) -> list[str]:
+def warnings_of(resolved: Resolved | None, metrics: Metrics, adapter: Any) -> list[str]:
     """What a reader must not miss."""
-    found = []
-    if get(run, "recipe", "tiny"):
+    found = [] if resolved is not None else ["run.json contains no recipe that can be read."]
+    if resolved is not None and resolved.tiny:
         found.append("Run with --tiny: the architecture is scaled down and its weights are random.")
     losses = zip(metrics.steps.numbers, metrics.steps.column("loss"), strict=True)
     bad = next((step for step, loss in losses if loss is not None and not math.isfinite(loss)), None)
     if bad is not None:
         found.append(f"The loss is not finite at step {bad}.")
     found += [f"Alarm at {metrics.alarm}."] if metrics.alarm else []
-    for source in (get(run, "recipe", "warnings"), get(adapter, "meta", "warnings")):
-        found += [str(item) for item in source] if isinstance(source, list) else []
-    return found
+    of_the_adapter = get(adapter, "meta", "warnings")
+    found += resolved.warnings if resolved is not None else []
+    return found + ([str(item) for item in of_the_adapter] if isinstance(of_the_adapter, list) else [])
 
 
 # --- format ---------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from clustertune.recipe.sections import Budget
 from clustertune.report.content import get, number, on_cpu, percent, size
 from clustertune.report.metrics import Metrics
 from clustertune.report.telemetry import NodeTelemetry
+from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 
 WARN_SHARE = 0.8
@@ -339,7 +340,9 @@ def failures(attempts: Sequence[AttemptCost]) -> Failures:
     return Failures(sum(one.failed and (one.code is not None or one.attempt != newest) for one in attempts), hours)
 
 
-def saves_as_dict(document: Mapping[str, Any], metrics: Metrics, attempts: Sequence[AttemptCost]) -> dict[str, Any] | None:
+def saves_as_dict(
+    document: Mapping[str, Any], resolved: Resolved | None, metrics: Metrics, attempts: Sequence[AttemptCost]
+) -> dict[str, Any] | None:
     """The part ``saves`` of ``report.json``; None for a run that saved nothing. Seconds and bytes: medians; null:
     unknown.
     """
@@ -354,18 +357,17 @@ def saves_as_dict(document: Mapping[str, Any], metrics: Metrics, attempts: Seque
     stalls = [record.stall for record in saves if record.stall is not None]
     trained, met = sum(one.seconds(time.time()) for one in attempts), failures(attempts)
     stall, write = middle(lambda one: one.stall), middle(lambda one: one.write)
-    recipe = get(document, "recipe", "recipe") or {}
-    steps = get(document, "recipe", "train_args", "save_steps")
-    nodes = int(get(recipe, "slurm", "nodes") or 1)
+    nodes = resolved.recipe.slurm.nodes if resolved is not None else 1
+    save = resolved.recipe.save if resolved is not None else None
     given = get(document, "cluster", "compute", "mtbf_hours")
     mtbf = given or met.mtbf_hours
     limit = (attempts[-1].limit_minutes if attempts else None) or get(document, "jobs", "train", "minutes")
     between = seconds_between_ends(nodes, mtbf, limit)
     every = next((record.every for record in reversed(saves) if record.every is not None), None)
     return {
-        "every": get(recipe, "save", "every") or (f"{steps}" if steps else None),
+        "every": save.every if save is not None else str(resolved.train_args["save_steps"]) if resolved is not None else None,
         "every_seconds": every,
-        "milestones": list(get(recipe, "save", "milestones") or ()),
+        "milestones": list(save.milestones) if save is not None else [],
         "count": len(saves),
         "bytes": middle(lambda one: one.bytes),
         "copy_seconds": middle(lambda one: one.copy),

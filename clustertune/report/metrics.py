@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 
@@ -76,6 +77,10 @@ class Steps(list[StepRecord]):
     def steady(self) -> list[float]:
         """Seconds of a step of each stretch that begins behind the warm-up."""
         return [seconds for start, _, seconds in self.timed() if start >= WARM_UP]
+
+    def step_seconds(self) -> float | None:
+        """The median of :meth:`steady`: what a step takes. None where no stretch begins behind the warm-up."""
+        return median(times) if (times := self.steady()) else None
 
 
 @dataclass(frozen=True)

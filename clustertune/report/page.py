@@ -74,7 +74,7 @@ class _ReportedRun:
     """A run's documents, read once."""
 
     def __init__(self, run: RunDir, document: dict[str, Any]) -> None:
-        self.run, self.document, self.resolved = run, document, document.get("recipe")
+        self.run, self.document, self.resolved = run, document, content.recipe_of(document)
         with storing("cannot be read", run.metrics):
             self.metrics = read_metrics(run.metrics)
         self.history = telemetry.History()
@@ -86,7 +86,7 @@ class _ReportedRun:
         self.state = state_of(run, self.stages, self.metrics, self.cost.attempts, now)
         require_whole(run.eval)
         self.scores = _read(read_result, run.eval)
-        self.saves = cost.saves_as_dict(document, self.metrics, self.cost.attempts)
+        self.saves = cost.saves_as_dict(document, self.resolved, self.metrics, self.cost.attempts)
         self.points = cost.of_points(self.cost, get(self.scores, "paired"))
         self.adapter = _read_json(run.adapter / MANIFEST)
         self.data = get(_read_json(run.data / MANIFEST), "meta") or {}
@@ -100,7 +100,7 @@ class _ReportedRun:
         return {
             "schema": SCHEMA_OF_JSON,
             "run": self.run.path.resolve().name,
-            "recipe": get(self.resolved, "name"),
+            "recipe": self.resolved and self.resolved.name,
             "model": content.model_of(self.resolved),
             "dataset": content.dataset_of(self.resolved),
             "state": str(self.state),
@@ -130,16 +130,15 @@ class _ReportedRun:
         restarts = [a.start_step for a in metrics.attempts[1:] if a.start_step is not None]
         torn, folder = metrics.unreadable_lines, run.checkpoints
         present = {f"{folder.name}/{path.name}" for path in folder.iterdir()} if folder.is_dir() else set()
-        expect = get(resolved, "recipe", "expect")
         return {
-            "title": str(get(resolved, "name") or run.path.resolve().name),
-            "subtitle": content.subtitle(document),
+            "title": resolved.name if resolved is not None else run.path.resolve().name,
+            "subtitle": content.subtitle(document, resolved),
             "status": {"text": str(self.state), "tone": tone_of(self.state.word)},
             "answer": self.answer,
-            "notes": content.warnings_of(document, metrics, self.adapter),
+            "notes": content.warnings_of(resolved, metrics, self.adapter),
             "tiles": content.tiles(metrics, stages, self.scores, self.trained),
             "planned": self._planned(),
-            "expected": content.expected_rows(expect, metrics, stages, self.scores, self.trained),
+            "expected": content.expected_rows(resolved, metrics, stages, self.scores, self.trained),
             "plots": [plot for plot in (*training_plots(metrics, restarts), *_machine_plots(self.history)) if plot],
             "restarts": restarts,
             "answers": [
@@ -161,11 +160,11 @@ class _ReportedRun:
             "checkpoints": content.checkpoint_rows(metrics, present),
             "details": [
                 part for part in (
-                    ("Recipe", ["key", "value", "from"], content.recipe_rows(resolved)),
-                    ("Derived", ["key", "value", "from what"], content.derived_rows(resolved)),
+                    ("Recipe", ["key", "value", "from"], content.recipe_rows(resolved) if resolved else []),
+                    ("Derived", ["key", "value", "from what"], content.derived_rows(resolved) if resolved else []),
                     ("Environment", ["what", "value"], content.environment_rows(document)),
                     ("Architecture", ["key", "value"], [
-                        [key, plain(value)] for key, value in content.flatten(get(resolved, "architecture"))
+                        [key, plain(value)] for key, value in content.flatten(resolved and resolved.architecture)
                     ]),
                 ) if part[2] or part[0] == "Recipe"
             ],
@@ -178,7 +177,7 @@ class _ReportedRun:
         run = self.document
         every = get(run, "distributed", "total_parameters")
         share = f" ({percent(self.trained / every)} of its parameters)" if self.trained and every else ""
-        how = f"with LoRA{share}" if get(self.resolved, "lora") else "in all its parameters"
+        how = f"with LoRA{share}" if self.resolved is not None and self.resolved.lora else "in all its parameters"
         many = get(self.data, "train", "conversations")
         rows = f"{number(many)} conversations of " if many is not None else ""
         steps = self.metrics.steps[-1].step if self.metrics.steps else 0

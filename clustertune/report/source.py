@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from clustertune.launch.attempt import read_attempts
 from clustertune.manifest import write_durably
-from clustertune.recipe.native_rules import MAX_PROMPT, row_tokens
-from clustertune.report.content import dataset_of, get, model_of
+from clustertune.recipe.native_rules import row_tokens
+from clustertune.report.content import dataset_of, get, model_of, recipe_of
 from clustertune.report.metrics import Metrics, read_metrics
+from clustertune.resolve.resolved import Resolved
 
 FILE = "metrics.json"
 FIELDS = (
@@ -37,15 +37,15 @@ def counted_share(data_parallel_size: int | None, world_size: int | None) -> flo
     return data_parallel_size / world_size if data_parallel_size and world_size else 1.0
 
 
-def tokens_per_step(resolved: Mapping[str, Any]) -> float:
+def tokens_per_step(resolved: Resolved) -> float:
     """A rank's part of the tokens of one step, as the source counts them: every sequence is as long as it may be.
 
     The world size times it is what all ranks get through; a group that shares its sequences shares their tokens.
     """
-    args = get(resolved, "train_args") or {}
-    rows = int(args.get("per_device_train_batch_size") or 0) * int(args.get("gradient_accumulation_steps") or 0)
-    share = counted_share(resolved.get("data_parallel_size"), resolved.get("world_size"))
-    return share * rows * int((row_tokens(args) if MAX_PROMPT in args else args.get("max_length")) or 0)
+    args = resolved.train_args
+    rows = int(args["per_device_train_batch_size"]) * int(args["gradient_accumulation_steps"])
+    share = counted_share(resolved.data_parallel_size, resolved.world_size)
+    return share * rows * int((row_tokens(args) if resolved.is_grpo else args["max_length"]) or 0)
 
 
 def nodes_of(folder: Path, run: Mapping[str, Any]) -> int | None:
@@ -64,9 +64,9 @@ def describe(run: Mapping[str, Any], metrics: Metrics) -> dict[str, Any] | None:
     wall, count = math.fsum(n * seconds for n, seconds in timed), sum(n for n, _ in timed)
     if not count:
         return None
-    resolved = run.get("recipe") or {}
-    per_step = tokens_per_step(resolved)
-    steady = statistics.median(times) if (times := metrics.steps.steady()) else None
+    resolved = recipe_of(run)
+    per_step = tokens_per_step(resolved) if resolved is not None else 0.0
+    steady = metrics.steps.step_seconds()
     distributed = run.get("distributed")
     worlds = [a.world_size for a in metrics.attempts if a.world_size]
     tokens = per_step * count
@@ -74,13 +74,13 @@ def describe(run: Mapping[str, Any], metrics: Metrics) -> dict[str, Any] | None:
         "wall_time_s": wall,
         "approx_tokens_per_rank": round(tokens),
         "approx_tokens_per_s_per_rank": round(tokens / wall, 2),
-        "world_size": worlds[-1] if worlds else get(resolved, "world_size"),
+        "world_size": worlds[-1] if worlds else resolved and resolved.world_size,
         "gpu0": get(distributed, "gpu0"),
         "torch": get(distributed, "torch") or get(run, "versions", "torch"),
         "model": model_of(resolved),
         "dataset": dataset_of(resolved),
         "fsdp": get(distributed, "type") == "FSDP",
-        "bf16": get(resolved, "distribution", "mixed_precision") == "bf16",
+        "bf16": resolved is not None and resolved.distribution.mixed_precision == "bf16",
         STEADY: round(per_step / steady, 2) if steady else None,
     }
 

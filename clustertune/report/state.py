@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.checkpoint.store import list_checkpoints
+from clustertune.checkpoint.store import newest_step
 from clustertune.errors import ExitCode, UserError
 from clustertune.events import read_object
 from clustertune.launch import slurm
 from clustertune.launch.attempt import read_attempts
 from clustertune.launch.stage_jobs import is_ours, read_jobs
-from clustertune.manifest import MANIFEST
 from clustertune.recipe.sections import parse_minutes
 from clustertune.report.cost import AttemptCost
 from clustertune.report.metrics import Metrics
@@ -193,7 +192,7 @@ def _row(
     record = run.stage(stage) or {}
     training: dict[str, Any] = {}
     if stage == "train":
-        training = {"attempts": len(read_attempts(run.path)), "step": _newest_step(run)}
+        training = {"attempts": len(read_attempts(run.path)), "step": newest_step(run.checkpoints)}
     job = str(entry["id"]) if entry is not None else None
     if found is not None:
         return StageRow(
@@ -234,12 +233,6 @@ def _float(value: Any) -> float | None:
 def _seconds(text: str | None) -> float | None:
     minutes = parse_minutes(text or "")
     return None if minutes is None else round(minutes * 60)
-
-
-def _newest_step(run: RunDir) -> int | None:
-    """The step of the newest checkpoint with a manifest. Files are not compared here: a look must not read terabytes."""
-    checkpoints = (one for one in list_checkpoints(run.checkpoints) if (one.path / MANIFEST).exists())
-    return next((one.step for one in checkpoints), None)
 
 
 def _last_outcome(run: RunDir) -> str:

@@ -83,16 +83,8 @@ class Collector:
         """What goes in, and from where. Raises UserError with everything that is not available."""
         parts: list[BundlePart] = []
         problems: list[Problem] = []
-        for find in (
-            self._model,
-            self._data,
-            self._prompts,
-            self._benchmark,
-            self._task_data,
-            self._nltk,
-            self._container,
-            self._recipe,
-        ):
+        local = (self._model, self._data, self._prompts, self._benchmark)
+        for find in (*local, self._task_data, self._nltk, self._container, self._recipe):
             with collect_problems(problems):
                 parts += find()
         raise_if(problems)
@@ -104,9 +96,8 @@ class Collector:
             self.notes.append(f"model {model.name}: the run makes it itself, nothing is staged")
             return []
         if model.path:
-            name = Path(model.path).name
             files = hashed_copy.survey(Path(model.path), "model", self._stall)
-            target = f"{bundle.MODEL}/{name}"
+            target = f"{bundle.MODEL}/{Path(model.path).name}"
             return [BundlePart("model", model.name, target, Path(model.path), files, revision=model.revision, path=target)]
         return [self._repository("model", model.name, model.revision)]
 
@@ -137,27 +128,26 @@ class Collector:
             raise UserError(f"{what} is not staged: one file, folder or dataset of the Hub is", key=key, fix=fix)
         if source is None:
             return [self._repository("dataset", data.name, data.revision)]
+        return [self._by_path("data", data.name, source, bundle.DATA)]
+
+    def _by_path(self, what: str, name: str, source: Path, below: str) -> BundlePart:
+        """A file or folder that the recipe names by its path; what lies in the recipe's own folder goes with that."""
         folder = Path(self._resolved.folder)
-        if source.is_relative_to(folder):  # goes with the recipe
-            path = f"{bundle.RECIPES}/{folder.name}/{source.relative_to(folder).as_posix()}"
-            return [BundlePart("data", data.name, f"{bundle.RECIPES}/{folder.name}", folder, path=path)]
-        target = f"{bundle.DATA}/{source.name}"
+        if source.is_relative_to(folder):
+            target = f"{bundle.RECIPES}/{folder.name}"
+            return BundlePart(what, name, target, folder, path=f"{target}/{source.relative_to(folder).as_posix()}")
+        path = f"{below}/{source.name}"
         if source.is_file():
-            return [BundlePart("data", data.name, bundle.DATA, source.parent, [_one(source)], path=target)]
-        return [BundlePart("data", data.name, target, source, hashed_copy.survey(source, "data", self._stall), path=target)]
+            return BundlePart(what, name, below, source.parent, [_one(source)], path=path)
+        return BundlePart(what, name, path, source, hashed_copy.survey(source, what, self._stall), path=path)
 
     def _prompts(self) -> list[BundlePart]:
-        """The file of ``eval.data``; one in the recipe folder goes with that."""
+        """The file of ``eval.data``."""
         source = self._resolved.inputs.get(EVAL_DATA)
         if source is None:
             return []
         read_prompts(source, EVAL_DATA)
-        folder = Path(self._resolved.folder)
-        if source.is_relative_to(folder):
-            path = f"{bundle.RECIPES}/{folder.name}/{source.relative_to(folder).as_posix()}"
-            return [BundlePart(bundle.OWN, source.name, f"{bundle.RECIPES}/{folder.name}", folder, path=path)]
-        path = f"{bundle.EVAL}/{source.name}"
-        return [BundlePart(bundle.OWN, source.name, bundle.EVAL, source.parent, [_one(source)], path=path)]
+        return [self._by_path(bundle.OWN, source.name, source, bundle.EVAL)]
 
     def _benchmark(self) -> list[BundlePart]:
         if (path := self._rows) is not None:
@@ -224,15 +214,8 @@ class Collector:
 
     def _recipe(self) -> list[BundlePart]:
         folder = Path(self._resolved.folder)
-        found = [
-            BundlePart(
-                "recipe",
-                folder.name,
-                f"{bundle.RECIPES}/{folder.name}",
-                folder,
-                hashed_copy.survey(folder, "recipe", self._stall),
-            )
-        ]
+        files = hashed_copy.survey(folder, "recipe", self._stall)
+        found = [BundlePart("recipe", folder.name, f"{bundle.RECIPES}/{folder.name}", folder, files)]
         recipe = self._resolved.recipe
         for path in find_elsewhere(folder, recipe.base or (), recipe.model.model_dump()):
             target = f"{bundle.RECIPES}/{path.parent.name}"

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-import select
 import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,16 +86,16 @@ def within(
 
     Raises UserError: the work's own, or exit 73 where nothing moved for ``stall`` seconds.
     """
-    pid, pipe = bounded.fork_child(lambda answers: pickle.dump(_outcome(work), answers))
+    pid, pipe = bounded.fork_child(lambda answers: Connection(os.dup(answers.fileno()), readable=False).send(_outcome(work)))
+    answers = Connection(pipe, writable=False)
     try:
-        _await(pipe, pid, stall, path, shown)
-        with open(pipe, "rb", closefd=False) as answers:
-            kind, body = pickle.load(answers)  # noqa: S301 - our own child's
+        _await(answers, pid, stall, path, shown)
+        kind, body = answers.recv()
     except EOFError:
         fix = "run the same command again: it continues"
         raise UserError("the copying process ended", file=str(path), fix=fix, code=ExitCode.AGAIN) from None
     finally:
-        os.close(pipe)
+        answers.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         # A process that waits for a hung mount ends when the mount answers: it is not waited for, and has nothing to say.
@@ -120,12 +119,12 @@ def _outcome(work: Callable[[], Any]) -> tuple[str, Any]:
         return "os", OSError(error.errno, error.strerror or str(error), error.filename)
 
 
-def _await(answer: int, pid: int, stall: float, path: Path, shown: tuple[str, int] | None) -> None:
+def _await(answers: Connection, pid: int, stall: float, path: Path, shown: tuple[str, int] | None) -> None:
     """Return when there is an answer, or the child has ended. Raises UserError where nothing moves."""
     before, moved, told = _counts(pid), time.monotonic(), time.monotonic()
     with console.byte_progress() as bar:
         task = bar.add_task(shown[0], total=shown[1]) if shown else None
-        while not select.select([answer], [], [], 0.5)[0]:
+        while not answers.poll(0.5):
             now, counts = time.monotonic(), _counts(pid)
             if counts != before:
                 before, moved = counts, now

@@ -1,9 +1,10 @@
-"""Which folders the ranks of a run read, and whether a copy of them on the node's own disk is wanted."""
+"""Where a run's base model lies, which folders its ranks read, and whether a copy on the node's own disk is wanted."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from clustertune.cluster.schema import Cluster
@@ -26,40 +27,63 @@ def snapshot(cache: Path, kind: str, name: str, revision: str) -> Path:
     return cache / f"{kind}--{name.replace('/', '--')}" / "snapshots" / revision
 
 
-def local_model(resolved: Resolved, run: RunDir | None) -> Path | None:
-    """The base model's folder: made by the run, in the offline bundle, or named by the recipe; None: the Hub has it."""
+@dataclass(frozen=True)
+class BaseModel:
+    """Where a run's base model lies; :func:`base_of` says it."""
+
+    name: str
+    revision: str | None
+    """At the Hub."""
+    folder: Path | None
+    """Made by the run, in the offline bundle, or named by the recipe; None: the Hub has it."""
+    is_made: bool = False
+    """By the run; its folder is None where the run is not known."""
+
+    @property
+    def source(self) -> tuple[str, str | None]:
+        """What ``from_pretrained`` takes: the folder, or the Hub's name and commit."""
+        return (self.name, self.revision) if self.folder is None else (str(self.folder.absolute()), None)
+
+    def path(self, environ: Mapping[str, str] = os.environ) -> Path | None:
+        """The folder, or where the Hub's cache has the commit, there or not; None where only a run could say it."""
+        if self.folder is not None or self.is_made:
+            return self.folder
+        return snapshot(hub_cache(environ), "models", self.name, self.revision or "main")
+
+    def fetch(self, *, offline: bool = False) -> Path:
+        """The folder; of a model of the Hub its snapshot, downloaded unless ``offline``. Raises OSError, ValueError."""
+        if self.folder is not None:
+            return self.folder
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(self.name, revision=self.revision, local_files_only=offline))
+
+    def find(self) -> Path | None:
+        """The same as far as it is on this machine; None: it is not."""
+        try:
+            found = self.fetch(offline=True)
+        except (OSError, ValueError):
+            return None
+        return found if found.is_dir() else None
+
+
+def base_of(resolved: Resolved, run: RunDir | None) -> BaseModel:
+    """Where the base model is, of a run or of a recipe that has no run folder yet."""
     model = resolved.recipe.model
     if model.weights == "random":
-        return run.local_model(model.name) if run else None
-    if (staged := bundle.staged_folder(resolved)) and (found := bundle.model_folder(staged)):
-        return found
-    return expand_home(model.path) if model.path else None
-
-
-def model_folder(resolved: Resolved, run: RunDir | None, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where the base model lies, whether or not it is there; None where the run makes it and no run is known."""
-    model = resolved.recipe.model
-    if (found := local_model(resolved, run)) or model.weights == "random":
-        return found
-    return snapshot(hub_cache(environ), "models", model.name, model.revision or "main")
-
-
-def model_source(run: RunDir, resolved: Resolved) -> tuple[str, str | None]:
-    """Where the base model is read from: a folder, or a Hub id and its commit."""
-    model = resolved.recipe.model
-    found = local_model(resolved, run)
-    if found is None or (model.path and found == expand_home(model.path)):
-        return model.path or model.name, model.revision
-    return str(found), None
+        return BaseModel(model.name, None, run.local_model(model.name) if run else None, is_made=True)
+    staged = bundle.staged_folder(resolved)
+    folder = (bundle.model_folder(staged) if staged else None) or (expand_home(model.path) if model.path else None)
+    return BaseModel(model.name, model.revision, folder)
 
 
 def sources(resolved: Resolved, run: RunDir | None) -> tuple[list[SourceFolder], list[str]]:
     """What the ranks of a run read, and a note for each thing that is not there yet."""
     found, notes = [], []
     recipe = resolved.recipe
-    root = model_folder(resolved, run)
-    made = recipe.model.weights == "random"
-    if root is None or (made and not (root / MANIFEST).is_file()):
+    base = base_of(resolved, run)
+    root = base.path()
+    if root is None or (base.is_made and not (root / MANIFEST).is_file()):
         notes.append(f"{recipe.model.name} is made by the run itself, which has not prepared it yet: clustertune prepare")
     else:
         found.append(SourceFolder("model", recipe.model.name.rsplit("/", 1)[-1], root, recipe.model.revision))

@@ -25,7 +25,6 @@ from clustertune.rundir import RunDir
 from clustertune.staging import bundle
 
 SWEEP = "sweep.json"
-FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Sweep:
         """Write ``sweep.json``, durably. Raises UserError where the folder holds another sweep or something else."""
         points = [{key: getattr(one, key) for key in ("recipe", "overrides", "tiny", "values")} for one in self.points]
         known = {key: getattr(self, key) for key in ("name", "last", "keys")}
-        body = {"format": FORMAT, **known, "points": points}
+        body = {**known, "points": points}
         if (self.path / SWEEP).exists():
             before = read_sweep(self.path)
             if before.points != self.points:
@@ -88,8 +87,6 @@ def read_sweep(path: Path) -> Sweep:
     file = path / SWEEP
     try:
         body: dict[str, Any] = json.loads(file.read_bytes())
-        if body["format"] != FORMAT:
-            raise ValueError(f"format {body['format']!r} is not known")
         points = tuple(
             Point(
                 index=index,

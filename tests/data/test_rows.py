@@ -112,7 +112,7 @@ VALUES = st.recursive(
 @example([float("inf"), -float("inf")], None, True)
 def test_equals_the_standard_parser(value, indent, ascii_only):
     text = " \n" + json.dumps(value, indent=indent, ensure_ascii=ascii_only) + " "
-    assert parse_deep(text) == parse(text) == (value, len(text) - 1)
+    assert parse_deep(text, 2) == parse(text) == (value, len(text) - 1)
 
 
 @settings(max_examples=15, deadline=None)

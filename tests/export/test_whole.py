@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from clustertune.chain import export_trained
 from clustertune.data.local_model import train_tokenizer
 from clustertune.errors import UserError
 from clustertune.export import whole
-from clustertune.manifest import find_problems, read_manifest
+from clustertune.manifest import find_problems, read_manifest, seal
+from clustertune.staging import bundle
 from tests.damage import flip
 from tests.export.conftest import ARCHITECTURE, save_shards, seal_checkpoint, write_recipe
 
@@ -130,11 +133,23 @@ def test_nothing_is_written_over(tmp_path: Path, base: Path) -> None:
         whole.export_model(other, tmp_path / "model", base)
 
 
-def test_the_command_takes_whichever_was_trained(tmp_path: Path, base: Path) -> None:
-    """``clustertune export`` need not be told; the folder is the one that the next stage reads."""
+def test_the_command_finds_what_was_trained_and_its_base(tmp_path: Path, base: Path) -> None:
+    """``clustertune export RUN`` need not be told either: the folder is the one that the next stage reads, the base is the one
+    that the training read. A run on an offline bundle has its base there, and nowhere else."""
     run = tmp_path / "run"
     checkpoint = make(run / "checkpoints" / "step-000002", ARCHITECTURE)
-    assert whole.trains_all(checkpoint) and whole.find_base(run) is None
-    (run / "run.json").write_text(json.dumps({"recipe": {"recipe": {"model": {"name": "a/b", "path": str(base)}}}}))
-    assert whole.find_base(run) == base
-    assert whole.export_either(checkpoint)["out"] == str(run / "merged")
+    without = export_trained(checkpoint, tmp_path / "without")
+    assert without["warnings"] == ["no tokenizer was found: copy the base model's beside the weights"]
+    shutil.copytree(base, run / "model" / "tiny")
+    assert export_trained(run)["out"] == str(run / "merged") and (run / "merged" / "tokenizer.json").is_file()
+
+    shutil.copytree(base, tmp_path / "bundle" / "model")
+    seal(tmp_path / "bundle", bundle.KIND, {"parts": {"model": {"name": "example/tiny", "path": "model"}}})
+    body = json.loads((checkpoint / "recipe.json").read_text())
+    body["recipe"] |= {"staged": str(tmp_path / "bundle"), "model": {"name": "example/tiny", "weights": "hub"}}
+    other = tmp_path / "other" / "checkpoints" / "step-000002"
+    shutil.copytree(checkpoint, other)
+    (other / "recipe.json").write_text(json.dumps(body))
+    seal_checkpoint(other)
+    assert export_trained(tmp_path / "other")["warnings"] == []
+    assert (tmp_path / "other" / "merged" / "tokenizer.json").is_file()

@@ -54,6 +54,11 @@ def change(run_dir: Path, **values: Any) -> None:
     (run_dir / "run.json").write_text(json.dumps({**document, **values}))
 
 
+def rename(run_dir: Path, name: str) -> None:
+    """Give a run's recipe another name."""
+    change(run_dir, recipe={**json.loads((run_dir / "run.json").read_text())["recipe"], "name": name})
+
+
 def test_watch_says_where_a_run_is(folder: Path) -> None:
     """Half an attempt lost and repeated, sixteen H100 for 200 steps of one second: figures by hand."""
     now = time.time()
@@ -174,7 +179,8 @@ def test_the_page_shows_it_all_and_asks_nothing_of_a_network(folder: Path) -> No
         assert word in html, word
     assert "<script" not in html and "src=" not in html and 'content="5"' in html
     assert html.count('class="mark save"') == 4 and "<title>(1!)" in html
-    change(folder, distributed={"gpu0": "<script>alert(1)</script>"}, recipe={"name": "<b>x"})
+    change(folder, distributed={"gpu0": "<script>alert(1)</script>"})
+    rename(folder, "<b>x")
     assert "<b>x" not in live_page.draw(Watcher(folder).look(now), now)
     for path in list(folder.iterdir()):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -186,7 +192,7 @@ def test_the_page_shows_it_all_and_asks_nothing_of_a_network(folder: Path) -> No
 def test_the_metrics_file_is_openmetrics(folder: Path) -> None:
     """A family is described once and stands together, labels are escaped, EOF ends it (promtool accepts it, too)."""
     simulated.make(folder, time.time())
-    change(folder, recipe={"name": 'a"b\\c\nd'})
+    rename(folder, 'a"b\\c\nd')
     lines = live_page.openmetrics(Watcher(folder).look()).splitlines()
     assert lines[-1] == "# EOF" and all(line.startswith("# ") or SAMPLE.fullmatch(line) for line in lines)
     families = [line.split()[2] for line in lines if line.startswith("# TYPE")]

@@ -64,18 +64,9 @@ def test_hours_are_of_all_tries(trained: RunDir) -> None:
     assert rows(card(trained))["hours of training"] == "-"
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ("[]", "where an object belongs"),
-        ("5", "where an object belongs"),
-        ('{"recipe": 5}', "recipe: is 5, where an object belongs"),
-        ("{}", "recipe.recipe.model.name: is missing"),
-        ('{"recipe": {"recipe": {"model": null}}}', "recipe.recipe.model.name: is missing"),
-    ],
-)
-def test_a_run_that_is_none_is_told(body: str, says: str, trained: RunDir) -> None:
+@pytest.mark.parametrize("body", ["[]", "5", '{"recipe": 5}', "{}", '{"recipe": {"recipe": {"model": null}}}'])
+def test_a_run_that_is_none_is_told(body: str, trained: RunDir) -> None:
     """No object, or one without what the card is about: ``None`` is not a base model."""
     trained.run_json.write_text(body)
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match="recipe: contains no recipe that can be read"):
         card(trained)

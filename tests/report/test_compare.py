@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from clustertune.errors import UserError
 from clustertune.report import comparison, source
+from clustertune.report.metrics import read_metrics
+from clustertune.resolve.resolve import resolve
 from tests.command import run
 
 RECORDED = Path(__file__).with_name("recorded")
@@ -30,10 +33,9 @@ def made_run(path: Path, seconds: list[float], *, code: int | None = 0, **recipe
     """A run folder with steps of these seconds; ``code`` None: killed."""
     path.mkdir()
     args = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_length": 512}
-    resolved = {
-        "name": "mistral", "world_size": 4, "train_args": args, "distribution": {"mixed_precision": "bf16"},
-        "recipe": {"model": {"name": "m"}, "data": {"name": "d"}}, **recipe,
-    }  # fmt: skip
+    resolved = resolve("mistral7b-alpaca").as_dict()
+    resolved |= {"name": "mistral", "world_size": 4, "data_parallel_size": 4, "train_args": resolved["train_args"] | args}
+    resolved |= recipe
     told = {
         "type": "FSDP",
         "fsdp_version": 2,
@@ -118,3 +120,27 @@ def test_the_command(tmp_path: Path) -> None:
     assert [entry["gpu_hours"] for entry in found.json["runs"]] == pytest.approx([0.010533, 0.240765], rel=1e-4)
     refused = run("compare", one, tmp_path / "gone", "--json")
     assert refused.code == 2 and "no such file" in json.dumps(refused.json)
+
+
+def test_a_run_whose_recipe_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """Its columns would be empty, and a reader would take that for a run that says nothing."""
+    for body in ([], {"recipe": 5}, {"recipe": {"name": "x"}}):
+        path = made_run(tmp_path / f"r{len(str(body))}", [2.0, 1.0, 1.0])
+        written(path / "run.json", body)
+        with pytest.raises(UserError) as caught:
+            comparison.read(path)
+        (problem,) = caught.value.problems
+        assert (problem.file, problem.key) == (str(path / "run.json"), "recipe") and problem.fix
+
+
+def test_metrics_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    """A folder in its place; a line with a number that no float holds, as Python's integers are longer, is passed over."""
+    made_run(tmp_path / "r", [1.0])
+    file = tmp_path / "r" / "metrics.jsonl"
+    file.write_text('{"event": "step", "attempt": 1, "step": 1, "loss": 1' + "0" * 400 + "}\n")
+    found = read_metrics(file)
+    assert found.unreadable_lines == 1 and found.steps == []
+    file.unlink()
+    file.mkdir()
+    done = run("compare", tmp_path / "r", written(tmp_path / "one.json", ONE))
+    assert done.code == 2 and "metrics.jsonl: cannot be read" in done.err

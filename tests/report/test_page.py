@@ -116,7 +116,7 @@ def edit(path: Path, change: Any) -> None:
 def test_text_never_becomes_markup(run_dir: Path) -> None:
     """Wherever a person or a model can put text."""
     run = json.loads((run_dir / "run.json").read_text())
-    run["recipe"]["name"] = run["recipe"]["recipe"]["model"]["name"] = run["host"]["name"] = HOSTILE
+    run["recipe"]["name"] = run["host"]["name"] = HOSTILE
     run["command"].append(HOSTILE)
     run["recipe"].update(warnings=[HOSTILE], architecture={**run["recipe"]["architecture"], HOSTILE: HOSTILE})
     (run_dir / "run.json").write_text(json.dumps(run))

@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,7 @@ def hold(plan: Plan, found: run.Simulation) -> None:
     assert all(abs(value) < 0.005 for value in sent.values()), off
     assert sent or found.resolved.world_size == 1
     rank = flops(plan.shape, hardware=True) / found.resolved.world_size
-    assert 0.97 <= found.first["flops"] / rank <= 1.1  # norms and routers of transformers are products to torch, too
+    assert 0.85 <= found.first["flops"] / rank <= 1.15  # without attention of packed rows, which torch has no count of
 
 
 @pytest.mark.parametrize("name", ["llama405b-oasst2", "llama8b-lima"])
@@ -143,7 +142,8 @@ HSDP = [f"accelerate.parallelism_config.parallelism_config_{key}_size={size}" fo
 ALONE = ["slurm.gpus_per_node=1", "train.global_batch_size=4", "train.per_device_train_batch_size=1"]
 TIED = {"tie_word_embeddings": True, "vocab_size": 50_304, "num_hidden_layers": 5}
 PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 100_352, "pad_token_id": 0}  # fmt: skip
+        "num_hidden_layers": 3, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 100_352, "pad_token_id": 0,
+        "max_position_embeddings": 4096, "tie_word_embeddings": False, "rms_norm_eps": 1e-5}  # fmt: skip
 SHAPES: dict[str, tuple[str, list[str], dict[str, Any], str | None]] = {
     "tied, another vocabulary": ("qwen3-8b", [], TIED, None),
     "tied, one GPU": ("llama1b-oasst2", ALONE, {"num_hidden_layers": 3}, None),
@@ -151,34 +151,37 @@ SHAPES: dict[str, tuple[str, list[str], dict[str, Any], str | None]] = {
     "replicas": ("llama8b-lima", HSDP, {"num_hidden_layers": 3, "vocab_size": 64_000}, None),
     "512 ranks": ("llama405b-oasst2", ["slurm.nodes=64", "train.global_batch_size=512"], {"num_hidden_layers": 3},
                   "64x8xh100-sxm"),
-    "gate and up in one": ("llama8b-lima", [], PHI3 | {"num_hidden_layers": 3}, None),
+    "gate and up in one": ("llama8b-lima", [], PHI3, None),
     "gate and up in one, adapted": ("llama70b-lora", ["lora.target_modules=[qkv_proj,o_proj,gate_up_proj,down_proj]"],
-                                    PHI3 | {"num_hidden_layers": 3}, None),
+                                    PHI3, None),
     "64 experts of 4": ("qwen3-30b-a3b-lora", [], {"num_hidden_layers": 3, "num_experts": 64, "num_experts_per_tok": 4,
                                                    "moe_intermediate_size": 1408}, None),
     "experts that are frozen": ("qwen3-30b-a3b-lora", ["lora.target_parameters=null"], {"num_hidden_layers": 3}, None),
     "16 experts, all trained": ("mixtral8x7b-tulu3", [], {"num_hidden_layers": 3, "num_local_experts": 16,
                                                           "intermediate_size": 6400}, None),
-    "preferences, with a reference": ("tiny-dpo", ["lora=null", "train.bf16=true"], PHI3 | {"num_hidden_layers": 3}, None),
-    "preferences, with an adapter": ("tiny-dpo", ["train.bf16=true"], PHI3 | {"num_hidden_layers": 3}, None),
+    "preferences, with a reference": ("tiny-dpo", ["lora=null", "train.bf16=true"], PHI3, None),
+    "preferences, with an adapter": ("tiny-dpo", ["train.bf16=true"], PHI3, None),
     "wider heads under tp": ("llama70b-tp-fsdp2", [], {"num_hidden_layers": 3, "intermediate_size": 14_336}, None),
 }  # fmt: skip
 """Of none of the recipes: one of them, overrides, keys of its model.json, GPUs."""
 
 
-def of_shape(name: str) -> tuple[Plan, Any]:
+def of_shape(name: str, folder: Path) -> tuple[Plan, Any]:
     base, overrides, changes, gpus = SHAPES[name]
-    found = recipe(base, *overrides, depth=None)
-    resolved = replace(found, architecture=found.architecture | changes)
+    for part in ("_base", base):
+        shutil.copytree(REPO / "recipes" / part, folder / part)
+    whole = {} if "model_type" in changes else recipe(base, depth=None).architecture
+    (folder / base / "model.json").write_text(json.dumps(whole | changes))
+    resolved = resolve(folder / base, overrides)
     plan = plan_of(resolved, gpus)
     return plan, run.simulate(resolved, plan.machine, tell=lambda _: None)
 
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("name", SHAPES)
-def test_shapes_that_are_in_no_recipe(name: str) -> None:
+def test_shapes_that_are_in_no_recipe(name: str, tmp_path: Path) -> None:
     """Other layers, vocabularies, heads, experts and worlds: the plan's moments follow from the model, not from a fit."""
-    hold(*of_shape(name))
+    hold(*of_shape(name, tmp_path))
 
 
 def test_no_wait_of_the_host_grows_with_the_layers() -> None:

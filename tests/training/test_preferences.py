@@ -13,7 +13,7 @@ from peft import LoraConfig
 from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
-from clustertune.export.whole import export_either
+from clustertune.chain import export_trained
 from clustertune.training.build import fit_to_device
 from tests.command import events, run
 from tests.conftest import once
@@ -129,4 +129,4 @@ def test_a_killed_run_goes_on_to_the_same_bytes(strategy: str, more: list[str], 
     names = ("eval_loss", "eval_reward_margin")
     assert [events(killed, "eval")[-1][n] for n in names] == [events(whole, "eval")[-1][n] for n in names]
     assert curve(whole)[0][0] == pytest.approx(0.693147, abs=1e-5) and curve(whole)[-1][0] != curve(whole)[0][0]
-    assert Path(export_either(killed)["out"]).is_dir()
+    assert Path(export_trained(killed)["out"]).is_dir()

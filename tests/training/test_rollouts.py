@@ -12,10 +12,10 @@ from peft import LoraConfig
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
+from clustertune.chain import export_trained
 from clustertune.data import rollout_rows
 from clustertune.data.rewards import Rewards
 from clustertune.errors import ExitCode
-from clustertune.export.whole import export_either
 from clustertune.recipe.sections import Recipe
 from clustertune.training.build import fit_to_device
 from clustertune.training.rollouts import find_alarm, paired
@@ -113,7 +113,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     names = ("eval_reward", "eval_reward_difference", "eval_reward_difference_error")
     assert [events(killed, "eval")[-1][n] for n in names] == [events(whole, "eval")[-1][n] for n in names]
     assert curve(killed)[-1] == curve(whole)[-1]
-    assert Path(export_either(killed)["out"]).is_dir()
+    assert Path(export_trained(killed)["out"]).is_dir()
 
 
 def _kill(step: int) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.chain import open_run
+from clustertune.chain import export_trained, open_run
 from clustertune.checkpoint.store import verify
-from clustertune.export.whole import export_either
 from clustertune.manifest import read_manifest
 from tests.command import events
 from tests.training.benches import (
@@ -76,7 +75,7 @@ def exported(path: Path) -> dict[str, Any]:
     """The tensors that ``clustertune export`` takes out of the final checkpoint."""
     from safetensors.torch import load_file
 
-    summary = export_either(path)
+    summary = export_trained(path)
     tensors = {k: v for file in sorted(Path(summary["out"]).glob("*.safetensors")) for k, v in load_file(file).items()}
     assert len(tensors) == summary["tensors"]
     return tensors

@@ -12,7 +12,7 @@ import trl
 from jinja2 import TemplateError
 
 from clustertune.data import sequences, tokens
-from clustertune.data.answers import NotPrefixPreserving, answer_spans, tokens_within
+from clustertune.data.answer_spans import NotPrefixPreserving, answer_spans, tokens_within
 from clustertune.data.local_model import CHAT_TEMPLATE, train_tokenizer
 from clustertune.data.prepare import prepare
 from clustertune.data.tokenizer import has_generation_markers
