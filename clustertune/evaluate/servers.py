@@ -27,7 +27,7 @@ from typing import Any
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.evaluate.model import Backend, ModelFacts, weight_bytes
-from clustertune.host.network import by_socket
+from clustertune.host.network import addresses
 from clustertune.launch.rendezvous import first_port, free_port
 from clustertune.launch.serving import ModelSize, Serving, serving, start_seconds
 from clustertune.manifest import write_durably
@@ -172,7 +172,7 @@ def own_address(job: ServingJob) -> str | None:
     """
     if len(job.nodes) < 2:
         return None
-    if job.interface and (found := by_socket(job.interface)):
+    if job.interface and (found := addresses().get(job.interface)):
         return found[0].partition("/")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
