@@ -9,11 +9,13 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,11 @@ from clustertune.launch.node import ranks_command
 from clustertune.manifest import hash_file
 from clustertune.megatron import inputs
 from clustertune.monitor import live
+from clustertune.process import die_with_parent
 from clustertune.recipe.schema import Push
 from clustertune.report import content, cost, source
 from clustertune.resolve.resolved import Resolved
-from clustertune.rundir import STAGES, RunDir
+from clustertune.rundir import SCORES, STAGES, RunDir
 from clustertune.staging import bundle, needs
 from clustertune.storage import storage_cause
 from clustertune.training.event_log import EventLog
@@ -270,6 +273,26 @@ class Chain:
             return bool(made_from["tokens"]["versions"] == tokens.versions())
         return True
 
+    def run_part(self, stage: str, command: Sequence[str], where: str = "its process") -> dict[str, Any]:
+        """Run one stage in a process of its own, by ``command``; its record. Raises UserError where it fails: its lines said
+        why.
+        """
+        bound = partial(die_with_parent, signal.SIGTERM)
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False, preexec_fn=bound).returncode
+        record = self.run.stage(stage)
+        if code or record is None:
+            known = ExitCode(code) if code in set(ExitCode) else ExitCode.FAILED
+            raise UserError(f"{stage} failed in {where} (exit code {code})", fix="the lines above say why", code=known)
+        return record
+
+    def part(self, stage: str) -> list[str]:
+        """The command of :meth:`run_part` on this machine."""
+        return [sys.executable, "-m", "clustertune", "part", stage, "--run-dir", str(self.run.path.resolve())]
+
+    def run_scores(self) -> None:
+        """Score the newest checkpoint, in a process that gives the GPUs back."""
+        self.run_part(SCORES, self.part(SCORES))
+
     def run_stage(self, stage: str) -> None:
         """Run one stage here and record it. Raises what the stage raises."""
         say(f"{stage} ...")
@@ -298,7 +321,7 @@ class Chain:
 
     def _tokens(self, stage: str) -> dict[str, str]:
         """What ``.env`` holds for the Hub, where a stage may load from it. The ranks of the training read it themselves."""
-        return secrets.of_the_hub() if stage in ("prepare", "merge", "eval") else {}
+        return secrets.of_the_hub() if stage in ("prepare", "merge", "eval", SCORES) else {}
 
     def prepare(self) -> dict[str, Any]:
         """The conversations, the base model where the recipe makes its own, and the tokens that the ranks read."""
@@ -336,6 +359,8 @@ class Chain:
         """
         for earlier in itertools.count():
             newest, broken = store.newest_whole(self.run.checkpoints)
+            if self._is_score_due(newest):
+                self.run_scores()
             if newest is not None and _is_final(newest):
                 break
             step = newest.step if newest else 0
@@ -351,6 +376,10 @@ class Chain:
                 live.refresh(self.run.path)
             if outcome.code is ExitCode.OK:
                 source.write(self.run.read(), self.run.path)
+            newest, _ = store.newest_whole(self.run.checkpoints)
+            if outcome.code in (ExitCode.OK, ExitCode.AGAIN) and not outcome.stop_requested and self._is_score_due(newest):
+                continue
+            if outcome.code is ExitCode.OK:
                 break
             stopped = Problem("stopped on request after saving", file=str(self.run.path), fix="the same command continues")
             problems = outcome.problems or [stopped]
@@ -359,6 +388,36 @@ class Chain:
             show_error(UserError(problems, ExitCode.AGAIN))
             say("the next attempt begins in this allocation")
         return {"checkpoint": Path(store.find_checkpoint(self.run.path)).name}
+
+    def _is_score_due(self, newest: store.Checkpoint | None) -> bool:
+        """Whether the newest checkpoint is to be scored (``eval.during``), and is not yet."""
+        from clustertune.evaluate.during import is_scored
+
+        wanted, saved = self.resolved.recipe.eval.during, self.resolved.recipe.save
+        if wanted is None or newest is None or is_scored(self.run, newest.path.name):
+            return False
+        return _is_final(newest) or wanted.is_due(newest.step, saved.milestones if saved is not None else ())
+
+    def scores(self) -> dict[str, Any]:
+        """The scores of the newest checkpoint, while no rank runs."""
+        from clustertune.evaluate import during
+
+        recipe, (newest, _) = self.resolved.recipe, store.newest_whole(self.run.checkpoints)
+        assert recipe.eval.during is not None and newest is not None
+        began = time.perf_counter()
+        with measured(self.run.path), contextlib.ExitStack() as stack:
+            stack.callback(self.run.evaluating.unlink, missing_ok=True)
+            found = during.take(
+                self.run,
+                recipe.eval.of_checkpoints(recipe.eval.during),
+                self.base_folder(),
+                newest,
+                data=bundle.prompts(self.resolved),
+                benchmark=recipe.model.weights == "hub",
+            )
+        with contextlib.closing(EventLog(self.run.metrics, newest.attempt)) as log:
+            log.write("scores", step=newest.step, **found, seconds=round(time.perf_counter() - began, 3))
+        return {"step": newest.step}
 
     def run_attempt(self, plan: AttemptPlan) -> Outcome:
         """One attempt at training, from its plan to its outcome."""
@@ -403,9 +462,21 @@ class Chain:
             )
         if self.resolved.recipe.megatron is not None:
             path = inputs.exported(self.run.path)
+        if (during := self.resolved.recipe.eval.during) is not None and during.keep == "best":
+            path = self._best(path)
         if self.resolved.lora is None:
             return {"summary": export_model(path, self.run.merged, self.base_folder())}
         return {"summary": export(path, self.run.adapter, self.base_folder())}
+
+    def _best(self, last: Path) -> Path:
+        """The checkpoint with the best scores; the last one where none has a difference to the base."""
+        from clustertune.evaluate.during import best
+
+        if (found := best(self.run)) is None:
+            say("warning: eval.during.keep: best: no checkpoint has a paired difference to the base; the last one is exported")
+            return last
+        say(f"export of {found.path.name}: the largest difference to the base")
+        return found.path
 
     def merge(self) -> dict[str, Any]:
         from clustertune.merge import merge

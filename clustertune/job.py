@@ -6,7 +6,6 @@ import contextlib
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -32,7 +31,7 @@ from clustertune.launch.rendezvous import first_port
 from clustertune.nccl_check import link_check
 from clustertune.process import STOP_SIGNALS, Stopped, end
 from clustertune.resolve.resolved import Resolved
-from clustertune.rundir import STAGES, RunDir, keep_private
+from clustertune.rundir import SCORES, STAGES, RunDir, keep_private
 from clustertune.staging import staging_step
 from clustertune.training.event_log import EventLog
 
@@ -100,30 +99,30 @@ class JobChain(chain.Chain):
 
     def run_stage(self, stage: str) -> None:
         """In the cluster's container where it has one; the training starts one on every node by itself."""
-        with self.servers() if stage == "eval" else contextlib.nullcontext(None) as servers:
+        with self.servers() if stage in ("eval", SCORES) else contextlib.nullcontext(None) as servers:
             self._run_stage(stage, servers)
 
+    def run_scores(self) -> None:
+        """With the nodes' servers, as the stage ``eval``."""
+        self.run_stage(SCORES)
+
     def _run_stage(self, stage: str, servers: Path | None) -> None:
-        if self.cluster.container.runtime == "none" or stage == "train":
+        contained = self.cluster.container.runtime != "none"
+        if stage == "train" or (stage != SCORES and not contained):
             with secrets.lent({GIVEN: str(servers)} if servers else {}):
                 super().run_stage(stage)
             return
-        command_line = [sys.executable, "-m", "clustertune", "part", stage, "--run-dir", str(self.run.path.resolve())]
-        command_line += ["--servers", str(servers)] if servers else []
         command = srun.on_first_node(
-            command_line,
+            [*self.part(stage), *(["--servers", str(servers)] if servers else [])],
             self.cluster,
             binds=container.paths_of(self.resolved, self.run.path),
             host=self.allocation.nodes[0],
             gpus=bool(self.allocation.gpus_per_node),
             environ=os.environ,
         )
-        code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
-        record = self.run.stage(stage)
-        if code or record is None:
-            known = ExitCode(code) if code in set(ExitCode) else ExitCode.FAILED
-            raise UserError(f"{stage} failed in the container (exit code {code})", fix="the lines above say why", code=known)
-        self.results[stage] = record
+        record = self.run_part(stage, command, "the container" if contained else "its process")
+        if stage in STAGES:
+            self.results[stage] = record
 
     @contextlib.contextmanager
     def servers(self) -> Iterator[Path | None]:

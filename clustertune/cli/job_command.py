@@ -15,7 +15,7 @@ from clustertune.arguments import ClusterOption, Overrides, RecipeArgument, path
 from clustertune.cli.deferred import deferred
 from clustertune.console import say
 from clustertune.errors import UserError, raise_if
-from clustertune.rundir import STAGES, RunDir, require_stage
+from clustertune.rundir import SCORES, STAGES, RunDir, require_stage
 
 if TYPE_CHECKING:
     from clustertune.cluster.schema import Cluster
@@ -211,10 +211,11 @@ def node(
 def part(
     stage: Annotated[str, typer.Argument(help="One stage of the chain.")],
     run_dir: Annotated[Path, path_option("A run folder.")],
-    servers: Annotated[Path | None, path_option("The job's vLLM servers, for stage eval.")] = None,
+    servers: Annotated[Path | None, path_option("The job's vLLM servers, for eval and scores.")] = None,
 ) -> None:
     """Run one stage inside a job's container; the job itself holds the run's lock."""
-    require_stage(stage)
+    if stage != SCORES:
+        require_stage(stage)
     run = RunDir(run_dir)
     with secrets.lent({eval_servers.GIVEN: str(servers)} if servers else {}):
         chain.Chain(run, run.resolved()).run_stage(stage)

@@ -243,6 +243,10 @@ def find_problems(resolved: Resolved, cluster: Cluster, *, memory: bool = True) 
     if compute.gpus and ranks > compute.gpus:
         fix = f"slurm.gpus_per_node={compute.gpus}"
         add("slurm.gpus_per_node", f"the recipe needs {ranks} GPUs per node; {called} has {compute.gpus}", fix)
+    shared = serving.evaluation(resolved, cluster).serving if resolved.recipe.eval.during is not None else None
+    if shared is not None and shared.nodes > nodes:
+        text = f"the model is served over {shared.nodes} nodes, and the training has {nodes}: no place to score checkpoints"
+        add("eval.during", text, "leave it out, or train on as many nodes")
     minutes = parse_minutes(resolved.recipe.slurm.time) or 0
     if not minutes:
         add("slurm.time", f"{resolved.recipe.slurm.time} leaves no time to run", "slurm.time=24:00:00")

@@ -67,6 +67,7 @@ def check_schema(values: Mapping[str, Any], location: Callable[[KeyPath], str]) 
             yield path, text, fix if fix or len(path) > 1 else _section_of(path[0])
     yield from _check_scores(values)
     yield from check_reward(values)
+    yield from _check_during(values)
     model, data = values.get("model"), values.get("data")
     if isinstance(model, dict):
         if model.get("weights", "hub") == "hub" and not model.get("path"):
@@ -365,6 +366,26 @@ def check_reward(values: Mapping[str, Any]) -> Iterator[Found]:
         yield ("reward",), f"{name} twice: rewards are logged by their names", "give each function a name of its own"
     for at, reward in enumerate(read_rewards(given)):
         yield from ((("reward", str(at)), text, fix) for text, fix in _check_options(reward))
+
+
+def _check_during(values: Mapping[str, Any]) -> Iterator[Found]:
+    """Scores while training: only of an adapter, which is scored without a merge."""
+    found = read_section(Eval, values.get("eval"))
+    if found is None or found.during is None:
+        return
+    at = ("eval", "during")
+    if values.get("megatron") is not None:
+        yield at, "Megatron-Bridge's checkpoints are no adapters: they are exported once, at the end", "leave it out"
+    elif values.get("lora") is None:
+        text = "all parameters are trained: each score would write the whole model once more"
+        yield at, text, "leave it out, or train an adapter: lora"
+    saved = values.get("save")
+    if found.during.every == "milestone" and not (isinstance(saved, dict) and saved.get("milestones")):
+        yield (
+            (*at, "every"),
+            "milestone: the recipe names no milestones",
+            "write save: {milestones: [100, 200]}, or a number of steps",
+        )
 
 
 def read_rewards(given: Any) -> list[Reward]:

@@ -8,6 +8,7 @@ the queue.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -279,6 +280,24 @@ class Slurm(Section):
     that, and what is read is on shared storage."""
 
 
+class During(Section):
+    """Scores of the checkpoints while the training is under way: it stands still for them."""
+
+    every: Positive | Literal["milestone"]
+    """A number of optimizer steps, behind which a checkpoint is saved and scored; ``milestone``: the steps of
+    ``save.milestones``. The base, as the reference, and the last step are scored besides."""
+    tasks: Annotated[list[TaskName], Field(min_length=1)] | None = None
+    """Of those in ``eval.tasks``; None: all."""
+    limit: Positive = 64
+    """Documents of each task."""
+    keep: Literal["last", "best"] = "last"
+    """What is exported: the last checkpoint, or the one whose paired difference to the base is the largest."""
+
+    def is_due(self, step: int, milestones: Collection[int]) -> bool:
+        """Whether the checkpoint of a step is to be scored, the last one's aside."""
+        return step in milestones if self.every == "milestone" else step % self.every == 0
+
+
 class Eval(Section):
     """How the model is scored, in lm-eval's names."""
 
@@ -306,15 +325,23 @@ class Eval(Section):
     minutes."""
     base: bool = False
     """Score the base model too, and compare document by document."""
+    during: During | None = None
     pass_mark: Scores = {}
     """Lowest score that passes, by task and metric; the stage fails below."""
     pass_difference: Differences = {}
     """Lowest difference to the base that passes, by task and metric; needs ``base``."""
 
+    def of_checkpoints(self, during: During) -> Eval:
+        """What is asked of each checkpoint that is scored while training, and of the base: the same in all else."""
+        own = {"tasks": during.tasks or self.tasks, "limit": during.limit, "data": None, "base": False}
+        return self.model_copy(update={**own, "pass_mark": {}, "pass_difference": {}})
+
     @model_validator(mode="after")
     def _has_base(self) -> Eval:
         if not self.tasks and self.data is None:
             raise ValueError("nothing is asked: name tasks of lm-eval, or data: a file of prompts")
+        if self.during is not None and not (self.tasks and {*(self.during.tasks or self.tasks)} <= {*self.tasks}):
+            raise ValueError("during.tasks are some of eval.tasks: name them there too")
         if self.pass_difference and not self.base:
             raise ValueError("pass_difference compares with the base: set base: true")
         return self

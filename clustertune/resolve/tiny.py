@@ -124,6 +124,7 @@ def tiny_layer(values: dict[str, Any], folder: Path, data_parallel_size: int) ->
         "expect": None,
         **{key: None for key in CHOOSING if isinstance(data, dict) and data.get(key) is not None},
     }
+    during = isinstance(scored := values.get("eval"), dict) and scored.get("during") is not None
     own: dict[str, Any] = data if trainer == "grpo" and isinstance(data, dict) and data.get("input") is not None else {}
     return {
         "model": {"weights": "random", "revision": None, "path": None},
@@ -131,7 +132,10 @@ def tiny_layer(values: dict[str, Any], folder: Path, data_parallel_size: int) ->
         "data": {"limit": min(usable(own.get("limit"), MAX_PROMPTS), MAX_PROMPTS), "expect": None} if own else shipped,
         **({"reward": [FIRST_TASK]} if trainer == "grpo" and not own else {}),
         "train": _train(train, data_parallel_size) if trainer != "grpo" else _rollouts(train, data_parallel_size),
-        "eval": {"tasks": [FIRST_TASK], "max_gen_toks": MAX_NEW_TOKENS, "base": False, "pass_mark": {}, "pass_difference": {}},
+        "eval": {
+            **{"tasks": [FIRST_TASK], "max_gen_toks": MAX_NEW_TOKENS, "base": False, "pass_mark": {}, "pass_difference": {}},
+            **({"during": {"every": EVERY, "tasks": [FIRST_TASK], "limit": 4}} if during else {}),
+        },
         "expect": {},
         "push": None,
         "slurm": {"signal_seconds": SIGNAL_SECONDS},
