@@ -134,7 +134,7 @@ def render(result: Mapping[str, Any], console: Console) -> None:
             table.add_row(*(Text(cell) for cell in cells))
     console.print(table)
     if result.get("paired"):
-        columns = ["task", "score", "verdict", "base", "tuned", "difference", "95 % interval"]
+        columns = ["task", "score", "verdict", "base", "tuned", "change", "95 % interval"]
         table = make_table(*columns, title=f"beside {result['base']['model']}", text_columns=3)
         for *cells, verdict in paired_rows(result):
             table.add_row(*(Text(cell) for cell in (*cells[:2], verdict, *cells[2:])))
@@ -178,7 +178,10 @@ def _number(value: Any) -> str:
 RESAMPLES, SEED = 10_000, 1234
 """Of the bootstrap over documents."""
 LEVEL = 0.95
-BETTER, WORSE, SAME = "better", "worse", "no difference"
+BETTER, WORSE, SAME, FEW = "better", "worse", "unclear", "too few"
+ENOUGH = 20
+"""Documents below which there is no verdict: with so few a percentile bootstrap is much too narrow (Hesterberg 2015,
+arXiv:1411.5279, section 4), and two answers that are both better have an interval of no width."""
 METHOD = f"paired percentile bootstrap over documents, {RESAMPLES:,} resamples, seed {SEED}"
 SHOWN = 3
 """Answers for the better and as many for the worse."""
@@ -208,7 +211,7 @@ def interval(base: Any, tuned: Any, *, higher_is_better: bool = True) -> dict[st
     totals = both.sum(axis=0)
     first, second = float(totals[0] / totals[1]), float(totals[2] / totals[3])
     up, down = (BETTER, WORSE) if higher_is_better else (WORSE, BETTER)
-    verdict = up if low > 0 else down if high < 0 else SAME
+    verdict = FEW if documents < ENOUGH else up if low > 0 else down if high < 0 else SAME
     return {"base": first, "tuned": second, "difference": second - first, "ci95": [low, high], "verdict": verdict}
 
 

@@ -355,6 +355,7 @@ def saves_as_dict(document: Mapping[str, Any], metrics: Metrics, attempts: Seque
     trained, met = sum(one.seconds(time.time()) for one in attempts), failures(attempts)
     stall, write = middle(lambda one: one.stall), middle(lambda one: one.write)
     recipe = get(document, "recipe", "recipe") or {}
+    steps = get(document, "recipe", "train_args", "save_steps")
     nodes = int(get(recipe, "slurm", "nodes") or 1)
     given = get(document, "cluster", "compute", "mtbf_hours")
     mtbf = given or met.mtbf_hours
@@ -362,7 +363,7 @@ def saves_as_dict(document: Mapping[str, Any], metrics: Metrics, attempts: Seque
     between = seconds_between_ends(nodes, mtbf, limit)
     every = next((record.every for record in reversed(saves) if record.every is not None), None)
     return {
-        "every": get(recipe, "save", "every") or (f"{steps}" if (steps := get(document, "recipe", "train_args", "save_steps")) else None),
+        "every": get(recipe, "save", "every") or (f"{steps}" if steps else None),
         "every_seconds": every,
         "milestones": list(get(recipe, "save", "milestones") or ()),
         "count": len(saves),

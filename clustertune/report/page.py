@@ -13,7 +13,7 @@ from typing import Any
 from clustertune import manifest
 from clustertune.console import duration, say
 from clustertune.errors import ExitCode, Problem, UserError, storing
-from clustertune.evaluate.scores import BETTER, SAME, WORSE, read_result, shown
+from clustertune.evaluate.scores import BETTER, FEW, SAME, WORSE, read_result, shown
 from clustertune.events import read_object
 from clustertune.manifest import MANIFEST, require_whole, write_durably
 from clustertune.nccl_check.link_check import FOLDER, RESULT
@@ -545,7 +545,8 @@ def _better(metrics: Metrics, scored: Any) -> str:
     change += f", a difference of {100 * row['difference']:+.1f} points with a 95 % interval from {low} to {high}"
     sentence = {BETTER: "; it got better than its base", WORSE: "; it got worse than its base"}
     text = sentence.get(row["verdict"], "; that it got better than its base is not shown")
-    counts = [f"{sum(r['verdict'] == verdict for _, _, r in rows)} {verdict}" for verdict in (BETTER, WORSE, SAME)]
+    said = [r["verdict"] for _, _, r in rows]
+    counts = [f"{said.count(verdict)} {verdict}" for verdict in (BETTER, WORSE, SAME, FEW) if verdict in said]
     others = f" (of {len(rows)} scores: {', '.join(counts)})" if len(rows) > 1 else ""
     return f"{text}: {change}{others}."
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from clustertune.errors import ExitCode, UserError
-from clustertune.evaluate.scores import BETTER, WORSE, clustered_stderr, compare, interval, judge, render, require_pass
+from clustertune.evaluate.scores import BETTER, FEW, WORSE, clustered_stderr, compare, interval, judge, render, require_pass
 from clustertune.recipe.schema import Eval
 from clustertune.recipe.tasks import first_task
 
@@ -47,7 +47,7 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize(("mark", "passed"), [(-0.1, True), (-0.05, True), (0.0, False)])
 def test_a_mark_may_be_on_the_difference_to_the_base(mark: float, passed: bool) -> None:
-    row = {"base": 0.55, "tuned": 0.5, "difference": -0.05, "ci95": [-0.2, 0.1], "verdict": "no difference"}
+    row = {"base": 0.55, "tuned": 0.5, "difference": -0.05, "ci95": [-0.2, 0.1], "verdict": "unclear"}
     result = make_result({}, paired={"ifeval": {"prompt_level_strict_acc,none": row}}, base={"model": "base"})
     settings = Eval(base=True, pass_difference={"ifeval": {"prompt_level_strict_acc": mark}})
     result["pass"] = judge(result, settings)
@@ -55,7 +55,7 @@ def test_a_mark_may_be_on_the_difference_to_the_base(mark: float, passed: bool) 
     if not passed:
         with pytest.raises(UserError, match=r"difference of ifeval prompt_level_strict_acc to the base is -0\.0500"):
             require_pass(result)
-    assert "-0.2000 to +0.1000" in show(result) and "no difference" in show(result)
+    assert "-0.2000 to +0.1000" in show(result) and "unclear" in show(result)
 
 
 def test_every_miss_is_named() -> None:
@@ -87,6 +87,13 @@ def test_a_known_difference() -> None:
     assert row["verdict"] == BETTER
     assert interval(column(tuned), column(base))["verdict"] == WORSE
     assert interval(column(base), column(tuned), higher_is_better=False)["verdict"] == WORSE
+
+
+def test_a_few_documents_tell_nothing() -> None:
+    """Two answers that are both better: the bootstrap's interval has no width, and proves nothing."""
+    row = interval(column([0, 0]), column([1, 1]))
+    assert row["ci95"] == [1.0, 1.0] and row["verdict"] == FEW
+    assert interval(column([0] * 20), column([1] * 20))["verdict"] == BETTER
 
 
 def samples(values: list[Any], metric: str = "acc", task: str = "t", prompt: str = "p") -> list[dict[str, Any]]:
