@@ -12,8 +12,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -30,14 +31,16 @@ from clustertune.launch.agent import Agent, measured
 from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.judge import Outcome, conclude
 from clustertune.launch.node import ranks_command
+from clustertune.launch.rendezvous import first_port
+from clustertune.launch.serving import rollout_serving
 from clustertune.manifest import hash_file
 from clustertune.megatron import inputs
 from clustertune.monitor import live
-from clustertune.process import die_with_parent
+from clustertune.process import die_with_parent, end
 from clustertune.recipe.schema import Push
 from clustertune.report import content, cost, source
 from clustertune.resolve.resolved import Resolved
-from clustertune.rundir import SCORES, STAGES, RunDir
+from clustertune.rundir import ROLLOUT_SERVERS, SCORES, STAGES, RunDir
 from clustertune.staging import bundle, needs
 from clustertune.storage import storage_cause
 from clustertune.training.event_log import EventLog
@@ -184,6 +187,8 @@ class Chain:
     resolved: Resolved
     quiet: bool = False
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ring: Path | None = None
+    """What the ranks find the servers of ``rollout: servers`` by, while those run."""
 
     def go(self, first: str = STAGES[0], last: str = STAGES[-1]) -> dict[str, dict[str, Any]]:
         """Run the stages from ``first`` to ``last``; a finished one before ``first`` is taken as it is.
@@ -357,6 +362,11 @@ class Chain:
 
         Raises UserError where the last one ended otherwise than finished, or where a job makes no progress (exit 93).
         """
+        with contextlib.ExitStack() as stack:
+            return self._attempts(stack)
+
+    def _attempts(self, stack: contextlib.ExitStack) -> dict[str, Any]:
+        """``stack``: where the servers of the answers are entered, with the first attempt."""
         for earlier in itertools.count():
             newest, broken = store.newest_whole(self.run.checkpoints)
             if self._is_score_due(newest):
@@ -368,6 +378,8 @@ class Chain:
                 progress.check(self.run.path, self.job, step)
             if not earlier:
                 self.get_ready()
+                if self.resolved.recipe.rollout == "servers":
+                    self.ring = stack.enter_context(self.rollout_servers())
             for bad, problems in broken if self.quiet else []:  # the ranks' own messages go to their logs only
                 say(f"checkpoint {bad.path.name} is incomplete or damaged and is skipped: {problems[0]}")
             cost.check(self.run, self.resolved.recipe.budget)
@@ -419,6 +431,55 @@ class Chain:
             log.write("scores", step=newest.step, **found, seconds=round(time.perf_counter() - began, 3))
         return {"step": newest.step}
 
+    @contextlib.contextmanager
+    def rollout_servers(self) -> Iterator[Path]:
+        """The servers that generate answers, until the training has ended; the file by which the ranks find them."""
+        from clustertune.evaluate import servers
+
+        nodes, gpus = self.server_nodes()
+        folder = self.run.path.resolve() / "servers" / f"rollouts-{time.time_ns()}"
+        lora = self.resolved.lora or {}
+        job = servers.ServingJob(
+            str(self.base_folder().resolve()),
+            rollout_serving(self.resolved, gpus),
+            servers.dtype_of(self.base_folder()),
+            str(folder),
+            first_port(folder.name, 0),
+            f"{self.scratch()}/clustertune-{folder.name}",
+            nodes=nodes,
+            gpus=tuple(map(str, range(gpus))),
+            rank=max([int(lora["r"]), *(lora.get("rank_pattern") or {}).values()]),
+            program=self.server_program(),
+            key_file=str(folder / servers.KEY),
+        )
+        with servers.kept(job, partial(self.begin_servers, folder), partial(end, seconds=servers.END_SECONDS + 5)) as ring:
+            yield ring
+
+    def server_nodes(self) -> tuple[tuple[str, ...], int]:
+        """Where they run, and the GPUs of each that they take: here, those that no rank has."""
+        return ("127.0.0.1",), max(0, visible_gpus() - self.resolved.world_size)
+
+    def scratch(self) -> str:
+        """A folder on a node's own disk."""
+        return tempfile.gettempdir()
+
+    def server_program(self) -> str | None:
+        """vLLM's program; None: that of this machine."""
+        return None
+
+    def begin_servers(self, folder: Path) -> subprocess.Popen[bytes]:
+        """Start the program of the servers on each of their nodes."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "clustertune.evaluate.servers", str(folder), "0"],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a terminal's Ctrl-C asks the ranks to save first
+            preexec_fn=partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509 - libc only
+        )
+
+    def attempt_environment(self) -> dict[str, str]:
+        """What the ranks are told of this chain's servers."""
+        return {ROLLOUT_SERVERS: str(self.ring)} if self.ring is not None else {}
+
     def run_attempt(self, plan: AttemptPlan) -> Outcome:
         """One attempt at training, from its plan to its outcome."""
         folder = self.run.attempt(plan.attempt)
@@ -439,12 +500,18 @@ class Chain:
     def make_plan(self, attempt: int, from_step: int) -> AttemptPlan:
         """Who takes part in an attempt: here, all ranks on this machine."""
         nodes = (Node("here", "127.0.0.1"),)
-        return AttemptPlan(attempt=attempt, nodes=nodes, ranks_per_node=self.resolved.world_size, from_step=from_step)
+        return AttemptPlan(
+            attempt=attempt,
+            nodes=nodes,
+            ranks_per_node=self.resolved.world_size,
+            from_step=from_step,
+            environment=self.attempt_environment(),
+        )
 
     def start(self, plan: AttemptPlan) -> bool:
         """Run the ranks of an attempt to their end. Returns whether they were asked to stop in a way that no record says."""
         command = ranks_command(self.run, self.resolved, plan.attempt, quiet=self.quiet)
-        Agent(self.run.path, plan, node=0).run(command, quiet=self.quiet)
+        Agent(self.run.path, plan, node=0).run(command, quiet=self.quiet, environment=plan.environment)
         return False
 
     def may_repeat(self, outcome: Outcome) -> bool:  # noqa: ARG002 - of this machine's

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -138,8 +139,6 @@ class JobChain(chain.Chain):
         job = f"{self.allocation.job_id}-{self.allocation.restart}"
         folder = self.run.path.resolve() / "servers" / job
         nodes = self.allocation.nodes[: found.serving.nodes]
-        container_ = self.cluster.container
-        contained = container_.runtime != "none"
         folder.mkdir(parents=True, exist_ok=True)
         ServingJob(
             "",  # the client names it: the merged model, then the base
@@ -151,23 +150,38 @@ class JobChain(chain.Chain):
             nodes=nodes if len(nodes) > 1 else (),
             interface=self.cluster.network.interface,
             gpus=tuple(map(str, range(found.serving.gpus_per_node))) if has_gpus() else (),
-            program=None if contained else container_.vllm,
+            program=self.server_program(),
             start_seconds=2 * found.start_seconds if found.start_seconds else START_SECONDS,
         ).write(folder / JOB)
-        command = srun.in_job(
-            [sys.executable, "-m", "clustertune.evaluate.servers", str(folder)],
-            self.cluster.model_copy(update={"container": container_.model_copy(update={"image": container_.vllm})}),
-            self.allocation,
-            binds=[*container.paths_of(self.resolved, self.run.path), self.base_folder()],
-            nodes=len(nodes),
-            options=[f"--nodelist={','.join(nodes)}"],
-        )
-        child = srun.begin(command)
+        child = srun.begin(self._servers_command(folder, nodes))
         threading.Thread(target=note_end, args=(child, folder), daemon=True).start()
         try:
             yield folder
         finally:
             end(child, srun.END_SECONDS)
+
+    def _servers_command(self, folder: Path, nodes: Sequence[str]) -> list[str]:
+        """``srun`` of vLLM's servers on some of the job's nodes, in vLLM's container where the cluster has one."""
+        settings = self.cluster.container
+        return srun.in_job(
+            [sys.executable, "-m", "clustertune.evaluate.servers", str(folder)],
+            self.cluster.model_copy(update={"container": settings.model_copy(update={"image": settings.vllm})}),
+            self.allocation,
+            binds=[*container.paths_of(self.resolved, self.run.path), self.base_folder()],
+            on=nodes,
+        )
+
+    def server_nodes(self) -> tuple[tuple[str, ...], int]:
+        return self.allocation.spare, self.allocation.gpus_per_node if has_gpus() else 0
+
+    def scratch(self) -> str:
+        return self.cluster.storage.scratch
+
+    def server_program(self) -> str | None:
+        return None if self.cluster.container.runtime != "none" else self.cluster.container.vllm
+
+    def begin_servers(self, folder: Path) -> subprocess.Popen[bytes]:
+        return srun.begin(self._servers_command(folder, self.allocation.spare))
 
     def make_plan(self, attempt: int, from_step: int) -> AttemptPlan:
         names = self.allocation.nodes
@@ -184,7 +198,7 @@ class JobChain(chain.Chain):
             restart=self.allocation.restart,
             from_step=from_step,
             interface=self.cluster.network.interface if len(names) > 1 else None,
-            environment={setting.name: setting.value for setting in settings},
+            environment={setting.name: setting.value for setting in settings} | self.attempt_environment(),
             stall_seconds=self.resolved.recipe.slurm.stall_seconds,
             port=first_port(self.allocation.job_id, attempt),
         )
@@ -279,6 +293,8 @@ def run(
 
     Raises UserError as the chain does, or Stopped.
     """
+    trains = "train" in STAGES[STAGES.index(stages[0]) : STAGES.index(stages[1]) + 1]
+    allocation = allocation.split(resolved) if trains else allocation
     chain.check_folder(resolved, path)  # before anything is written there: it may be no run folder at all
     signals: list[int] = []
     began = False
@@ -374,11 +390,13 @@ def describe(
     settings = [f"  {s.name}={s.value}  # {s.reason}" for s in variables]
     if "train" not in STAGES[STAGES.index(stages[0]) : STAGES.index(stages[1]) + 1]:
         return [head, *settings]
+    allocation = allocation.split(resolved)
     ranks = resolved.world_size // len(allocation.nodes)
     return [
         head,
         *settings,
         f"{resolved.world_size} ranks, {ranks} on each node; cluster {cluster.name}",
+        *([f"servers of the answers on {', '.join(allocation.spare)}"] if allocation.spare else []),
         *(f"  {s.name}={s.value}  # {s.reason}" for s in settings_of(resolved, cluster, allocation)),
         f"on every node: {shlex.join(step_command(resolved, path, 1, cluster, allocation))}",
     ]

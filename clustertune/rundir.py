@@ -29,6 +29,8 @@ STAGES = ("prepare", "train", "export", "merge", "eval", "report")
 """The chain, in order."""
 SCORES = "scores"
 """What happens within ``train``, between two attempts, where the recipe asks for scores while training."""
+ROLLOUT_SERVERS = "CLUSTERTUNE_ROLLOUT_SERVERS"
+"""The variable that tells ranks the file with their servers' addresses and key: ``{"urls": [...], "key": ...}``."""
 _BEFORE = ("lock", "owner.json", "requeued.json", "attempts", "jobs", "logs")
 """What a job makes in its run folder before ``run.json``."""
 _TORN = (".run.json.", ".owner.json.", ".requeued.json.")

@@ -118,6 +118,13 @@ def serving(size: ModelSize, gpu_bytes: float | None, gpus: int, nodes: int, doc
     return None
 
 
+def rollout_serving(resolved: Resolved, gpus: int) -> Serving:
+    """The servers of one node beside a trainer (``rollout: servers``). ``gpus``: the node's; 0: one server on the CPU."""
+    args, wide = resolved.train_args, resolved.recipe.servers.tensor_parallel_size
+    length = int(args["max_prompt_length"]) + int(args["max_completion_length"])
+    return Serving(max(1, gpus // wide), wide if gpus else 1, 1, length, MOST)
+
+
 def seconds(found: Serving, size: ModelSize, hbm_bytes_s: float, documents: int, answer_tokens: int) -> float:
     """An estimate of an evaluation's wall time: start, reading the weights, and the steps of the longest answers.
 

@@ -355,12 +355,16 @@ def check_reward(values: Mapping[str, Any]) -> Iterator[Found]:
         known = ", ".join(REWARD_OPTIONS)
         fix = f"write reward: [{next(iter(REWARD_OPTIONS))}]; there are {known}, and module:function of the recipe folder"
         yield ("reward",), "missing: trainer: grpo learns by rewards", fix
-    for key in ("reward", "rollout") if not grpo else ():
+    for key in ("reward", "rollout", "servers") if not grpo else ():
         if values.get(key) is not None:
             yield (key,), f"trainer: {values.get('trainer') or 'sft'} does not read it", "write trainer: grpo, or leave it out"
-    if values.get("rollout") == "servers":
-        text = "servers: generation on servers beside the trainer is not built"
-        yield ("rollout",), text, "write rollout: colocate; train.use_vllm=true has vLLM generate on the GPUs that train"
+    train = values.get("train")
+    if grpo and values.get("rollout") == "servers":
+        if values.get("lora") is None:
+            text = "servers: they are given adapters; with all parameters trained the whole model would go to them in each step"
+            yield ("rollout",), text, "train an adapter: lora; or write rollout: colocate"
+        if isinstance(train, dict) and train.get("use_vllm"):
+            yield ("train", "use_vllm"), "vLLM would generate on the GPUs that train too", "leave it out with rollout: servers"
     names = [reward.name for reward in read_rewards(given)]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield ("reward",), f"{name} twice: rewards are logged by their names", "give each function a name of its own"

@@ -514,6 +514,15 @@ class Reward(Section):
         return self
 
 
+class RolloutServers(Section):
+    """vLLM's servers beside the trainer, with ``rollout: servers``."""
+
+    nodes: Annotated[Positive, Field(le=10_000)] = 1
+    """Beside those of ``slurm.nodes``, which train."""
+    tensor_parallel_size: Positive = 1
+    """GPUs of a node that share each layer; a node with more of them has several servers."""
+
+
 class Recipe(Section):
     """The sections of a recipe whose keys are clustertune's own, after its base and the overrides are laid over each other."""
 
@@ -527,7 +536,8 @@ class Recipe(Section):
     reward: Annotated[list[Reward], Field(min_length=1)] | None = None
     """What answers are judged by, with ``trainer: grpo``: names, or ``{function: NAME, weight: 1.0, ...options}``."""
     rollout: Literal["colocate", "servers"] = "colocate"
-    """Where answers are generated: ``colocate`` on the GPUs that train. ``servers`` beside them is not built."""
+    """Where answers are generated: ``colocate`` on the GPUs that train, or on vLLM's ``servers`` in the same job."""
+    servers: RolloutServers = RolloutServers()
     accelerate: Annotated[str, form(rf"{NAME}\.yaml", "the name of a .yaml file in the recipe folder")] = "accelerate.yaml"
     """The distribution: an accelerate configuration file in the recipe folder."""
     activation_checkpointing: ActivationCheckpointing | None = None
@@ -545,6 +555,11 @@ class Recipe(Section):
     budget: Budget | None = None
     push: Push | None = None
     save: Save | None = None
+
+    @property
+    def server_nodes(self) -> int:
+        """Nodes of a training's job beside those of the training."""
+        return self.servers.nodes if self.rollout == "servers" else 0
 
 
 class RecipeFile(Recipe):

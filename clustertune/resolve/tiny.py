@@ -130,6 +130,8 @@ def tiny_layer(values: dict[str, Any], folder: Path, data_parallel_size: int) ->
         "model": {"weights": "random", "revision": None, "path": None},
         # A reward of the recipe's own reads columns that no other prompts have.
         "data": {"limit": min(usable(own.get("limit"), MAX_PROMPTS), MAX_PROMPTS), "expect": None} if own else shipped,
+        # Its servers would need vLLM; a command line that has a program in its place asks for them.
+        **({"rollout": "colocate"} if values.get("rollout") == "servers" else {}),
         **({"reward": [FIRST_TASK]} if trainer == "grpo" and not own else {}),
         "train": _train(train, data_parallel_size) if trainer != "grpo" else _rollouts(train, data_parallel_size),
         "eval": {
