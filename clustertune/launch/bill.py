@@ -150,9 +150,9 @@ def bill(plan: Plan, cluster: Cluster) -> Bill:
         "merge": shape.merge_seconds(plan.resolved),
         "evaluation": scored.seconds,
     }
-    training = None if plan.hours is None else plan.hours * plan.strategy.world_size
+    training = None if plan.hours is None else plan.hours * plan.gpus
     if during is not None:  # all GPUs of the training wait for them
-        hours = None if during.seconds is None else during.seconds / 3600 * plan.strategy.world_size
+        hours = None if during.seconds is None else during.seconds / 3600 * plan.gpus
         training = None if training is None or hours is None else training + hours
     rate = price(plan.machine.gpu)
     return Bill(training, scored.gpu_hours, plan.low, plan.high, seconds, rate, _saving(plan, cluster, scored, rate))

@@ -280,10 +280,16 @@ class Slurm(Section):
     that, and what is read is on shared storage."""
 
 
+def _check_scored(value: Any) -> Any:
+    if value != "milestone" and not (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        raise ValueError("is not milestone, nor a number of steps")
+    return value
+
+
 class During(Section):
     """Scores of the checkpoints while the training is under way: it stands still for them."""
 
-    every: Positive | Literal["milestone"]
+    every: Annotated[Any, AfterValidator(_check_scored)]
     """A number of optimizer steps, behind which a checkpoint is saved and scored; ``milestone``: the steps of
     ``save.milestones``. The base, as the reference, and the last step are scored besides."""
     tasks: Annotated[list[TaskName], Field(min_length=1)] | None = None
@@ -295,7 +301,7 @@ class During(Section):
 
     def is_due(self, step: int, milestones: Collection[int]) -> bool:
         """Whether the checkpoint of a step is to be scored, the last one's aside."""
-        return step in milestones if self.every == "milestone" else step % self.every == 0
+        return step in milestones if self.every == "milestone" else step % int(self.every) == 0
 
 
 class Eval(Section):
