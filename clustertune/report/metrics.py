@@ -320,7 +320,7 @@ class MetricsReader:
             del self.steps[record.step]
         for records in (self.evals, self.scores):
             for step in [step for step, record in records.items() if step > start and record.attempt <= number]:
-                del records[step]  # type: ignore[attr-defined]
+                del records[step]
 
     def _counts(self, step: int, number: int, before: int | None) -> bool:
         """No later attempt has this step, or resumes from before it. ``before``: the attempt whose record there is."""
@@ -345,10 +345,11 @@ class MetricsReader:
 
     def _on_scores(self, event: dict[str, Any]) -> None:
         step, number = _whole(event["step"]), _whole(event.get("attempt", 1))
-        rest = (_number(event.get(name)) for name in ("difference", "seconds"))
-        found = [_named(event.get(name)) for name in ("tasks", "differences")]
+        difference, seconds = (_number(event.get(name)) for name in ("difference", "seconds"))
+        tasks, differences = (_named(event.get(name)) for name in ("tasks", "differences"))
         if self._counts(step, number, self.scores[step].attempt if step in self.scores else None):
-            self.scores[step] = ScoresRecord(step, number, _number(event.get("time")), *found, *rest)
+            time = _number(event.get("time"))
+            self.scores[step] = ScoresRecord(step, number, time, tasks, differences, difference, seconds)
 
     def _on_answer(self, event: dict[str, Any]) -> None:
         step, named = _whole(event["step"]), _named(event.get("rewards"))
