@@ -16,7 +16,7 @@ import typer
 from clustertune.errors import Problem, UserError, raise_if
 
 if TYPE_CHECKING:
-    from clustertune.recipe.schema import Eval
+    from clustertune.recipe.sections import Eval
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.")]
 OptionalRecipe = Annotated[
@@ -181,9 +181,9 @@ def eval_settings(values: Mapping[str, Any]) -> Eval:
     """The settings of an evaluation as the command line gives them. Raises UserError."""
     from pydantic import ValidationError
 
-    from clustertune.recipe.load import did_you_mean
-    from clustertune.recipe.schema import Eval
-    from clustertune.recipe.tasks import unknown_tasks
+    from clustertune.recipe.eval_tasks import unknown_tasks
+    from clustertune.recipe.layers import did_you_mean
+    from clustertune.recipe.sections import Eval
 
     try:
         found = Eval.model_validate(values)

@@ -37,7 +37,7 @@ from clustertune.manifest import hash_file
 from clustertune.megatron import inputs
 from clustertune.monitor import live
 from clustertune.process import die_with_parent, end
-from clustertune.recipe.schema import Push
+from clustertune.recipe.sections import Push
 from clustertune.report import content, cost, source
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import ROLLOUT_SERVERS, SCORES, STAGES, RunDir

@@ -24,7 +24,7 @@ from clustertune.plan.lengths import PACKED_SHARE, Lengths, of_counts
 from clustertune.plan.predict import fewest_nodes
 from clustertune.plan.schedule import FEW_STEPS
 from clustertune.recipe.accelerate_file import ALONE, REPLICATED, SHARDED, merged
-from clustertune.recipe.load import RECIPES, read_overrides
+from clustertune.recipe.layers import RECIPES, read_overrides
 from clustertune.recipe.native_rules import filled, train_defaults
 from clustertune.recipe.parameters import count, parameter_count
 from clustertune.resolve.models import FoundModel, size_of

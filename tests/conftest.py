@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from clustertune import lock
+from tests import parallel
 from tests.command import SHORT, Done, run
 from tests.slurm import slurm, slurm_session
 
@@ -64,8 +65,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def common_folder(factory: pytest.TempPathFactory) -> Path:
     """The temporary folder of all workers."""
-    own = factory.getbasetemp()
-    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    return parallel.common_folder or factory.getbasetemp()
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
@@ -105,32 +105,14 @@ def signals_as_before() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-LONG_FILES = ("tests/test_chain.py", "tests/testbed/test_cluster.py", "tests/training/test_saving.py")
-"""Files that take minutes each: begun last they would keep one worker while the others have nothing left to do.
-
-Not tests/test_readme.py: it would wait for the run (:func:`finished`) that tests/test_chain.py makes at the same time."""
-BUSY = "tests/training/"
-"""Its ranks keep every core busy; most other files wait for something half of their time."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, then those of the busy folder spread evenly between the others; a file stays in one worker
-    (``--dist loadfile``), for its fixtures.
-
-    xdist would begin with the files of most tests instead: ``--no-loadscope-reorder``. One process runs them as they are given.
-    """
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
-    groups: dict[bool, list[str]] = {True: [], False: []}
-    for name in dict.fromkeys(item.nodeid.partition("::")[0] for item in items):
-        groups[name.startswith(BUSY)].append(name)
-    place = {name: at / len(group) for group in groups.values() for at, name in enumerate(group)}
-    place |= dict.fromkeys(LONG_FILES, -1.0)
-    items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skip", action="store_true", help="a skipped test is a failure: the machine has all it needs")
+    parser.addoption("--workers", type=int, default=0, help="processes that run test files; 0: this one runs all")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.workers:
+        config.pluginmanager.register(parallel.Workers(config.option.workers), "workers")
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -19,7 +19,7 @@ from clustertune.cluster.load import load_cluster
 from clustertune.launch.srun import EXPORTED
 from clustertune.launch.stage_jobs import SCRIPT, split_script
 from clustertune.nccl_check.link_rules import page
-from clustertune.resolve import show
+from clustertune.resolve import view
 from clustertune.resolve.resolve import resolve
 from clustertune.setup.rendered import all_texts
 from tests.launch.machines import OURS, RECIPES, REPO, cluster_of
@@ -48,7 +48,7 @@ PLANS: list[tuple[str, ...]] = [(recipe, cluster_of(recipe)) for recipe in RECIP
 
 def shown(name: str, tiny: bool = False) -> dict[str, Any]:
     """``show --json`` without what differs between machines."""
-    return {k: v for k, v in show.as_json(resolve(name, tiny=tiny)).items() if k not in {"folder", "warnings"}}
+    return {k: v for k, v in view.as_json(resolve(name, tiny=tiny)).items() if k not in {"folder", "warnings"}}
 
 
 def resolutions() -> str:

@@ -14,7 +14,7 @@ import pytest
 
 from clustertune import manifest
 from clustertune.checkpoint import store
-from clustertune.recipe.tasks import first_task
+from clustertune.recipe.eval_tasks import first_task
 from clustertune.report import source
 from clustertune.rundir import STAGES, RunDir
 from tests.command import SHORT, Done, events, rank_pid, run, run_until

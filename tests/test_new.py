@@ -19,7 +19,7 @@ from clustertune.cluster.load import of_gpus
 from clustertune.data.measure import measure
 from clustertune.draft import product_flops
 from clustertune.errors import UserError
-from clustertune.recipe.load import RECIPES
+from clustertune.recipe.layers import RECIPES
 from clustertune.resolve.models import find_model
 from clustertune.resolve.resolve import resolve
 from tests.command import REPO, run

@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from clustertune.cli.app import app
-from clustertune.recipe.load import same_model
+from clustertune.recipe.layers import same_model
 from clustertune.recipe.parameters import parameter_count
 from clustertune.resolve.resolve import resolve
 from tests.tree import REPO

@@ -15,7 +15,7 @@ import typer
 
 from clustertune.cli.app import app
 from clustertune.cluster.schema import ClusterFile
-from clustertune.recipe.schema import Recipe
+from clustertune.recipe.sections import Recipe
 from tests.command import REPO
 from tools.pictures import kill_and_resume, plan, svg
 

@@ -118,7 +118,7 @@ def _command(command: Any, name: str, parent: Any = None) -> Iterator[str]:
 
 def recipe() -> str:
     """The keys of ``recipe.yaml``."""
-    from clustertune.recipe.schema import Recipe
+    from clustertune.recipe.sections import Recipe
 
     text = "# Keys of a recipe\n\nKeys under `train:` are the trainer's (TRL), keys under `lora:` PEFT's.\n\n"
     return text + "".join(_keys(Recipe, ""))

@@ -116,34 +116,15 @@ def _plain(hint: Any) -> tuple[list[Any], str] | None:
 
 
 def trl_facts() -> dict[str, Any]:
-    """SFTConfig's fields, how DPOConfig's and GRPOConfig's differ, what ``report_to`` can name, the arguments of schedules and
-    optimizers."""
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-    from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig
+    """SFTConfig's fields, how DPOConfig's and GRPOConfig's differ, the arguments of optimizers."""
+    from trl import DPOConfig, GRPOConfig, SFTConfig
 
-    fields, pairs, rollouts = (
-        field_facts(SFTConfig),
-        inspect.getsource(DPOTrainer),
-        inspect.getsource(GRPOTrainer._compute_loss),
-    )
-    losses = re.findall(r'self\.loss_type (?:==|in) (\[[^]]+\]|"\w+")', rollouts)
+    fields = field_facts(SFTConfig)
     return {
         "trl": version("trl"),
         "fields": fields,
-        "dpo": {
-            **_difference(fields, field_facts(DPOConfig)),
-            "loss_type": re.findall(r'if loss_type == "(\w+)"', pairs),
-            "f_divergence_type": re.findall(r'if self.f_divergence_type == "(\w+)"', pairs),
-        },
-        "grpo": {
-            **_difference(fields, field_facts(GRPOConfig)),
-            "loss_type": list(dict.fromkeys(word for loss in losses for word in re.findall(r"\w+", loss))),
-            "importance_sampling_level": list(
-                dict.fromkeys(re.findall(r'self\.importance_sampling_level == "(\w+)"', rollouts))
-            ),
-        },
-        "reporters": list(INTEGRATION_TO_CALLBACK),
-        "schedulers": scheduler_facts(),
+        "dpo": _difference(fields, field_facts(DPOConfig)),
+        "grpo": _difference(fields, field_facts(GRPOConfig)),
         "optimizers": optimizer_facts(),
     }
 
@@ -154,24 +135,6 @@ def _difference(fields: dict[str, Any], others: dict[str, Any]) -> dict[str, Any
         "fields": {name: field for name, field in others.items() if field != fields.get(name)},
         "lacks": [name for name in fields if name not in others],
     }
-
-
-def scheduler_facts() -> dict[str, list[str]]:
-    """By schedule: what ``lr_scheduler_kwargs`` may hold."""
-    from torch.optim.lr_scheduler import ReduceLROnPlateau
-    from transformers import optimization
-    from transformers.trainer_utils import SchedulerType
-
-    # get_scheduler passes nothing on to the constant ones; these two pass everything on to a class.
-    silent = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP)
-    classes = {SchedulerType.REDUCE_ON_PLATEAU: ReduceLROnPlateau, SchedulerType.GREEDY: optimization.GreedyLR}
-    filled = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
-    return {
-        name.value: [] if name in silent else [
-            key for key in inspect.signature(classes.get(name, function)).parameters if key not in filled
-        ]
-        for name, function in optimization.TYPE_TO_SCHEDULER_FUNCTION.items()
-    }  # fmt: skip
 
 
 def optimizer_facts() -> dict[str, list[str] | None]:
@@ -204,49 +167,31 @@ def peft_facts() -> dict[str, Any]:
 
 
 def accelerate_facts() -> dict[str, Any]:
-    """The keys of accelerate's file, the options of ``accelerate launch``, and the words that FSDP's keys take."""
+    """The keys of accelerate's file, and the options of ``accelerate launch``."""
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
-    from accelerate.utils import constants
 
-    actions = [(name, action) for action in launch_command_parser()._actions for name in action.option_strings]
-    options = {name[2:]: action for name, action in actions if re.fullmatch(r"--\w+", name)}
-    words = ("FSDP_SHARDING_STRATEGY", "FSDP_AUTO_WRAP_POLICY", "FSDP_BACKWARD_PREFETCH", "FSDP_STATE_DICT_TYPE")
+    names = [name for action in launch_command_parser()._actions for name in action.option_strings]
+    options = {name[2:] for name in names if re.fullmatch(r"--\w+", name)}
     return {
         "accelerate": version("accelerate"),
         "keys": [item.name for item in dataclasses.fields(ClusterConfig)],
         # fsdp_ignored_modules is read with getattr, without an option of its own
         "options": sorted({*options, "fsdp_ignored_modules"}),
-        "choices": {
-            **{name: list(action.choices) for name, action in options.items() if action.choices},
-            "deepspeed_multinode_launcher": constants.DEEPSPEED_MULTINODE_LAUNCHERS,
-        },
-        **{name: list(getattr(constants, name)) for name in words},
     }
 
 
 def deepspeed_facts() -> dict[str, Any]:
-    """The keys of DeepSpeed's file, and of the sections that it checks what their values are: bool, int, float or other."""
+    """The keys of DeepSpeed's file."""
     from deepspeed.runtime import config, constants
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
     # DeepSpeed has no list of its top level: it asks the dictionary of the whole file for each key.
     keys = re.findall(r"param_dict(?:\.get\(|,\s*)([A-Z_0-9]+|\"\w+\"|'\w+')", inspect.getsource(config))
     names = {**vars(constants), **vars(config)}
     top = {names.get(word, word.strip("\"'")) for word in keys} | set(READ_ELSEWHERE)
-    sections = {
-        "zero_optimization": DeepSpeedZeroConfig,
-        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
-        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
-        "bf16": DeepSpeedBF16Config,
-        "fp16": DeepSpeedFP16Config,
-    }
     return {
         "deepspeed": version("deepspeed"),
         "keys": sorted(key for key in top if isinstance(key, str)),
-        "sections": {name: _model_fields(model) for name, model in sections.items()},
     }
 
 
@@ -256,15 +201,6 @@ READ_ELSEWHERE = (
     "sequence_parallel_size", "tensor_parallel", "tensorboard", "timers", "torch_autocast", "wandb", "weight_quantization",
 )  # fmt: skip
 """Keys of the top level for which other modules of 0.19.8 ask (deepspeed/*/config.py, runtime/*.py, monitor/, comm/)."""
-
-
-def _model_fields(model: Any) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, item in model.model_fields.items():
-        plain = [part for part in (typing.get_args(item.annotation) or (item.annotation,)) if part is not type(None)]
-        kind = plain[0].__name__ if len(plain) == 1 and plain[0] in (bool, int, float) else "other"
-        found |= dict.fromkeys(filter(None, (name, item.alias)), kind)
-    return found
 
 
 # --- transformers: its causal language models ---

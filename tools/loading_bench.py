@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.recipe.deepspeed_keys import ZERO
+from clustertune.recipe.deepspeed_file import ZERO
 from clustertune.resolve.distribution import Distribution
 from tools.merge_bench import make_base
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from clustertune import chain
 from clustertune.errors import Problem, UserError
 from clustertune.plan.lengths import SIGMA, Lengths
-from clustertune.recipe.schema import CHOOSING
+from clustertune.recipe.sections import CHOOSING
 from clustertune.report.source import counted_share
-from clustertune.resolve.megatron import require_startable
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from clustertune.resolve.tiny import ranks as tiny_ranks
@@ -71,7 +70,7 @@ def make(request: BenchRequest) -> Bench:
     given = list(request.overrides)
     ranks = request.ranks
     whole = resolve(request.recipe, given, tiny=request.tiny, ranks=ranks)
-    require_startable(whole)
+    whole.require_startable()
     if whole.recipe.trainer != "sft":
         fix = "clustertune run RECIPE train.max_steps=20: the report has its step times"
         raise UserError(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from clustertune.plan.schedule import COPY_BYTES_PER_S, WRITE_BYTES_PER_S, best_seconds, given_seconds
-from clustertune.recipe.schema import Save
+from clustertune.recipe.sections import Save
 
 
 @dataclass

@@ -59,10 +59,9 @@ with deferred():
     from clustertune.export import whole
     from clustertune.launch import cluster_paths, node
     from clustertune.plan import schedule
-    from clustertune.recipe import library_facts, schema
+    from clustertune.recipe import library_facts, sections
     from clustertune.report import page
-    from clustertune.resolve import megatron, resolve
-    from clustertune.resolve import show as view
+    from clustertune.resolve import resolve, view
     from clustertune.resolve import tiny as scaled_down
     from clustertune.staging import bundle
 
@@ -143,7 +142,7 @@ def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int
     resolved = resolve.resolve(recipe, overrides or [], tiny=tiny, ranks=ranks)
     if not local:
         return resolved
-    megatron.require_startable(resolved)
+    resolved.require_startable()
     gpus = chain.visible_gpus()
     small = tiny or resolved.recipe.model.weights == "random"
     on_cpus = not gpus and not small and scaled_down.is_small(resolved.architecture)
@@ -348,7 +347,7 @@ def evaluate(
     given: dict[str, Any] = {"num_fewshot": num_fewshot, "max_gen_toks": max_gen_toks, "batch_size": batch_size, "limit": limit}
     given |= {} if tasks is None else {"tasks": tasks.split(",")}
     prompts = None
-    if data is not None and own_prompts.are_own(data, given.get("tasks", [schema.FIRST_TASK])):
+    if data is not None and own_prompts.are_own(data, given.get("tasks", [sections.FIRST_TASK])):
         prompts, given, data = data, {"tasks": [], **given, "data": str(data.absolute())}, None
     settings = eval_settings({**given, "apply_chat_template": apply_chat_template, "backend": backend.value})
     used = {**settings.model_dump(mode="json"), "device": device}

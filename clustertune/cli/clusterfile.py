@@ -33,7 +33,7 @@ def show_cluster(
 ) -> None:
     """Check and show a cluster file, or what this machine has."""
     from clustertune.cluster.load import load_cluster
-    from clustertune.resolve.show import render_cluster
+    from clustertune.resolve.view import render_cluster
 
     if write is not None:
         if cluster not in (None, "local"):
@@ -56,7 +56,7 @@ def _draft(file: Path) -> str:
     """Write a cluster file and return its text. Raises UserError where there is no Slurm, or the file is there."""
     from clustertune.cluster.load import LOCAL, load_cluster
     from clustertune.doctor import cluster_file
-    from clustertune.recipe.schema import NAME
+    from clustertune.recipe.sections import NAME
 
     if file.suffix not in (".yaml", ".yml") or not re.fullmatch(NAME, file.stem):
         raise UserError("is not a NAME.yaml", file=str(file), fix="as ops/clusters/my-cluster.yaml")

@@ -24,7 +24,7 @@ with deferred():
     from clustertune import chain, summary, torchrun
     from clustertune.evaluate import scores
     from clustertune.launch import cluster_paths, skypilot
-    from clustertune.resolve import megatron, resolve
+    from clustertune.resolve import resolve
 
 RunDirOption = Annotated[
     Path | None, path_option("Run folder on storage that all nodes share. Default: below runs/.", "--run-dir")
@@ -96,7 +96,7 @@ def resolve_for_nodes(
     two ranks in all at least. Raises UserError where this machine has too few, or the recipe asks for another number of nodes.
     """
     found = resolve.resolve(recipe, overrides, tiny=tiny)
-    megatron.require_startable(found)
+    found.require_startable()
     recipe_given = found.recipe
     small, gpus = tiny or recipe_given.model.weights == "random", chain.visible_gpus()
     wanted = recipe_given.slurm.gpus_per_node
@@ -134,7 +134,7 @@ def ray_train(
     from clustertune import raytrain
 
     resolved = resolve.resolve(recipe, overrides or [], tiny=tiny, ranks=workers)
-    megatron.require_startable(resolved)
+    resolved.require_startable()
     if workers is None and (tiny or resolved.recipe.model.weights == "random"):
         resolved = resolve.resolve(
             recipe, overrides or [], tiny=tiny, ranks=min(resolved.world_size, chain.visible_gpus() or 2)
@@ -185,7 +185,7 @@ def sky(
     The task starts launch/torchrun.sh on every node.
     """
     resolved = resolve.resolve(recipe, overrides or [], tiny=tiny)
-    megatron.require_startable(resolved)
+    resolved.require_startable()
     text = skypilot.render(resolved, overrides or [], skypilot.SkyOptions(gpu=gpu, volume=volume, runs=runs, spot=spot))
     if out is None:
         typer.echo(text, nl=False)

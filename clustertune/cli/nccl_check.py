@@ -29,7 +29,7 @@ with deferred():
     from clustertune.cluster import ignoring, load, schema
     from clustertune.launch import allocation, cluster_paths, slurm
     from clustertune.nccl_check import link_check, link_measure, link_rules, link_table, nccl_log
-    from clustertune.recipe import load as recipe_load
+    from clustertune.recipe import layers
 GPU_SECONDS, CPU_SECONDS = 300.0, 60.0
 WAIT_SECONDS = 5.0
 """Between two questions to Slurm about a job that is waited for."""
@@ -117,7 +117,7 @@ def _usage(args: NcclCheckArguments) -> Iterator[Problem]:
     ):
         for word in text.split(",") if text is not None else []:
             if word not in known:
-                fix = recipe_load.did_you_mean(word, known) or "name some of them"
+                fix = layers.did_you_mean(word, known) or "name some of them"
                 yield wrong(key, f"unknown: {word!r}; known: {', '.join(known)}", fix)
     if args.backend not in ("auto", "nccl", "gloo"):
         yield wrong("--backend", f"{args.backend!r} is not a backend", "auto, nccl or gloo")

@@ -21,7 +21,7 @@ with deferred():
     from clustertune.data import measure
     from clustertune.launch import bill
     from clustertune.plan import predict
-    from clustertune.recipe import accelerate_file, load, schema
+    from clustertune.recipe import accelerate_file, layers, sections
     from clustertune.resolve import models, resolve, tiny
 
 ModelOption = Annotated[
@@ -118,7 +118,7 @@ def read(
 
     problems: list[Problem] = []
     if method not in draft.METHODS:
-        fix = load.did_you_mean(method, draft.METHODS)
+        fix = layers.did_you_mean(method, draft.METHODS)
         problems.append(Problem(f"{method!r} is not a method", file="command line", key="--method", fix=fix))
     if model is None:
         fix = f"--model OWNER/NAME or a config.json; known without the Hub: {', '.join(models.known_models())}"
@@ -142,7 +142,7 @@ def _target(name: str) -> Path:
 
     folder = Path(name) if "/" in name else Path("recipes", name)
     text = fix = None
-    if not re.fullmatch(schema.NAME, folder.name):
+    if not re.fullmatch(sections.NAME, folder.name):
         text = "must be letters, digits, '.', '_' and '-', 64 at most, the first a letter or digit"
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         text, fix = "exists already: nothing is overwritten", "choose another name, or remove it"

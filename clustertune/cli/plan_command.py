@@ -40,8 +40,7 @@ with deferred():
     from clustertune.plan import calibration, explanation, schedule, strategy, tables
     from clustertune.plan import lengths as known_lengths
     from clustertune.plan import predict as prediction
-    from clustertune.recipe import load as recipe_load
-    from clustertune.recipe import native_rules
+    from clustertune.recipe import layers, native_rules
     from clustertune.report import comparison as runs_page
     from clustertune.report import metrics
     from clustertune.resolve import overrides as recipe_source
@@ -266,7 +265,7 @@ def _check_usage(args: PlanArguments) -> None:
     if args.out is not None and args.clusters is None and not args.simulate:
         wrong("--out", "is read only with --clusters and --simulate", "add --clusters all, or --simulate")
     if args.goal not in GOALS:
-        wrong("--goal", f"{args.goal!r} is not a goal", recipe_load.did_you_mean(args.goal, GOALS))
+        wrong("--goal", f"{args.goal!r} is not a goal", layers.did_you_mean(args.goal, GOALS))
     raise_if(problems)
 
 

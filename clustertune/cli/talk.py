@@ -25,7 +25,7 @@ with deferred():
     from clustertune.evaluate import servers
     from clustertune.launch import batch, cluster_paths, serving, srun
     from clustertune.launch import shape as shapes
-    from clustertune.recipe import schema
+    from clustertune.recipe import sections
 Model = Annotated[
     Path,
     path_given("A run folder, to use its merged model, or a model folder.", "RUN|MODEL"),
@@ -180,7 +180,7 @@ def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bo
         raise UserError(text, file=str(folder), fix="an evaluation may span nodes, this command does not")
     gpus = found.gpus_per_node if machine.compute.gpus else 0
     share = gpus / machine.compute.gpus if gpus else 1.0
-    minutes = int(schema.parse_minutes(time) or 0)
+    minutes = int(sections.parse_minutes(time) or 0)
     if not minutes:
         raise UserError(f"{time!r} is not a time limit", file="command line", key="--time", fix="--time 04:00:00")
     cpus, memory = max(1, int(machine.compute.threads * share)), max(1, int(machine.compute.memory_gb * share * 0.95))

@@ -14,8 +14,8 @@ from pydantic import AfterValidator, Field
 
 from clustertune.cluster.schema import INTERCONNECTS, NETWORKS
 from clustertune.recipe.findings import Found, read_model
-from clustertune.recipe.load import did_you_mean
-from clustertune.recipe.schema import Number, Plain, Score, Section
+from clustertune.recipe.layers import did_you_mean
+from clustertune.recipe.sections import Number, Plain, Score, Section
 from clustertune.recipe.yamlfile import read_yaml
 from clustertune.tree import IS_INSTALLED, ROOT
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from clustertune.check.rule import checks
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
-from clustertune.recipe.load import did_you_mean
+from clustertune.recipe.layers import did_you_mean
 
 
 def ignored(cluster: Cluster) -> tuple[str, ...]:

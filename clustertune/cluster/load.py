@@ -36,8 +36,8 @@ from clustertune.errors import Problem, UserError
 from clustertune.host.credentials import speaks_of_secret
 from clustertune.host.system import parse_cpu_list
 from clustertune.recipe.findings import Found, as_problems, parse_partial, schema_findings
-from clustertune.recipe.load import COMMAND_LINE, did_you_mean
-from clustertune.recipe.schema import NAME
+from clustertune.recipe.layers import COMMAND_LINE, did_you_mean
+from clustertune.recipe.sections import NAME
 from clustertune.recipe.yamlfile import Document, KeyPath, read_yaml
 from clustertune.tree import ROOT
 

@@ -22,7 +22,7 @@ from clustertune.host import system
 from clustertune.host.facts import Gpu
 from clustertune.host.gpus import parse_csv
 from clustertune.host.probe import Probe, ask
-from clustertune.recipe.schema import NAME
+from clustertune.recipe.sections import NAME
 
 SECONDS = {"scontrol": 10, "nvidia-smi": 60}
 """``scontrol`` waits minutes for a controller that is down; a driver without persistence mode wakes one GPU after the other."""

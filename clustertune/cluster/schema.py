@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from clustertune.errors import Problem, UserError
-from clustertune.recipe.schema import Count, Number, Plain, Positive, Section, form
+from clustertune.recipe.sections import Count, Number, Plain, Positive, Section, form
 
 ROLES = ("login", "compute", "nfs", "slurmctld")
 INTERCONNECTS = ("pcie3", "pcie4", "pcie5", "pcie6", "nvlink2", "nvlink3", "nvlink4", "nvlink5", "none")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clustertune.data.rows import NOT_A_FAULT, BadRow, JsonError, Rejects, RowLocation, excerpt, parse
-from clustertune.recipe.schema import COLUMNS
+from clustertune.recipe.sections import COLUMNS
 
 MAX_MESSAGE_BYTES = 10_000_000
 """UTF-8 bytes of a message from which on it is refused (10 MB): that is a pasted file, not a turn to learn."""

@@ -21,8 +21,8 @@ from clustertune.data.rows import BadRow
 from clustertune.data.sources import find_sources
 from clustertune.errors import UserError
 from clustertune.recipe.findings import read_model
-from clustertune.recipe.load import RECIPES
-from clustertune.recipe.schema import NAME, Data
+from clustertune.recipe.layers import RECIPES
+from clustertune.recipe.sections import NAME, Data
 from clustertune.recipe.yamlfile import Document, parse_value, read_yaml
 from clustertune.tree import how_to_install
 

@@ -22,7 +22,7 @@ from clustertune.data.rows import Reject, Rejects, count_words
 from clustertune.data.sources import RecordSource, find_sources
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import MANIFEST, find_problems, fsync_path, list_files, read_manifest, record_files, seal
-from clustertune.recipe.schema import COLUMNS, Data, DataSource
+from clustertune.recipe.sections import COLUMNS, Data, DataSource
 
 FORMAT = 4
 """Version of what this code makes out of the same input. Raise it with any change of a rule: older datasets are recreated."""

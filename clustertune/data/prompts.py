@@ -20,7 +20,7 @@ from clustertune.data import answer_rules, chats
 from clustertune.data.rows import KINDS, KNOWN, BadRow, RowLocation, kind_of, read_file
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import hash_file
-from clustertune.recipe.tasks import with_rows
+from clustertune.recipe.eval_tasks import with_rows
 
 RULES = ("contains", "regex", "json_schema")
 """Columns that say what an answer must be: text or texts that stand in it, a pattern that ``re.search`` finds in it, a schema

@@ -24,9 +24,9 @@ from clustertune.bounded import StandingChild, allow
 from clustertune.console import say
 from clustertune.data import answer_rules, punkt
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.recipe import tasks
-from clustertune.recipe.load import did_you_mean
-from clustertune.recipe.schema import Reward
+from clustertune.recipe import eval_tasks
+from clustertune.recipe.layers import did_you_mean
+from clustertune.recipe.sections import Reward
 
 SECONDS = 5.0
 """Of CPU for one answer. It is then worth 0."""
@@ -189,7 +189,7 @@ class Rewards:
             import langdetect
 
             langdetect.DetectorFactory.seed = 0  # else the language of one answer is another every time
-            corpora = [task.folder / tasks.TEXT for task in tasks.needed(["ifeval"], tasks.PUNKT).values()]
+            corpora = [task.folder / eval_tasks.TEXT for task in eval_tasks.needed(["ifeval"], eval_tasks.PUNKT).values()]
             scratch = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
             found = punkt.prepare([path.read_text(encoding="utf-8") for path in corpora], scratch)
             self._stack.enter_context(punkt.installed(found.path))

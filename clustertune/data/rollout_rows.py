@@ -15,7 +15,7 @@ from clustertune.data.prepare import SPLITS
 from clustertune.data.rewards import Rewards, lacking
 from clustertune.errors import Problem, UserError
 from clustertune.recipe.native_rules import MAX_PROMPT
-from clustertune.recipe.schema import Reward
+from clustertune.recipe.sections import Reward
 from clustertune.resolve.resolved import Resolved
 
 SHOWN = 20

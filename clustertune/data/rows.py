@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 from typing import IO, Any
 
 from clustertune.errors import Problem, UserError
-from clustertune.recipe.schema import COLUMNS
+from clustertune.recipe.sections import COLUMNS
 
 # Rows that cannot be used: where each stands, why it is out, how many there are of each kind.
 

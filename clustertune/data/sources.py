@@ -15,7 +15,7 @@ from clustertune.console import byte_progress
 from clustertune.data.rows import BATCH_ROWS, KINDS, KNOWN, PACKED, Record, RowLocation, arrow_rows, kind_of, read_file
 from clustertune.errors import UserError
 from clustertune.manifest import MANIFEST, hash_file, require_whole
-from clustertune.recipe.schema import Data, DataSource, is_address
+from clustertune.recipe.sections import Data, DataSource, is_address
 from clustertune.resolve.resolved import expand_home, is_there
 
 _SPLIT_WORDS = {"train": r"train(?:ing|set)?", "eval": r"validation|valid|val|eval(?:uation|set)?|dev(?:set)?|test(?:ing|set)?"}

@@ -16,9 +16,9 @@ from clustertune.doctor.recipe_plan import hours
 from clustertune.errors import UserError
 from clustertune.host.mounts import lies_elsewhere
 from clustertune.recipe.architecture import contradictions
-from clustertune.recipe.native_rules import show_value
+from clustertune.recipe.eval_tasks import PUNKT, needed, with_rows
+from clustertune.recipe.findings import show_value
 from clustertune.recipe.parameters import weight_bytes
-from clustertune.recipe.tasks import PUNKT, needed, with_rows
 from clustertune.resolve.resolved import expand_home, is_there
 from clustertune.staging import needs
 

@@ -26,7 +26,7 @@ from clustertune.host.mounts import mount_of, own_mounts
 from clustertune.launch import cluster_paths
 from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.predict import Plan, make_plan
-from clustertune.recipe.schema import Recipe, parse_minutes
+from clustertune.recipe.sections import Recipe, parse_minutes
 from clustertune.resolve.resolved import Resolved, expand_home, is_there
 from clustertune.rundir import RunDir
 from clustertune.staging import bundle, needs

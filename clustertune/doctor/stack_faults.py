@@ -14,8 +14,8 @@ from packaging.version import InvalidVersion, Version
 from clustertune.check.rule import RECIPE, UNKNOWN, WARN, Check, Rules, Seen, rule_of
 from clustertune.doctor.recipe_context import RecipeContext
 from clustertune.host.system import GIB
+from clustertune.recipe.eval_tasks import PUNKT, needed
 from clustertune.recipe.parameters import weight_bytes
-from clustertune.recipe.tasks import PUNKT, needed
 
 RULES = Rules(RECIPE, __file__)
 COMPARE = {"<": operator.lt, "<=": operator.le, "==": operator.eq, ">": operator.gt, ">=": operator.ge}

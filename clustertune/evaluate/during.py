@@ -16,7 +16,7 @@ from clustertune.checkpoint.store import Checkpoint, list_checkpoints, verify
 from clustertune.console import say
 from clustertune.evaluate.scores import headline, read_result
 from clustertune.export.export import export
-from clustertune.recipe.schema import Eval
+from clustertune.recipe.sections import Eval
 from clustertune.rundir import RunDir
 
 BASE = "base"

@@ -19,9 +19,9 @@ from clustertune.data import punkt
 from clustertune.data.rows import BadRow, RowLocation, read_file
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import hash_file, require_whole, write_durably
-from clustertune.recipe import tasks
-from clustertune.recipe.schema import Eval
-from clustertune.recipe.tasks import PinnedRows, Seeds, TaskFile
+from clustertune.recipe import eval_tasks
+from clustertune.recipe.eval_tasks import PinnedRows, Seeds, TaskFile
+from clustertune.recipe.sections import Eval
 
 NLTK = "nltk_data"
 
@@ -161,7 +161,7 @@ def check_version(task: TaskFile) -> None:
     """Raises UserError where the definition is missing, or has another version than the one that ``task.yaml`` is for."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    path, file = locate_upstream(task), str(task.folder / tasks.FILE)
+    path, file = locate_upstream(task), str(task.folder / eval_tasks.FILE)
     if not path.is_file():
         raise UserError(f"{task.include} is neither in this folder nor below lm_eval/tasks", file=file, key="include")
     installed = load_yaml(path, resolve_func=False).get("metadata", {}).get("version")
@@ -246,15 +246,15 @@ def opened(names: Sequence[str], data: Path | None, benchmark: bool, scratch: Pa
     ``data``: a file of rows for the one task that reads some; None: see :func:`choose_source`. ``scratch``: where a splitter
     is trained, if the site has none. Raises UserError.
     """
-    reading = tasks.with_rows(names)
+    reading = eval_tasks.with_rows(names)
     if data is not None:
-        tasks.reader_of(names, data, "--data")
+        eval_tasks.reader_of(names, data, "--data")
     for task in reading.values():
         check_version(task)
     with contextlib.ExitStack() as stack:
-        splitter, texts = None, [task.folder / tasks.TEXT for task in tasks.needed(names, tasks.PUNKT).values()]
+        splitter, texts = None, [task.folder / eval_tasks.TEXT for task in eval_tasks.needed(names, eval_tasks.PUNKT).values()]
         if texts:
             splitter = punkt.prepare([path.read_text(encoding="utf-8") for path in texts], scratch / NLTK)
             stack.enter_context(punkt.installed(splitter.path))
         rows = {name: read_rows(task, *choose_source(task, data, benchmark=benchmark)) for name, task in reading.items()}
-        yield Inputs(rows, splitter, next((found.seeds for name in names if (found := tasks.find_task(name))), Seeds()))
+        yield Inputs(rows, splitter, next((found.seeds for name in names if (found := eval_tasks.find_task(name))), Seeds()))

@@ -14,7 +14,7 @@ from clustertune.data.prompts import Judge, OwnPrompt, OwnPrompts
 from clustertune.errors import Problem
 from clustertune.evaluate.scores import pair
 from clustertune.launch.serving import OWN_LONGEST
-from clustertune.recipe.schema import OWN_PROMPTS
+from clustertune.recipe.sections import OWN_PROMPTS
 
 SHOWN = 20
 """Rows that a result holds for the report."""

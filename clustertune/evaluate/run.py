@@ -35,8 +35,8 @@ from clustertune.evaluate.model import (
     weight_bytes,
 )
 from clustertune.evaluate.scores import METHOD, RESULT, clustered_stderr, compare, judge, read_result
-from clustertune.recipe.schema import OWN_PROMPTS, Eval
-from clustertune.recipe.tasks import Seeds
+from clustertune.recipe.eval_tasks import Seeds
+from clustertune.recipe.sections import OWN_PROMPTS, Eval
 from clustertune.replaced import replaced
 from clustertune.resolve.resolved import EVAL_DATA
 

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from clustertune.console import make_table
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.recipe.schema import OWN_PROMPTS, Eval
-from clustertune.recipe.tasks import find_task
+from clustertune.recipe.eval_tasks import find_task
+from clustertune.recipe.sections import OWN_PROMPTS, Eval
 
 RESULT = "results.json"
 """What an evaluation was called while there was one task."""

@@ -23,6 +23,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from clustertune.launch.serving import ModelSize, Serving, serving, start_second
 from clustertune.manifest import write_durably
 from clustertune.merge.base import check_tensors
 from clustertune.process import Stopped, captured, die_with_parent, stop_signals
-from clustertune.recipe.schema import Eval
+from clustertune.recipe.sections import Eval
 from clustertune.tensorfile import FLOATS, read_header
 
 PROGRAM = "CLUSTERTUNE_VLLM"
@@ -340,7 +341,7 @@ def ask(url: str, seconds: float = 5.0, key: str | None = None) -> dict[str, Any
         with _DIRECT.open(request, timeout=seconds) as reply:
             found: dict[str, Any] = json.loads(reply.read() or b"{}")
             return found
-    except (OSError, ValueError, RecursionError):
+    except (OSError, HTTPException, ValueError, RecursionError):  # one that ends in the middle of a reply leaves half of it
         return None
 
 

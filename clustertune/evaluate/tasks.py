@@ -13,9 +13,9 @@ from typing import Any
 from clustertune.data.prompts import OwnPrompts
 from clustertune.data.tokenizer import BoundedTokenizer
 from clustertune.errors import Problem, UserError, raise_if
-from clustertune.recipe.load import did_you_mean
-from clustertune.recipe.schema import OWN_PROMPTS, Eval
-from clustertune.recipe.tasks import with_rows
+from clustertune.recipe.eval_tasks import with_rows
+from clustertune.recipe.layers import did_you_mean
+from clustertune.recipe.sections import OWN_PROMPTS, Eval
 from clustertune.replaced import replaced
 
 KINDS = ("generate_until", "loglikelihood", "loglikelihood_rolling", "multiple_choice")

@@ -27,7 +27,7 @@ from torch.serialization import safe_globals
 from clustertune.checkpoint.shards import ShardReader, parse_index
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import Manifest, find_problem
-from clustertune.recipe.deepspeed_keys import ALIGNMENT
+from clustertune.recipe.deepspeed_file import ALIGNMENT
 from clustertune.tensorfile import read_header
 
 MODEL_FOLDER = "pytorch_model_fsdp_0"

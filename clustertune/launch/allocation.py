@@ -16,7 +16,7 @@ from clustertune.errors import Problem, UserError
 from clustertune.host.system import MIB
 from clustertune.launch import rendezvous, shape, slurm
 from clustertune.process import captured
-from clustertune.recipe.schema import parse_minutes
+from clustertune.recipe.sections import parse_minutes
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import STAGES

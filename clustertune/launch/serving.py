@@ -14,8 +14,8 @@ from clustertune.cluster.hardware import load_hardware
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
 from clustertune.plan.generation import BANDWIDTH_SHARE, LAYER_S
+from clustertune.recipe.eval_tasks import find_task, first_task
 from clustertune.recipe.parameters import weight_bytes
-from clustertune.recipe.tasks import find_task, first_task
 from clustertune.recipe.values import Values
 from clustertune.resolve.resolved import EVAL_DATA, Resolved
 

@@ -20,7 +20,7 @@ from clustertune.plan.memory import RANK_HOST_BYTES
 from clustertune.plan.predict import Footprint, fewest_nodes, footprint
 from clustertune.plan.schedule import TOKENS_PER_CPU_S, tokens_to_prepare
 from clustertune.recipe.parameters import is_counted, trained_count, weight_bytes
-from clustertune.recipe.schema import NAME, parse_minutes
+from clustertune.recipe.sections import NAME, parse_minutes
 from clustertune.resolve.distribution import how_to_load
 from clustertune.resolve.resolve import asked_size, resolve
 from clustertune.resolve.resolved import Resolved

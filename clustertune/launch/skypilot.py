@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clustertune.errors import Problem, raise_if
-from clustertune.recipe.schema import NAME
+from clustertune.recipe.sections import NAME
 from clustertune.resolve.resolved import Resolved
 from clustertune.tree import ROOT
 

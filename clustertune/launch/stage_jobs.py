@@ -20,7 +20,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import cluster_paths, slurm
 from clustertune.launch.shape import JobShape
 from clustertune.manifest import write_durably
-from clustertune.recipe.schema import NAME
+from clustertune.recipe.sections import NAME
 from clustertune.rundir import STAGES
 from clustertune.tree import ROOT, env_file, python_lines
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from clustertune.errors import Problem
 from clustertune.recipe.native_rules import lora_defaults, train_defaults
-from clustertune.recipe.schema import Megatron
-from clustertune.resolve.megatron import experts
+from clustertune.recipe.sections import Megatron
 from clustertune.resolve.resolved import Resolved
 
 DECAYS = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
@@ -113,7 +112,8 @@ def _lora_problems(resolved: Resolved) -> list[Problem]:
             if unknown := [name for name in names if name not in TARGETS]:
                 fix = f"of {', '.join(TARGETS)}"
                 found.append(Problem(f"{', '.join(unknown)}: Megatron-Bridge's LoRA has no such layer", fix=fix, **where))
-    if (number := experts(resolved.architecture)) and resolved.lora is not None:
+    sizes = (resolved.architecture.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+    if (number := next(filter(None, sizes), 0)) and resolved.lora is not None:
         text = f"on a model of {number} experts: how its adapter is exported was not checked here"
         found.append(Problem(text, file=resolved.name, key="lora", fix="train all parameters, or take a dense model"))
     return found

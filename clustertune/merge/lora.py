@@ -19,7 +19,7 @@ from clustertune.manifest import MANIFEST, find_problems, hash_file
 from clustertune.merge.base import EMBEDDINGS, Base
 from clustertune.recipe.findings import Found, as_problems, schema_findings
 from clustertune.recipe.native_rules import LORA_VARIANTS
-from clustertune.recipe.schema import Number, Positive
+from clustertune.recipe.sections import Number, Positive
 from clustertune.recipe.yamlfile import Document
 from clustertune.tensorfile import FLOATS, Tensor, read_header
 

@@ -14,7 +14,7 @@ from typing import Any
 from clustertune.evaluate import scores
 from clustertune.launch.attempt import AttemptPlan, read_attempts
 from clustertune.monitor.readings import SLOWED
-from clustertune.recipe.schema import Budget
+from clustertune.recipe.sections import Budget
 from clustertune.report import cost, telemetry
 from clustertune.report.content import get
 from clustertune.report.metrics import Metrics, MetricsReader

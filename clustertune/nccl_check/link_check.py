@@ -43,7 +43,7 @@ from clustertune.nccl_check.link_rules import headline_of, judge_log
 from clustertune.nccl_check.nccl_log import Log, read
 from clustertune.plan.measured import SUFFIX, beside, read_measured
 from clustertune.process import kill_group
-from clustertune.recipe.schema import parse_minutes
+from clustertune.recipe.sections import parse_minutes
 from clustertune.tree import ROOT
 
 # --- where it runs ----------------------------------------------------------------------------------------------------

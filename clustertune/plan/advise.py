@@ -19,7 +19,7 @@ from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import ModelShape, Strategy, strategy
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
-from clustertune.recipe.counted import ParameterCount
+from clustertune.recipe.parameters import ParameterCount
 from clustertune.resolve.distribution import Recompute
 from clustertune.resolve.overrides import RecipeSource, RequestedLayout, distribution, loaded, recomputation, share, sizes
 from clustertune.resolve.resolved import Resolved

@@ -23,7 +23,7 @@ from clustertune.plan.explanation import as_json
 from clustertune.plan.machine import PlanMachine, machine
 from clustertune.plan.measured import MeasuredLinks, beside, find_measured, read_measured
 from clustertune.plan.predict import make_plan
-from clustertune.recipe.schema import Number, Section
+from clustertune.recipe.sections import Number, Section
 from clustertune.resolve.resolved import Resolved
 
 SCHEMA: Literal["clustertune.calibration/1"] = "clustertune.calibration/1"

@@ -15,7 +15,7 @@ from clustertune.plan.machine import Link
 from clustertune.plan.predict import Plan
 from clustertune.plan.schedule import TOKENS_PER_CPU_S, tokens_to_prepare
 from clustertune.plan.step import flops
-from clustertune.recipe.load import did_you_mean
+from clustertune.recipe.layers import did_you_mean
 
 RANGE = (
     "range: 80 % of published runs fell inside it. It covers the step time only, not loading, evaluations or checkpoints, and "

@@ -15,7 +15,7 @@ from clustertune.cluster.load import ABOVE, known_clusters
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, raise_if
 from clustertune.plan.measured import MeasuredLinks
-from clustertune.recipe.load import did_you_mean
+from clustertune.recipe.layers import did_you_mean
 
 GB = 1e9
 LOW = 0.25

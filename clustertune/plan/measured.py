@@ -30,7 +30,7 @@ from clustertune.cluster.load import CLUSTERS
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
 from clustertune.recipe.findings import Found, read_model
-from clustertune.recipe.schema import Number, Positive, Section
+from clustertune.recipe.sections import Number, Positive, Section
 from clustertune.recipe.yamlfile import Document, parse_json, read_text
 
 SCHEMA = "clustertune.nccl-check/1"

@@ -16,20 +16,21 @@ from functools import cached_property
 from clustertune.plan import generation
 from clustertune.plan.constants import BYTES, Constants, Term, total
 from clustertune.plan.strategy import ModelShape
-from clustertune.recipe.counted import LayerKind, ParameterCount
+from clustertune.recipe.parameters import LayerKind, ParameterCount
 from clustertune.resolve.distribution import IN_FLIGHT
 from clustertune.resolve.resolved import Resolved
 
 HALF, FULL = 2, 4
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-"""Projections that share an input."""
+GROUPS = (("q_proj", "k_proj", "v_proj", "qkv_proj"), ("o_proj",), ("gate_proj", "up_proj", "gate_up_proj"), ("down_proj",))
+"""Projections that share an input, joined or each for itself."""
 TILE_TOKENS, TILE_ENTRIES = 4096, 32768
 """TRL's loss projects so many tokens on so many vocabulary entries at once, in a buffer that is this wide even where the
 vocabulary is not (trl/kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE; trl/trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE)."""
 
 FORWARD, LOSS, REFERENCE = "forward pass, last layer", "end of the forward pass, at the loss", "forward pass of the reference"
 BACKWARD, UPDATE, GENERATION = "backward pass", "optimizer step", "generation of the answers"
-"""The moments of a step by name."""
+EVALUATION = "evaluation"
+"""The moments of a step by name, and the one between steps."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ def moments(shape: ModelShape, constants: Constants) -> list[Moment]:
         **({GENERATION: [*resting, *answers]} if (answers := generation.held(shape)) else {}),
         BACKWARD: _largest(resting, memory.backward()),
         UPDATE: update,
+        **({EVALUATION: _largest(resting, memory.evaluation())} if shape.strategy.eval_batch else {}),
     }
     return [Moment(name, [term for term in parts if term.value]) for name, parts in named.items()]
 
@@ -146,10 +148,11 @@ class SavedActivations:
             inside = self.width * (self.heads(kind) + self.constants.kept_compiled_inner * kind.inner)
             outside, inside = outside - self._unread((0, 2), hidden), inside - self._unread((3,), kind.inner)
         else:
-            outside = self.norms(kind) * self.norm() * hidden + self.experts(kind)
+            wide_inputs, inputs = self.inputs(kind)
+            outside = self.norms(kind) * self.norm() * hidden + self.experts(kind) + wide_inputs
             # Liger's gate computes its activation again in backward (liger_kernel/ops/swiglu.py).
             wide = 2 if self.shape.strategy.liger else 3
-            inside = self.width * (self.heads(kind) + wide * kind.inner) + self.inputs(kind) + self.head_norms(kind)
+            inside = self.width * (self.heads(kind) + wide * kind.inner) + inputs + self.head_norms(kind)
         split = plan.tp if plan.sequence_parallel else 1
         return outside / split + (inside + self.scores(kind)) / plan.tp + self.mask()
 
@@ -203,18 +206,28 @@ class SavedActivations:
         each = 1 if plan.attention == "sdpa" else self.width
         return float(each * plan.row) if self.masked and plan.recompute.share else 0.0
 
-    def experts(self, kind: LayerKind) -> float:
-        """Each token's row once for every expert that it goes to: sorted before, and their output before it is weighed."""
+    def expert_rows(self, kind: LayerKind) -> float:
+        """Bytes of each token's row, once for every expert that it goes to."""
         active = max((linear.active for linear in kind.linears if linear.copies > 1), default=0.0)
-        return 2 * self.width * active * self.shape.counted.hidden
+        return self.width * active * self.shape.counted.hidden
 
-    def inputs(self, kind: LayerKind) -> float:
-        """What a product's weight gradient is computed from. A frozen weight has none; LoRA's first matrix does."""
-        attention = kind.attention
-        sizes = (self.shape.counted.hidden, attention.heads * attention.v_dim, self.shape.counted.hidden, kind.inner)
-        return sum(size * self._of_group(index, names) for index, (size, names) in enumerate(zip(sizes, GROUPS, strict=True)))
+    def experts(self, kind: LayerKind) -> float:
+        """These rows sorted before the experts, from which their weights' gradients are made, and their output before it is
+        weighed."""
+        return (1 if self.shape.strategy.lora and not self.shape.wrapped else 2) * self.expert_rows(kind)
 
-    def _of_group(self, index: int, names: tuple[str, ...]) -> float:
+    def inputs(self, kind: LayerKind) -> tuple[float, float]:
+        """What a product's weight gradient is computed from: of the residual sum's width, and within attention and feed-forward,
+        which tensor parallelism splits. A frozen weight has none; LoRA's first matrix does."""
+        attention, own = kind.attention, [linear.name.split(".")[-1] for linear in kind.linears]
+        qkv, out, up, down = (
+            self._of_group(index, [name for name in names if name in own]) for index, names in enumerate(GROUPS)
+        )
+        if any(linear.name in self.shape.wrapped and linear.name.endswith(GROUPS[3]) for linear in kind.linears):
+            down += self.width
+        return (qkv + up) * self.shape.counted.hidden, out * attention.heads * attention.v_dim + down * kind.inner
+
+    def _of_group(self, index: int, names: list[str]) -> float:
         """Bytes for each element of the input that some projections share. Attention's output is kept by attention itself."""
         shape, kept_already = self.shape, index == 1
         if not shape.strategy.lora:
@@ -256,11 +269,30 @@ class SavedActivations:
         scores = kind.attention.heads * plan.row * (2 * FULL - self.width) if plan.attention == "eager" else 0
         return max(2.0 * self.width * kind.inner, scores) / plan.tp + self.stream * self.shape.counted.hidden
 
+    def norm_back(self, kind: LayerKind) -> float:
+        """The same of the second norm, whose rows tensor parallelism leaves whole: five in float32, less what the feed-forward
+        had kept."""
+        hidden = self.shape.counted.hidden
+        if not self.passes_norms or self.shape.strategy.lora:
+            return 0.0
+        kept = self.width * (4 * kind.inner / self.shape.strategy.tp + 2 * hidden)
+        return 5 * FULL * hidden - kept + self.stream * hidden
+
+    @property
+    def passes_norms(self) -> bool:
+        """A norm writes out rows in float32, as no compiler and no kernel of Liger's does it in one pass, and whole ones."""
+        plan = self.shape.strategy
+        return not plan.compiled and not plan.liger and not plan.sequence_parallel
+
     def passing(self, kind: LayerKind) -> float:
-        """What is in memory at once inside a layer that keeps nothing: the activation, up and their product, or attention; and
-        two rows of the residual sum's width."""
-        inside = self.width * max(3 * kind.inner, self.heads(kind)) + self.scores(kind)
-        return inside / self.shape.strategy.tp + 2 * self.stream * self.shape.counted.hidden
+        """What is in memory at once inside a layer that keeps nothing: the activation, up and their product (and gate, where
+        one product gives gate and up), or attention; and two rows of the residual sum's width. Experts hold their sorted rows
+        meanwhile, and at the end their output, weighed, and in the tokens' order again (transformers/integrations/moe.py)."""
+        joined = any(linear.name.endswith("gate_up_proj") for linear in kind.linears)
+        inside = self.width * max((4 if joined else 3) * kind.inner, self.heads(kind)) + self.scores(kind)
+        rows, hidden = self.expert_rows(kind), self.shape.counted.hidden
+        norm = (2 * FULL - self.stream) * hidden if self.passes_norms else 0.0  # its input and the normalised row, in float32
+        return max(inside / self.shape.strategy.tp + rows, 4 * rows, norm) + 2 * self.stream * hidden
 
     # -- activation_checkpointing.save ------------------------------------------------------------------------------------
 
@@ -286,7 +318,7 @@ class SavedActivations:
     def taken(self, kind: LayerKind) -> float:
         """Of that, what a layer which is computed again keeps for its backward pass anyway: the same tensors."""
         attention, plan = kind.attention, self.shape.strategy
-        names = {"gate_proj", "up_proj"} | (set() if self.repeats else {"v_proj"})
+        names = set(GROUPS[2]) | (set() if self.repeats else {"v_proj"})
         adapted = set(self.shape.targets) if plan.lora else set()
         width = sum(product.width for product in self.saved(kind) if product.name in names - adapted)
         if "attention" in self.save:
@@ -368,6 +400,13 @@ class _Memory(SavedActivations):
         it (:func:`clustertune.training.sharding.free_gathered_units`).
         """
         plan, layers = self.shape.strategy, self.shape.layers
+        inside = max(self.passing(kind) for kind in self.shape.counted.layers)
+        if plan.recompute.share < 1:
+            inside = max(inside, self.largest_saved)
+        kept = [*self.activations((layers - 1) / layers), self._rows(1, self.shape.tokens, "input of the layer at work")]
+        working = self._at_work(inside, self.shape.tokens)
+        if not self.gathers and plan.pp == 1:
+            return [[self.accumulated(1.0), self.buckets(), self.cast_weights(1.0), *kept, *working]]
         if plan.kind != "FSDP2" or not self.gathers:
             return []
         before = 1.0 if plan.ends_apart or layers < 2 else 2.0
@@ -375,33 +414,53 @@ class _Memory(SavedActivations):
         at_work = [self._layers(2.0), copied[1]]
         if not plan.reshard:
             copied, at_work = [*self._all_gathered(1.0), self._layers(before)], [*self._all_gathered(1.0), self._layers(1.0)]
-        inside = max(self.passing(kind) for kind in self.shape.counted.layers)
-        if plan.recompute.share < 1:
-            inside = max(inside, self.largest_saved)
-        row, work = (
-            Term("buffers", self.shape.tokens * size, BYTES, text, {"tokens": self.shape.tokens, "size": size})
-            for size, text in (
-                (float(self.stream * self.shape.counted.hidden), "input of the layer at work: {tokens} tokens x {size} B"),
-                (inside, "inside the layer at work: {tokens} tokens x {size} B"),
-            )
-        )
-        kept = [*self.activations((layers - 1) / layers), row]
         first = [self._layers(2.0), self._ends(0.0 if plan.ends_apart else 2 * self.shape.ends)]
-        return [[self.accumulated(1.0), *rest] for rest in (first, [*kept, *copied], [*kept, *at_work, work])]
+        return [[self.accumulated(1.0), *rest] for rest in (first, [*kept, *copied], [*kept, *at_work, *working])]
+
+    def _rows(self, count: int, tokens: float, text: str) -> Term:
+        """Rows of the residual sum's width."""
+        values = {"tokens": tokens, "size": float(count * self.stream * self.shape.counted.hidden)}
+        return Term("buffers", tokens * values["size"], BYTES, text + ": {tokens} tokens x {size} B", values)
+
+    def _at_work(self, inside: float, tokens: float) -> list[Term]:
+        """What the forward pass of a layer takes; of adapted experts the update, and the sum that computes, until it is through."""
+        values = {"tokens": tokens, "size": inside}
+        text = "inside the layer at work: {tokens} tokens x {size} B"
+        return [Term("buffers", tokens * inside, BYTES, text, values), self._experts(2.0 * self.largest_experts)]
+
+    def evaluation(self) -> list[list[Term]]:
+        """A forward pass that keeps nothing, of an evaluation's own batch: a layer at work, with its input and the embedding's
+        output, which the model's forward pass holds; then the head, with the rows before and behind the mask of labels."""
+        plan = self.shape.strategy
+        tokens = self.shape.tokens / plan.micro_batch * plan.eval_batch
+        gathered = []
+        if self.gathers:
+            layers = self._layers(min(2.0, self.shape.layers) if plan.kind != "FSDP1" else 1.0)
+            gathered = [layers, self._ends(0.0 if plan.ends_apart else self.shape.ends)] if plan.reshard else self._all_gathered(1.0)
+        inside = max(self.passing(kind) for kind in self.shape.counted.layers)
+        if self.masked and plan.attention == "sdpa":
+            inside += (1 + self.width) * plan.row / plan.micro_batch * plan.eval_batch
+        held = self._rows(2, tokens, "inputs of the layer at work and of the first one")
+        head = [*self.gathered_at_loss(), self.whole_head(back=False), self.logits(back=False, tokens=tokens)]
+        return [
+            [*gathered, self.cast_weights(1.0), held, *self._at_work(inside, tokens)],
+            [*head, self.cast_weights(1.0), self.cast_head(), self._rows(2, tokens, "rows for the head")],
+        ]
 
     def at_loss(self) -> list[list[Term]]:
         """All activations are there: once with the loss going forward, once with its gradient going back."""
-        around = [self.accumulated(1.0), self.buckets(), self.cast_weights(1.0), *self.activations(1.0)]
-        forward = [*self.gathered_at_loss(), self.whole_head(back=False), self.logits(back=False)]
+        around = [self.accumulated(1.0), self.buckets(), self.cast_head(), *self.activations(1.0, self.last_norm())]
+        forward = [self.cast_weights(1.0), *self.gathered_at_loss(), self.whole_head(back=False), self.logits(back=False)]
         back = [*self.gathered_at_loss(back=True), self.whole_head(back=True), self.logits(back=True), self.head_gradient()]
-        return [[*around, *forward], [*around, *back]]
+        return [[*around, *forward], [*around, self.cast_weights(self.kept), *back]]
 
     def second_forward(self) -> list[list[Term]]:
         """While the model's activations wait for its backward pass, each layer of the reference is gathered and computed."""
         values = {"tokens": self.shape.tokens, "bytes": self.largest_saved}
         text = "one layer of the reference: {tokens} tokens x {bytes} B"
         working = Term("buffers", self.shape.tokens * self.largest_saved, BYTES, text, values)
-        held = [self.accumulated(1.0), self.buckets(), self.cast_weights(1.0), *self.activations(1.0), *self.gathered_at_loss()]
+        held = [self.accumulated(1.0), self.buckets(), self.cast_weights(1.0), *self.activations(1.0, self.last_norm())]
+        held += [self.cast_head(), *self.gathered_at_loss()]
         return [[*held, *(self.gathered_in_backward(1.0) if self.shape.strategy.reshard else []), working]]
 
     def backward(self) -> list[list[Term]]:
@@ -409,12 +468,11 @@ class _Memory(SavedActivations):
         of the last one are on their way while the inputs of all others are still kept; of the first two. Then the end."""
         layers = self.shape.layers
         found = []
-        working = max(self.shape.tokens * self.working(k) + self._down_gradient(k) for k in self.shape.counted.layers)
-        working += self._expert_gradients()
+        working = max(self._working(kind) for kind in self.shape.counted.layers)
         for index in sorted({max(0.0, n) for n in (layers - 1, layers - 2, min(1.0, layers - 1), 0.0)}, reverse=True):
             done = 1 - (index + 1) / layers
-            common = [self.gradients(done), self.accumulated(1 - done), self.buckets(), self.cast_weights(1 - done)]
-            common.append(self.held_logits())
+            common = [self.gradients(done), self.accumulated(1 - done), self.buckets(), self.held_logits()]
+            common.append(self.cast_weights(self.kept * (1 - done), again=self.kept < 1))
             common += [*self.gathered_in_backward(index), self.in_flight(index)]
             begin = Term("buffers", working, BYTES, "gradients inside the layer at work: {size} B", {"size": working})
             found.append([*common, *self.activations((index + 1) / layers), *self.recomputed(index), begin])
@@ -446,13 +504,14 @@ class _Memory(SavedActivations):
         return self.shape.head_weights / self.shape.strategy.tp
 
     def whole_head(self, *, back: bool) -> Term:
-        """Under tensor parallelism TRL's tiles take the head whole on every rank (trl/trainer/utils.py, full_tensor): what the
-        other ranks hold of it, gathered and copied in 16 bits, and going back its gradient in float32. Found by simulating."""
+        """Under tensor parallelism TRL's tiles take the head whole on every rank (trl/trainer/utils.py, full_tensor), beside its
+        own part; and going back the gradient of the other ranks' part, in float32 and cast. Found by simulating."""
         plan, shape = self.shape.strategy, self.shape
-        others = shape.head_weights * (1 - 1 / plan.tp) if plan.fused_loss and plan.tiled_loss else 0.0
-        values = {"count": others, "bytes": 2 * HALF + (FULL if back else 0)}
-        text = "{count} parameters of the other tensor-parallel ranks x {bytes} B"
-        return Term("gathered embedding and head", others * values["bytes"], BYTES, text, values)
+        whole = shape.head_weights if plan.tp > 1 and plan.fused_loss and plan.tiled_loss else 0.0
+        others = whole * (1 - 1 / plan.tp) if back and not plan.lora else 0.0
+        values = {"whole": whole, "half": HALF, "others": others, "bytes": HALF + FULL}
+        text = "{whole} parameters x {half} B, and gradients of {others} of the other tensor-parallel ranks x {bytes} B"
+        return Term("gathered embedding and head", whole * HALF + others * (HALF + FULL), BYTES, text, values)
 
     def gathered_at_loss(self, *, back: bool = False) -> list[Term]:
         """FSDP2 gathers into a buffer and copies from there; the buffer stays until the next unit has been copied, or the
@@ -510,12 +569,26 @@ class _Memory(SavedActivations):
         values = {"count": count, "bytes": each}
         return Term("gathered embedding and head", count * each, BYTES, "{count} parameters x {bytes} B", values)
 
-    def cast_weights(self, left: float) -> Term:
-        """Under autocast every matrix has a copy in 16 bits from its use in the forward pass to that in the backward pass."""
+    @property
+    def kept(self) -> float:
+        """The share of layers that are not recomputed."""
+        return 1 - self.shape.strategy.recompute.share
+
+    def cast_weights(self, left: float, *, again: bool = False) -> Term:
+        """Under autocast every matrix has a copy in 16 bits from its use to the end of the forward pass (its cache), and where
+        nothing is recomputed to the backward pass; ``again``: the layer at work computes its own anew."""
         shape = self.shape
         held = self.autocast and shape.strategy.weight_bytes >= FULL
-        count = shape.body * left + (self.head if left == 1 else 0.0) if held else 0.0
+        count = shape.body * left + (shape.largest if again else 0.0) if held else 0.0
         return Term("buffers", count * HALF, BYTES, "{count} parameters x 2 B, autocast's copies", {"count": count})
+
+    def cast_head(self) -> Term:
+        """The same of the head; TRL's tiles cast what one of them takes, while the one before is there."""
+        plan, shape = self.shape.strategy, self.shape
+        held = self.autocast and plan.weight_bytes >= FULL
+        tile = 2 * min(TILE_ENTRIES, shape.counted.vocabulary) * shape.counted.hidden
+        count = (tile if plan.tiled_loss and plan.fused_loss else self.head) if held else 0.0
+        return Term("buffers", count * HALF, BYTES, "{count} parameters of the head x 2 B, cast", {"count": count})
 
     # -- gradients --------------------------------------------------------------------------------------------------------
 
@@ -573,28 +646,41 @@ class _Memory(SavedActivations):
         last, split = index >= shape.layers - 1, plan.gradient_shards > 1 and plan.kind.startswith("FSDP")
         count = waiting = 0.0
         if split and plan.kind == "FSDP2":
-            count = self.layer_trained if not last else 0.0 if plan.lora or not plan.ends_apart else self.head
-        if split and not plan.lora and not plan.ends_apart:
+            count = self.layer_trained if not last else 0.0 if self.head_waits or plan.lora else self.head
+        if self.head_waits and not plan.lora:
             waiting = self.head
         return self._reducing(count, waiting)
 
+    @property
+    def head_waits(self) -> bool:
+        """The head's gradient waits for the embedding's: they are one parameter, or the root's of FSDP."""
+        plan = self.shape.strategy
+        return self.shape.counted.tied or (plan.gradient_shards > 1 and plan.kind.startswith("FSDP") and not plan.ends_apart)
+
     def _reducing(self, count: float, waiting: float = 0.0) -> Term:
-        size, width = self.shape.strategy.reduce_bytes, self.width
+        size, width = self.shape.strategy.reduce_bytes, self.stream
         values = {"count": count, "bytes": size, "waiting": waiting, "width": width}
         text = "{count} gradients in reduction x {bytes} B + {waiting} of the root waiting x {width} B"
         return Term("buffers", count * size + waiting * width, BYTES, text, values)
 
-    def _down_gradient(self, kind: LayerKind) -> float:
-        """Bytes of the first weight gradient of a layer's turn, which is there while the feed-forward's widest rows are."""
+    def _gradients(self, kind: LayerKind, names: tuple[str, ...]) -> float:
+        """Bytes of the first weight gradients of a layer's turn: of down while the feed-forward's widest rows are there."""
         plan = self.shape.strategy
-        down = (linear for linear in kind.linears if linear.name.endswith("down_proj") and not plan.lora)
-        return sum(linear.parameters / plan.tp / (plan.ep if linear.copies > 1 else 1) for linear in down) * self.width
+        first = (linear for linear in kind.linears if linear.name.endswith(names) and not plan.lora)
+        return sum(linear.parameters / plan.tp / (plan.ep if linear.copies > 1 else 1) for linear in first) * self.width
 
     def root_gradients(self) -> list[list[Term]]:
         """The end: the embedding's gradient, or the root's with the head's. FSDP1 joins them into one row; FSDP2 gives its
         weights back and copies them for their reduction (torch, _fsdp_collectives.py, foreach_reduce)."""
         plan, shape = self.shape.strategy, self.shape
-        if plan.lora or plan.gradient_shards == 1 or not plan.kind.startswith("FSDP"):
+        if plan.lora or plan.pp > 1:
+            return []
+        if plan.gradient_shards == 1 and plan.kind in ("NO", "DDP"):
+            copies = (plan.accumulation > 1) + shape.counted.tied  # beside what is held: its own, and the head's
+            values = {"copies": copies, "count": shape.counted.embedding, "bytes": plan.weight_bytes}
+            text = "{copies} gradients of the embedding and the head that it is x {count} x {bytes} B"
+            return [[Term("gradients", copies * shape.counted.embedding * plan.weight_bytes, BYTES, text, values)]]
+        if plan.gradient_shards == 1 or not plan.kind.startswith("FSDP"):
             return []
         count = shape.counted.embedding / plan.tp if plan.ends_apart else shape.ends
         copies = 2.0 if plan.kind == "FSDP1" else 1.0
@@ -616,16 +702,17 @@ class _Memory(SavedActivations):
         counted = self.shape.counted
         return max(self.layer(kind) for kind in counted.layers) + self.rank() / counted.num_layers
 
-    def activations(self, share: float) -> list[Term]:
-        """What a share of the layers keeps for backward. Of a pipeline the first stage keeps that of as many micro batches as
-        there are stages."""
+    def activations(self, share: float, last: float = 0.0) -> list[Term]:
+        """What a share of the layers keeps for backward, and ``last`` bytes per token behind them, which are gone when the first
+        layer goes back. Of a pipeline the first stage keeps that of as many micro batches as there are stages."""
         plan, shape = self.shape.strategy, self.shape
         inflight = 1.0
         if plan.pp > 1:
             inflight = min(plan.accumulation, plan.pp) * (
                 1 + (plan.pp - 1) / (plan.pp * plan.virtual) if plan.virtual > 1 else 1
             )
-        whole = self.saved_activations * (1 - plan.recompute.share) * share + (self.last_norm() if share == 1 else 0.0)
+        kept = (1 - plan.recompute.share) * share
+        whole = self.saved_activations * kept + last
         row = self.stream * shape.counted.hidden / (plan.tp if plan.sequence_parallel else 1)
         saved = sum(kind.count * self.beside_input(kind) for kind in shape.counted.layers)
         inputs = 0.0 if plan.recompute.offload else shape.counted.num_layers * row
@@ -633,20 +720,37 @@ class _Memory(SavedActivations):
         scale = self.constants.memory_scale * shape.tokens * inflight / plan.pp
         values = {"tokens": shape.tokens, "bytes": whole, "inflight": inflight, "pp": plan.pp}
         text = "{tokens} tokens x {bytes} B (all layers) x {inflight} micro batches / {pp} stages"
-        terms = [Term("activations", whole * scale, BYTES, text, values), self._experts((1 - plan.recompute.share) * share)]
+        terms = [Term("activations", whole * scale, BYTES, text, values), self._experts(shape.all_experts * kept)]
         return [*terms, Term("saved layer inputs", stored * scale, BYTES, text, values | {"bytes": stored})]
 
-    def _experts(self, share: float) -> Term:
-        """Adapted experts with the update in them, which the product of a layer that is not recomputed keeps for backward."""
-        count = self.shape.all_experts * share
+    def _experts(self, count: float) -> Term:
+        """Adapted experts with the update in them, or the update alone. The product of a layer that is not recomputed keeps the
+        sum for backward."""
         text = "{count} parameters of experts x {bytes} B, with LoRA's update in them"
         return Term("activations", count * self.width, BYTES, text, {"count": count, "bytes": self.width})
 
-    def _expert_gradients(self) -> float:
-        """Of the layer at work: the adapted experts' own gradient, and a copy of it in the order in which A's and B's are made
-        of it; of a recomputed layer also the experts with the update in them."""
-        plan, largest = self.shape.strategy, max(self.shape.experts(kind) for kind in self.shape.counted.layers)
-        return largest * self.width * (3 if plan.recompute.share else 2)
+    @cached_property
+    def largest_experts(self) -> int:
+        """Adapted experts' parameters of the layer with most."""
+        return max(self.shape.experts(kind) for kind in self.shape.counted.layers)
+
+    def _working(self, kind: LayerKind) -> float:
+        """Bytes inside the layer at work, beside what it keeps: of its gradients; or of adapted experts that are computed again
+        the update and the sum, their weighed rows and the gradient of these, and the two rows of the residual sum.
+
+        Backward each matrix's gradient takes the place of its sum, but that one at a time has a copy, scaled.
+        """
+        adapted = [one.copies * one.inputs * one.outputs for one in kind.linears if one.name in self.shape.wrapped]
+        again = self.shape.strategy.recompute.share > 0 and bool(adapted)
+        back = max(
+            self.shape.tokens * self.working(kind) + self._gradients(kind, GROUPS[3]),
+            self.shape.tokens * self.norm_back(kind) + self._gradients(kind, GROUPS[2] + GROUPS[3]),
+        )
+        back += self.width * (max(adapted, default=0) + (sum(adapted) if again else 0))
+        if not again:
+            return back
+        rows = 2 * self.expert_rows(kind) + 2 * self.stream * self.shape.counted.hidden
+        return max(back, self.shape.tokens * rows + 2 * self.width * sum(adapted))
 
     def recomputed(self, index: float) -> list[Term]:
         """The layer that is recomputed at the moment. Where some are not recomputed, the last one is among them, and what it
@@ -660,12 +764,13 @@ class _Memory(SavedActivations):
 
     # -- the loss and the update ------------------------------------------------------------------------------------------
 
-    def logits(self, *, back: bool) -> Term:
+    def logits(self, *, back: bool, tokens: float | None = None) -> Term:
         """Logits with their float32 copy and log-softmax, or that with its gradient twice; of a loss in tiles one tile. Without
         a float32 copy, or where a compiler fuses it: logits and log-softmax, then a gradient of each, in 16 bits."""
         plan, shape = self.shape.strategy, self.shape
+        tokens = tokens or shape.tokens
         if plan.fused_loss:
-            rows = min(shape.tokens, TILE_TOKENS) if plan.tiled_loss else 0.0
+            rows = min(tokens, TILE_TOKENS) if plan.tiled_loss else 0.0
             values = {"rows": rows, "entries": TILE_ENTRIES, "bytes": self.width}
             size = rows * TILE_ENTRIES * self.width
             return Term("logits", size, BYTES, "a tile of {rows} tokens x {entries} vocabulary entries x {bytes} B", values)
@@ -673,9 +778,9 @@ class _Memory(SavedActivations):
         size = 3 * FULL if back else 2 * FULL + (HALF if half else 0)
         if half and ((plan.compiled and not plan.whole_loss) or plan.half_loss):
             size = (4 if back else 3) * HALF
-        values = {"tokens": shape.tokens, "entries": entries, "bytes": size}
+        values = {"tokens": tokens, "entries": entries, "bytes": size}
         text = "{tokens} tokens x {entries} vocabulary entries x {bytes} B"
-        return Term("logits", size * entries * shape.tokens, BYTES, text, values)
+        return Term("logits", size * entries * tokens, BYTES, text, values)
 
     def held_logits(self) -> Term:
         """A loop's own variable keeps the logits until the next forward pass has new ones."""
@@ -689,12 +794,12 @@ class _Memory(SavedActivations):
         """TRL's tiles add up the head's gradient, whole, in float32, and cast it at the end; that of the rows likewise."""
         plan, shape = self.shape.strategy, self.shape
         tiles = plan.fused_loss and plan.tiled_loss
-        cast = self.width if self.width < FULL else 0
-        each = FULL + cast if tiles and not plan.lora else 0
+        size = FULL + (self.stream if self.stream < FULL else 0)
+        each = size if tiles and not plan.lora else 0
         rows = shape.tokens * shape.counted.hidden if tiles else 0.0
-        values = {"count": self.head, "bytes": each, "rows": rows}
-        text = "gradient of the head {count} x {bytes} B + of its input {rows} x 4 B"
-        return Term("buffers", self.head * each + rows * FULL, BYTES, text, values)
+        values = {"count": self.head, "bytes": each, "rows": rows, "size": size}
+        text = "gradient of the head {count} x {bytes} B + of its input {rows} x {size} B"
+        return Term("buffers", self.head * each + rows * size, BYTES, text, values)
 
     def update(self) -> Term:
         """Temporaries of the foreach implementation: the root of the second moment."""

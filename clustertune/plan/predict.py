@@ -41,6 +41,10 @@ class Footprint:
     def strategy(self) -> Strategy:
         return self.shape.strategy
 
+    def moment(self, name: str) -> memory.Moment:
+        """One of :func:`clustertune.plan.memory.moments`."""
+        return next(moment for moment in self.moments if moment.name == name)
+
     @property
     def peak(self) -> memory.Moment:
         """The moment with the most memory."""

@@ -19,7 +19,7 @@ from clustertune.plan.machine import PlanMachine
 from clustertune.plan.step import micro_batch, traffic
 from clustertune.plan.strategy import ModelShape, strategy
 from clustertune.recipe.native_rules import row_tokens
-from clustertune.recipe.schema import parse_minutes, seconds_of
+from clustertune.recipe.sections import parse_minutes, seconds_of
 from clustertune.resolve.resolved import Resolved
 
 START_S = 60.0

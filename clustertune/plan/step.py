@@ -23,7 +23,7 @@ from clustertune.plan.constants import SECONDS, Constants, Term, total
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.memory import WHOLE, SavedActivations
 from clustertune.plan.strategy import ModelShape, Strategy
-from clustertune.recipe.counted import LayerKind
+from clustertune.recipe.parameters import LayerKind
 
 # --- computing --------------------------------------------------------------------------------------------------------
 

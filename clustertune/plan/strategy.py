@@ -14,10 +14,10 @@ from typing import Any
 from clustertune.errors import Problem, raise_if
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
-from clustertune.recipe.counted import LayerKind, ParameterCount
 from clustertune.recipe.native_rules import MAX_PROMPT, row_tokens
+from clustertune.recipe.parameters import LayerKind, ParameterCount
 from clustertune.recipe.quantization import Quantized
-from clustertune.recipe.schema import Recipe
+from clustertune.recipe.sections import Recipe
 from clustertune.resolve import kernels
 from clustertune.resolve.distribution import Distribution
 from clustertune.resolve.resolved import Resolved
@@ -287,6 +287,8 @@ class Strategy(Distribution, Sizes):
     """What a second forward pass, without gradient, is for: ``metrics`` (of a loss from whole logits) or the ``reference``."""
     answers: int = 1
     """Sequences of a row: 2 of a preference."""
+    eval_batch: int = 0
+    """Rows that a rank evaluates at once; 0: it never does, or it generates as in training (``trainer: grpo``)."""
     reference_bytes: float = 0.0
     """A parameter of a second, frozen model; 0: there is none."""
     rollouts: Rollouts | None = None
@@ -355,6 +357,7 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
         holds_logits=stated.whole_logits,
         second_forward="reference" if compared else "metrics" if smoothed else "",
         answers=2 if resolved.is_dpo else 1,
+        eval_batch=0 if args["eval_strategy"] == "no" or resolved.is_grpo else int(args["per_device_eval_batch_size"]),
         reference_bytes=loaded_bytes(args) if compared and resolved.lora is None else 0.0,
         rollouts=_rollouts(args, resolved.recipe) if resolved.is_grpo else None,
     )
@@ -389,7 +392,7 @@ def _recomputation_notes(resolved: Resolved) -> list[str]:
 def _find_problems(resolved: Resolved, split: Distribution) -> list[Problem]:
     """What tensor, context and sequence parallelism ask of the model and of the sequences."""
     if split.kind == "Megatron":
-        return []  # resolve() has checked them: clustertune/resolve/megatron.py
+        return []  # resolve() has checked them
     problems = []
     architecture = resolved.architecture
     file = f"{resolved.name}/{resolved.accelerate_file}"

@@ -1,7 +1,7 @@
 """The recipe's accelerate configuration: accelerate's own file, checked against the pinned accelerate before the queue.
 
 ``accelerate launch`` takes unknown keys of ``fsdp_config`` without a message and reads FSDP1's keys as nothing under FSDP2, the
-only version that a recipe may ask for.
+only version that a recipe may ask for. Wrong values of keys that it knows it refuses itself, before a rank reads the model.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError
-from clustertune.recipe import deepspeed_keys as ds
-from clustertune.recipe.findings import Found
+from clustertune.recipe import deepspeed_file as ds
+from clustertune.recipe.findings import Found, is_whole, show_value
+from clustertune.recipe.layers import COMMAND_LINE, did_you_mean, nearest
 from clustertune.recipe.library_facts import facts
-from clustertune.recipe.load import COMMAND_LINE, did_you_mean, nearest
-from clustertune.recipe.native_rules import is_whole, show_value
 from clustertune.recipe.values import model_facts
 from clustertune.recipe.yamlfile import Document, Emptied, KeyPath, leaves, parse_json, read_text
 
@@ -44,18 +43,7 @@ _FSDP1_ONLY = {
     "fsdp_forward_prefetch": "leave it out: accelerate refuses it with FSDP2",
 }
 """Keys that mean nothing under ``fsdp_version: 2``."""
-_BOOLEANS = ("fsdp_offload_params", "fsdp_cpu_ram_efficient_loading")
 _RECOMPUTING = ("fsdp_activation_checkpointing", "fsdp_activation_checkpointing_offload")
-_OF_DEEPSPEED_FILE = {
-    "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device", "offload_param_device",
-    "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
-}  # fmt: skip
-"""Keys that accelerate refuses beside a ``deepspeed_config_file`` (accelerate/utils/dataclasses.py:1508)."""
-_WORDS = {
-    "fsdp_auto_wrap_policy": "FSDP_AUTO_WRAP_POLICY",
-    "fsdp_state_dict_type": "FSDP_STATE_DICT_TYPE",
-}
-"""Keys that take one of the names of a list in ``accelerate/utils/constants.py``."""
 
 
 def section(body: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -224,15 +212,13 @@ def find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> It
     return ((("accelerate", *path), message, fix) for path, message, fix in _find_problems(body, folder, kind))
 
 
-def _find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> Iterator[Found]:  # noqa: PLR0912 - a check each
+def _find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> Iterator[Found]:
     known = frozenset(facts("accelerate")["keys"])  # the fields of its ClusterConfig
     for key in body:
         if key in _MACHINE:
             yield (key,), "a fact of one machine or one launch", "leave it out: ranks and addresses are derived"
         elif key not in known:
             yield (key,), "accelerate has no such key", did_you_mean(key, known - set(_MACHINE))
-    if body.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
-        yield ("compute_environment",), f"{show_value(body['compute_environment'])} is not LOCAL_MACHINE", None
     kind_of = body.get(TYPE)
     if kind_of not in DISTRIBUTED_TYPES:
         message = "missing" if kind_of is None else f"{show_value(kind_of)} is not one of {', '.join(DISTRIBUTED_TYPES)}"
@@ -253,9 +239,6 @@ def _find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> I
         text = f"accelerate reads it only with distributed_type: FSDP, here it is {kind_of}"
         yield ("fsdp_config",), text, "leave it out, on the command line accelerate.fsdp_config=null"
     elif kind_of == "FSDP":
-        sizes = parallel_sizes(body)
-        if "cp" in sizes and "sp" in sizes:  # accelerate/parallelism_config.py:325, whatever the number of ranks is
-            yield ("parallelism_config",), "cp and sp both split a sequence", "set one of the two to 1"
         yield from _check_fsdp(section(body, "fsdp_config"), kind)
     if kind_of == "DEEPSPEED":
         yield from _check_deepspeed(body, folder)
@@ -275,16 +258,9 @@ def _check_sections(body: Mapping[str, Any]) -> Iterator[Found]:
                 continue
             if name == "parallelism_config" and key.endswith("_size") and not is_whole(value):
                 yield (name, key), f"{show_value(value)} is not a whole number from 1", None
-                continue
-            choices = facts("accelerate")["choices"].get(full)
-            # Upper and lower case are one for accelerate; YAML reads ``no`` as false.
-            if choices and ("no" if value is False else str(value).lower()) not in map(str.lower, choices):
-                yield (name, key), f"{show_value(value)} is not one of {', '.join(choices)}", did_you_mean(str(value), choices)
 
 
-def _check_fsdp(  # noqa: PLR0912 - a check each
-    config: Mapping[str, Any], kind: str | None
-) -> Iterator[Found]:
+def _check_fsdp(config: Mapping[str, Any], kind: str | None) -> Iterator[Found]:
     known = {name for name in facts("accelerate")["options"] if name.startswith("fsdp_")}
     values = {}
     for key, value in config.items():
@@ -308,15 +284,6 @@ def _check_fsdp(  # noqa: PLR0912 - a check each
             yield path, "the recipe's section activation_checkpointing says what is recomputed", fix
         elif full in _FSDP1_ONLY:
             yield path, f"has no meaning under {FSDP2}", _FSDP1_ONLY[full]
-        elif full in _BOOLEANS or full == "fsdp_reshard_after_forward":
-            if str(value).lower() not in {"true", "false"}:
-                yield path, f"{show_value(value)} is not true or false", None
-        elif full in _WORDS:
-            choices = facts("accelerate")[_WORDS[full]]
-            if not isinstance(value, str) or value.upper() not in choices:
-                yield path, f"{show_value(value)} is not one of {', '.join(choices)}", did_you_mean(str(value), choices)
-        elif full == "fsdp_min_num_params" and not is_whole(value):
-            yield path, f"{show_value(value)} is not a whole number from 1", None
     yield from _check_wrap(values, kind)
     # What accelerate or clustertune refuses for two keys together.
     plain = {full: value for full, (_, value) in values.items()}
@@ -358,11 +325,6 @@ def _check_deepspeed(body: Mapping[str, Any], folder: Path) -> Iterator[Found]:
         return
     if not isinstance(name, str) or "/" in name or "\0" in name or not (folder / name).is_file():
         yield ("deepspeed_config", "deepspeed_config_file"), f"{show_value(name)} is not a file of the recipe folder", None
-    for key in _OF_DEEPSPEED_FILE & set(config):
-        yield ("deepspeed_config", key), f"accelerate takes it from {show_value(name)} alone", "leave it out, or write it there"
-    if body.get("mixed_precision") is not None:
-        fix = "leave it out: bf16 is the default there"
-        yield ("mixed_precision",), f"accelerate refuses it beside {show_value(name)}", fix
 
 
 # --- with what the command line lays over it; and DeepSpeed's file --------------------------------------------------

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError, raise_if
-from clustertune.recipe.load import did_you_mean
-from clustertune.recipe.native_rules import is_number, is_whole
+from clustertune.recipe.findings import is_number, is_whole
+from clustertune.recipe.layers import did_you_mean
 from clustertune.recipe.parameters import count
 from clustertune.recipe.values import Values, config_fields, model_facts, model_types
 from clustertune.recipe.yamlfile import parse_json, read_text

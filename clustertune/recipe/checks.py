@@ -6,19 +6,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
-from clustertune.bounded import PATTERN_SECONDS, patterns_end
-from clustertune.host.credentials import holds_secret, may_name_secret
+from clustertune.host.credentials import holds_secret
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import native_rules, quantization
-from clustertune.recipe.findings import SECRET_FIX, Found, schema_findings
+from clustertune.recipe.eval_tasks import find_task, unknown_tasks
+from clustertune.recipe.findings import SECRET_FIX, Found, is_number, is_whole, schema_findings, show_value
+from clustertune.recipe.layers import did_you_mean, nearest
 from clustertune.recipe.library_facts import facts
-from clustertune.recipe.load import did_you_mean, nearest
-from clustertune.recipe.native_rules import NativeField, NumberRange, is_number, show_value, train_fields
 from clustertune.recipe.parameters import (
     adapted_experts,
     adapter_modules,
@@ -28,7 +26,7 @@ from clustertune.recipe.parameters import (
     matches,
     narrowest,
 )
-from clustertune.recipe.schema import (
+from clustertune.recipe.sections import (
     FORMATS,
     OWN_PROMPTS,
     REWARD_OPTIONS,
@@ -41,7 +39,6 @@ from clustertune.recipe.schema import (
     Slurm,
     read_section,
 )
-from clustertune.recipe.tasks import find_task, unknown_tasks
 from clustertune.recipe.values import Values, model_facts
 from clustertune.recipe.yamlfile import KeyPath
 
@@ -167,71 +164,6 @@ def _find_secrets(values: Mapping[str, Any], path: KeyPath) -> Iterator[Found]:
             yield key_path, "holds an access token (not shown)", SECRET_FIX
 
 
-@dataclass(frozen=True)
-class NativeSection:
-    """One section whose keys are a foreign dataclass's."""
-
-    name: str
-    owner: str
-    fields: dict[str, NativeField]
-    owned: Mapping[str, str]
-    removed: Mapping[str, str]
-    ranges: Mapping[str, NumberRange]
-
-    def check(self, field: NativeField, value: Any) -> Any:
-        """The value as the field takes it. Raises ValueError with what it takes."""
-        result = native_rules.check_value(field, value)
-        allowed = self.ranges.get(field.name)
-        if allowed and isinstance(result, int | float) and not isinstance(result, bool) and not allowed.holds(result):
-            raise ValueError(f"must be {allowed}")
-        return result
-
-
-def train_section(trainer: str = "sft") -> NativeSection:
-    """The section ``train`` of a recipe with this ``trainer``."""
-    rules = native_rules
-    owned = rules.TRAIN_OWNED | rules.OWNED[trainer]
-    ranges = rules.TRAIN_RANGES | {"dpo": rules.DPO_RANGES, "grpo": rules.GRPO_RANGES}.get(trainer, {})
-    fields = {**train_fields(trainer), "global_batch_size": rules.GLOBAL_BATCH}
-    return NativeSection("train", f"{trainer.upper()}Config", fields, owned, rules.TRAIN_REMOVED, ranges)
-
-
-def lora_section() -> NativeSection:
-    """The section ``lora``."""
-    rules = native_rules
-    return NativeSection("lora", "LoraConfig", rules.lora_fields(), rules.LORA_OWNED, rules.LORA_REMOVED, rules.LORA_RANGES)
-
-
-def check_native(section: NativeSection, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Found]]:
-    """The values of a section as the foreign dataclass takes them, and everything that is wrong with them."""
-    checked: dict[str, Any] = {}
-    found: list[Found] = []
-    known = set(section.fields) - set(section.owned)
-    for key, value in given.items():
-        path, fix = (section.name, key), None
-        if holds_secret(value):  # reported with the schema's problems
-            continue
-        if value is None and key not in section.fields and key in native_rules.train_fields():
-            continue  # of a base for the other trainer, taken out
-        if key in section.owned:
-            found.append((path, f"not allowed in a recipe: {section.owned[key]}", "leave it out"))
-        elif key in section.fields:
-            field = section.fields[key]
-            try:
-                checked[key] = section.check(field, value)
-            except ValueError as error:
-                fix = did_you_mean(value, field.choices) if field.choices and isinstance(value, str) else None
-                shown = "" if value is None else f"{show_value(value)}: "
-                known_words = f"{len(field.choices)} values are known here" if fix and len(field.choices) > 8 else str(error)
-                found.append((path, f"{shown}{known_words}", fix))
-        elif key not in section.removed and may_name_secret(key) and nearest(key, known) is None:
-            found.append((path, "looks like a secret (value not shown)", SECRET_FIX))
-        else:
-            fix = section.removed.get(key) or did_you_mean(key, known)
-            found.append((path, f"unknown key: not a field of {section.owner} in the pinned release", fix))
-    return checked, found
-
-
 def check_train(train: Mapping[str, Any]) -> Iterator[Found]:
     """Values of the complete section whose effect no library tells in the first minute."""
     if train["fp16"]:
@@ -251,12 +183,6 @@ _EVALUATED = ("loss", "runtime", "samples_per_second", "steps_per_second")
 """What ``Trainer.evaluate`` returns here, each behind ``eval_`` (transformers 5, ``evaluation_loop`` and ``speed_metrics``)."""
 
 
-_SCHEDULE_NEEDS = {
-    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
-    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
-    "warmup_stable_decay": ("num_decay_steps",),
-}
-"""Of which arguments a schedule needs exactly one (transformers 5.23, optimization.py)."""
 _SCHEDULE_RANGES: dict[str, tuple[Callable[[float, float], bool], str]] = {
     **dict.fromkeys(("num_cycles", "power"), (lambda value, _: value > 0, "a rate that falls needs a number greater than 0")),
     **dict.fromkeys(
@@ -287,19 +213,13 @@ def _outside(key: str, value: Any, rate: float) -> str | None:
 def _check_arguments(train: Mapping[str, Any]) -> Iterator[Found]:
     """Arguments of saving, schedule and optimizer: transformers ignores a key of ``optim_args`` that it does not know."""
     schedule, optimizer = str(train["lr_scheduler_type"]), str(train["optim"])
-    known = facts("trl")["schedulers"][schedule]
     arguments, rate = train["lr_scheduler_kwargs"] or {}, train["learning_rate"]
-    if (one_of := _SCHEDULE_NEEDS.get(schedule)) and len(arguments.keys() & set(one_of)) != 1:
-        # transformers says so when the optimizer is made, which is once the weights are loaded.
-        text = f"the {schedule} schedule needs {'one of ' * (len(one_of) > 1)}{' and '.join(one_of)}"
-        yield ("train", "lr_scheduler_kwargs"), text, f"write {{{one_of[-1]}: {'0.1' if len(one_of) > 1 else 'STEPS'}}}"
-    for key, value in arguments.items():
-        if key in known and (needed := _outside(key, value, rate if is_number(rate) else math.inf)):
+    if schedule in ("constant", "constant_with_warmup") and arguments:
+        yield ("train", "lr_scheduler_kwargs"), f"the {schedule} schedule reads none", "leave it out"
+    for key, value in arguments.items():  # one that a schedule does not know, or lacks, transformers names as it makes it
+        if needed := _outside(key, value, rate if is_number(rate) else math.inf):
             text = f"{key} is {show_value(value)}: {needed}"
             yield ("train", "lr_scheduler_kwargs"), text, "see the function of this schedule in transformers/optimization.py"
-        if key not in known:
-            text = f"{show_value(key)} is not an argument of the {schedule} schedule; it takes {', '.join(known) or 'none'}"
-            yield ("train", "lr_scheduler_kwargs"), text, did_you_mean(key, known) if known else "leave it out"
     metric = str(train["metric_for_best_model"] or "loss").removeprefix("eval_")
     if train["save_strategy"] == "best" and metric not in _EVALUATED:
         # Trainer looks for it after the first evaluation only.
@@ -412,7 +332,7 @@ def _check_options(reward: Reward) -> Iterator[tuple[str, str | None]]:
                 yield f"{key} is not a regular expression: {error}", "Python's form: docs.python.org/3/library/re.html"
     if reward.function == "length":
         ends = [told.get(key) for key in ("min", "max")]
-        if not any(is_number(end) for end in ends) or any(end is not None and not native_rules.is_whole(end) for end in ends):
+        if not any(is_number(end) for end in ends) or any(end is not None and not is_whole(end) for end in ends):
             yield "length needs min, max or both, whole numbers from 1", "write {function: length, max: 200}"
         elif None not in ends and ends[0] > ends[1]:  # type: ignore[operator]
             yield f"min {ends[0]} is greater than max {ends[1]}", None
@@ -422,34 +342,14 @@ def _check_options(reward: Reward) -> Iterator[tuple[str, str | None]]:
         yield "schema is not a mapping", "write the JSON schema as YAML, or column: the rows' column that holds it"
 
 
-def check_grpo(train: Mapping[str, Any], accelerate: Mapping[str, Any], world: int, *, megatron: bool) -> Iterator[Found]:
-    """What TRL's ``GRPOTrainer`` refuses in a rank, and what is not carried here with it.
-
-    ``world``: ranks.
-    """
-    known = facts("trl")["grpo"]
-    for key in ("loss_type", "importance_sampling_level"):
-        if train[key] not in known[key]:
-            fix = did_you_mean(str(train[key]), known[key])
-            yield ("train", key), f"{show_value(train[key])}: it takes {', '.join(known[key])}", fix
+def check_grpo(train: Mapping[str, Any], accelerate: Mapping[str, Any], *, megatron: bool) -> Iterator[Found]:
+    """What is not carried here with ``trainer: grpo``; what a group of answers does not divide ``GRPOConfig`` says itself."""
     if train["loss_type"] == "cispo" and train["epsilon_high"] is None:
         yield ("train", "epsilon_high"), "missing: loss_type cispo clips at it alone", "write epsilon_high: 5.0"
     if train["vllm_mode"] != "colocate":
         yield ("train", "vllm_mode"), f"{train['vllm_mode']}: {native_rules.GRPO_OWNED['vllm_server_host']}", "leave it out"
     if train["use_vllm"] and train["top_k"] is None:
         yield ("train", "top_k"), "empty", "write 0 for all tokens"
-    group, micro = train["num_generations"], int(train["per_device_train_batch_size"])
-    if (batch := train.get("global_batch_size")) is not None:  # what is wrong with it was reported
-        steps = train["steps_per_generation"]
-        size = batch if steps is None else micro * world * steps
-        if size % group:
-            text = f"{size} completions are generated at a time, which {group} (train.num_generations) does not divide"
-            key = "global_batch_size" if steps is None else "steps_per_generation"
-            yield ("train", key), text, f"a multiple of {group}, or another train.num_generations"
-    each, passes = train["num_generations_eval"] or group, int(train["per_device_eval_batch_size"]) * world
-    if train["eval_strategy"] != "no" and passes % each:
-        text = f"{train['per_device_eval_batch_size']} x {world} ranks is no multiple of the {each} answers to each prompt"
-        yield ("train", "per_device_eval_batch_size"), text, "write a multiple, or num_generations_eval: 1"
     if megatron:
         yield ("trainer",), "grpo: Megatron-Bridge is started for supervised fine-tuning alone", "write trainer: sft"
         return
@@ -509,8 +409,12 @@ def _check_embeddings(lora: Mapping[str, Any], architecture: Mapping[str, Any]) 
 def _check_targets(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> Iterator[Found]:
     kind, target = str(architecture["model_type"]), lora["target_modules"]
     modules = adapter_modules(architecture)
-    if endless := list(_check_ends(lora, modules)):
-        yield from endless
+    patterns = {key: lora[key] for key in ("target_modules", "exclude_modules") if isinstance(lora[key], str)}
+    wrong = [(key, text) for key, text in patterns.items() if not is_pattern(text)]
+    wrong += [(key, text) for key in ("rank_pattern", "alpha_pattern") for text in lora[key] if not is_pattern(text)]
+    for key, text in wrong:
+        yield ("lora", key), f"{show_value(text)} is not a regular expression", None
+    if wrong:
         return
     yield from _check_head(lora, architecture)
     if not modules:
@@ -534,24 +438,6 @@ def _check_targets(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> 
         if not 0 <= index < layers:
             text = f"{index} is not a layer: the model has {layers}, counted from 0"
             yield ("lora", "layers_to_transform"), text, None
-
-
-def _check_ends(lora: Mapping[str, Any], modules: list[str]) -> Iterator[Found]:
-    """Patterns that are none, or go back again and again on the names of the model's modules."""
-    for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
-        value = lora[key]
-        for pattern in [value] if isinstance(value, str) else value if isinstance(value, dict) else ():
-            if _PLAIN_NAME.fullmatch(pattern):
-                continue
-            if not is_pattern(pattern):
-                yield ("lora", key), f"{show_value(pattern)} is not a regular expression", None
-            elif not patterns_end(re.compile(rf"(.*\.)?({pattern})$").match, modules):
-                text = f"{show_value(pattern)} takes more than {PATTERN_SECONDS:g} s to match the model's modules"
-                yield ("lora", key), text, "write it without nested repetitions, or list the names"
-
-
-_PLAIN_NAME = re.compile(r"[\w.-]*")
-"""Names, which always end: the child is for the rest."""
 
 
 def _check_parameters(lora: Mapping[str, Any], architecture: Mapping[str, Any] | None) -> Iterator[Found]:

@@ -5,20 +5,46 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeGuard, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from clustertune.errors import Problem, UserError, raise_if
-from clustertune.host.credentials import may_name_secret
-from clustertune.recipe.load import did_you_mean, nearest
-from clustertune.recipe.native_rules import show_value
+from clustertune.host.credentials import holds_secret, may_name_secret
+from clustertune.recipe.layers import did_you_mean, nearest
 from clustertune.recipe.yamlfile import Document, KeyPath
 
 Found = tuple[KeyPath, str, str | None]
 """A key path, what is wrong with it, and what to do."""
 Part = TypeVar("Part", bound=BaseModel)
 SECRET_FIX = "take it out of the file: log in with `hf auth login` or `wandb login`, and renew what was written down"  # noqa: S105
+
+
+def show_value(value: object, key: str = "") -> str:
+    """A value for a message: short, in one line, and never a secret."""
+    if may_name_secret(key) or holds_secret(value):
+        return "the value (not shown)"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a number; True and False are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_whole(value: object, least: int = 1) -> TypeGuard[int]:
+    """Whether a value is a whole number from ``least`` on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def usable(value: object, otherwise: int) -> int:
+    """A positive whole number, also where it is written as text; ``otherwise`` for what the schema refuses."""
+    try:
+        number = int(value) if is_number(value) or isinstance(value, str) else otherwise
+    except (ValueError, OverflowError):
+        return otherwise
+    return number if number >= 1 else otherwise
 
 
 def key_of(document: Document, path: Sequence[str]) -> str:

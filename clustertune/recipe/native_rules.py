@@ -9,95 +9,80 @@ import types
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, reduce
-from typing import Annotated, Any, Literal, TypeGuard, Union
+from typing import Annotated, Any, Literal, Union
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from clustertune.host.credentials import holds_secret, may_name_secret
+from clustertune.recipe.findings import SECRET_FIX, Found, is_number, show_value
+from clustertune.recipe.layers import did_you_mean, nearest
 from clustertune.recipe.library_facts import facts
-from clustertune.recipe.schema import Number, refuse_bool
+from clustertune.recipe.sections import Number, refuse_bool
 
 
-@dataclass(frozen=True)
-class NumberRange:
-    """Allowed numbers: from ``low`` to ``high``, the ends included unless open."""
-
-    low: float = -math.inf
-    high: float = math.inf
-    low_open: bool = False
-    high_open: bool = False
-    whole_from_one: bool = False
+def _steps_or_share(value: float) -> float:
     """A number of steps from 1, or below 1 a share of all steps (``TrainingArguments._validate_args``)."""
-    also: tuple[float, ...] = ()
-    """Single values outside that have a meaning of their own."""
-
-    def holds(self, value: float) -> bool:
-        if value in self.also:
-            return True
-        if self.whole_from_one and value >= 1 and value != int(value):
-            return False
-        above = value > self.low if self.low_open else value >= self.low
-        below = value < self.high if self.high_open else value <= self.high
-        return above and below
-
-    def __str__(self) -> str:
-        parts = []
-        if self.low > -math.inf:
-            parts.append(f"{'above' if self.low_open else 'at least'} {self.low:g}")
-        if self.high < math.inf:
-            parts.append(f"{'below' if self.high_open else 'at most'} {self.high:g}")
-        text = " and ".join(parts)
-        if self.whole_from_one:
-            text += ", and whole from 1 on"
-        return text + "".join(f", or {value:g}" for value in self.also)
+    if value <= 0 or (value >= 1 and value != int(value)):
+        raise ValueError("must be above 0, and whole from 1 on")
+    return value
 
 
-_SHARE = NumberRange(0, 1, high_open=True)
+def _steps_or_all(value: float) -> float:
+    if value < 1 and value != -1:
+        raise ValueError("must be at least 1, or -1")
+    return value
+
+
+# Bounds of numbers, by key: pydantic's Field, or a function that raises ValueError.
+
+_SHARE = Field(ge=0, lt=1)
 
 TRAIN_RANGES = {
-    **dict.fromkeys(("learning_rate", "adam_epsilon"), NumberRange(0, 1, low_open=True, high_open=True)),
+    **dict.fromkeys(("learning_rate", "adam_epsilon"), Field(gt=0, lt=1)),
     **dict.fromkeys(("weight_decay", "adam_beta1", "adam_beta2", "label_smoothing_factor"), _SHARE),
-    **dict.fromkeys(("logging_steps", "eval_steps", "save_steps"), NumberRange(0, low_open=True, whole_from_one=True)),
-    "neftune_noise_alpha": NumberRange(0, low_open=True),
-    "num_train_epochs": NumberRange(0, 10_000, low_open=True),  # no rate ever falls in a schedule of a billion
-    **dict.fromkeys(("max_grad_norm", "eval_delay"), NumberRange(0)),
-    "dataloader_num_workers": NumberRange(0, 512),  # each is a process on a node that others may share
-    "global_batch_size": NumberRange(1, 10**7),
+    **dict.fromkeys(("logging_steps", "eval_steps", "save_steps"), AfterValidator(_steps_or_share)),
+    "neftune_noise_alpha": Field(gt=0),
+    "num_train_epochs": Field(gt=0, le=10_000),  # no rate ever falls in a schedule of a billion
+    **dict.fromkeys(("max_grad_norm", "eval_delay"), Field(ge=0)),
+    "dataloader_num_workers": Field(ge=0, le=512),  # each is a process on a node that others may share
+    "global_batch_size": Field(ge=1, le=10**7),
     **dict.fromkeys(
         (
             *("per_device_train_batch_size", "per_device_eval_batch_size", "eval_accumulation_steps", "save_total_limit"),
-            *("torch_empty_cache_steps", "pad_to_multiple_of", "dataloader_prefetch_factor", "ddp_timeout"),
+            *("torch_empty_cache_steps", "dataloader_prefetch_factor"),
         ),
-        NumberRange(1),
+        Field(ge=1),
     ),
+    "pad_to_multiple_of": Field(ge=1, le=1024),  # kernels ask for 8 to 256; every row is filled up to it
+    "ddp_timeout": Field(ge=60),  # seconds of any collective, the first of which waits for the slowest rank's imports
     # numpy, which set_seed seeds too, takes 32 bits.
-    **dict.fromkeys(("seed", "data_seed"), NumberRange(0, 2**32 - 1)),
-    "warmup_steps": NumberRange(0, whole_from_one=True),
-    "max_steps": NumberRange(1, also=(-1,)),
-    "max_length": NumberRange(8),
+    **dict.fromkeys(("seed", "data_seed"), Field(ge=0, le=2**32 - 1)),
+    "warmup_steps": AfterValidator(lambda value: value and _steps_or_share(value)),
+    "max_steps": AfterValidator(_steps_or_all),
+    "max_length": Field(ge=8),
 }
 
 DPO_RANGES = {
-    "beta": NumberRange(0, low_open=True),
-    "ld_alpha": NumberRange(0, 1),
-    "label_smoothing": NumberRange(0, 0.5, high_open=True),
-    "discopop_tau": NumberRange(0, low_open=True),
+    "beta": Field(gt=0),
+    "ld_alpha": Field(ge=0, le=1),
+    "label_smoothing": Field(ge=0, lt=0.5),
+    "discopop_tau": Field(gt=0),
 }
 
 GRPO_RANGES = {
-    "num_generations": NumberRange(2),
+    "num_generations": Field(ge=2),
     **dict.fromkeys(
         ("num_generations_eval", "max_completion_length", "num_iterations", "steps_per_generation", "max_prompt_length"),
-        NumberRange(1),
+        Field(ge=1),
     ),
-    **dict.fromkeys(("beta", "epsilon", "epsilon_high", "entropy_coef", "top_k"), NumberRange(0)),
-    "temperature": NumberRange(0, low_open=True),
-    **dict.fromkeys(("top_p", "top_entropy_quantile"), NumberRange(0, 1, low_open=True)),
-    "min_p": NumberRange(0, 1),
-    "vllm_gpu_memory_utilization": NumberRange(0, 1, low_open=True, high_open=True),
+    **dict.fromkeys(("beta", "epsilon", "epsilon_high", "entropy_coef", "top_k"), Field(ge=0)),
+    "temperature": Field(gt=0),
+    **dict.fromkeys(("top_p", "top_entropy_quantile"), Field(gt=0, le=1)),
+    "min_p": Field(ge=0, le=1),
+    "vllm_gpu_memory_utilization": Field(gt=0, lt=1),
 }
 
-LORA_RANGES = {"r": NumberRange(1, 65536), "lora_alpha": NumberRange(0, low_open=True), "lora_dropout": _SHARE}
+LORA_RANGES = {"r": Field(ge=1, le=65536), "lora_alpha": Field(gt=0), "lora_dropout": _SHARE}
 
 _RESUME = "a run resumes by itself from its newest whole checkpoint"
 
@@ -259,33 +244,6 @@ LORA_REMOVED = {
 }
 
 
-def show_value(value: object, key: str = "") -> str:
-    """A value for a message: short, in one line, and never a secret."""
-    if may_name_secret(key) or holds_secret(value):
-        return "the value (not shown)"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is a number; True and False are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def is_whole(value: object, least: int = 1) -> TypeGuard[int]:
-    """Whether a value is a whole number from ``least`` on."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def usable(value: object, otherwise: int) -> int:
-    """A positive whole number, also where it is written as text; ``otherwise`` for what the schema refuses."""
-    try:
-        number = int(value) if is_number(value) or isinstance(value, str) else otherwise
-    except (ValueError, OverflowError):
-        return otherwise
-    return number if number >= 1 else otherwise
-
-
 # --- native ---------------------------------------------------------------------------------------------------------------
 
 # The fields of the pinned ``SFTConfig`` and ``LoraConfig``, and values checked against them.
@@ -346,6 +304,16 @@ OWNED = {"sft": {}, "dpo": DPO_OWNED, "grpo": GRPO_OWNED}
 def row_tokens(train: Mapping[str, Any]) -> Any:
     """Tokens of a sequence at most, of ``train`` with its defaults: ``max_length``; with GRPO a prompt and its completion."""
     return train[MAX_PROMPT] + train["max_completion_length"] if MAX_PROMPT in train else train["max_length"]
+
+
+def mixed_precision(train: Mapping[str, Any]) -> str:
+    """What a run computes in beside its float32 weights: ``bf16``, ``fp16`` or ``no``; the one reader of these arguments.
+
+    TRL switches bf16 on where neither it nor fp16 is given (TRL 1.16, trainer/base_config.py:108).
+    """
+    if train["bf16"] or (train["bf16"] is None and not train["fp16"]):
+        return "bf16"
+    return "fp16" if train["fp16"] else "no"
 
 
 @cache
@@ -430,3 +398,72 @@ def _pydantic_type(kind: Kind) -> Any:
     if sort == "pattern":
         return Annotated[str, Field(pattern=given[0])]
     return types.GenericAlias(_HOLDERS[given[0]], tuple(_pydantic_type(inner) for inner in given[1]))
+
+
+# --- a section against them -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NativeSection:
+    """One section whose keys are a foreign dataclass's."""
+
+    name: str
+    owner: str
+    fields: dict[str, NativeField]
+    owned: Mapping[str, str]
+    removed: Mapping[str, str]
+    ranges: Mapping[str, Any]
+
+    def check(self, field: NativeField, value: Any) -> Any:
+        """The value as the field takes it. Raises ValueError with what it takes."""
+        result = check_value(field, value)
+        if field.name in self.ranges and is_number(result):
+            try:
+                TypeAdapter(Annotated[float, self.ranges[field.name]]).validate_python(result)
+            except ValidationError as error:
+                text = error.errors()[0]["msg"].removeprefix("Value error, ").replace("Input should", "must")
+                raise ValueError(text) from None
+        return result
+
+
+def train_section(trainer: str = "sft") -> NativeSection:
+    """The section ``train`` of a recipe with this ``trainer``."""
+    owned = TRAIN_OWNED | OWNED[trainer]
+    ranges = TRAIN_RANGES | {"dpo": DPO_RANGES, "grpo": GRPO_RANGES}.get(trainer, {})
+    fields = {**train_fields(trainer), "global_batch_size": GLOBAL_BATCH}
+    return NativeSection("train", f"{trainer.upper()}Config", fields, owned, TRAIN_REMOVED, ranges)
+
+
+def lora_section() -> NativeSection:
+    """The section ``lora``."""
+    return NativeSection("lora", "LoraConfig", lora_fields(), LORA_OWNED, LORA_REMOVED, LORA_RANGES)
+
+
+def check(section: NativeSection, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Found]]:
+    """The values of a section as the foreign dataclass takes them, and everything that is wrong with them."""
+    checked: dict[str, Any] = {}
+    found: list[Found] = []
+    known = set(section.fields) - set(section.owned)
+    for key, value in given.items():
+        path, fix = (section.name, key), None
+        if holds_secret(value):  # reported with the schema's problems
+            continue
+        if value is None and key not in section.fields and key in train_fields():
+            continue  # of a base for the other trainer, taken out
+        if key in section.owned:
+            found.append((path, f"not allowed in a recipe: {section.owned[key]}", "leave it out"))
+        elif key in section.fields:
+            field = section.fields[key]
+            try:
+                checked[key] = section.check(field, value)
+            except ValueError as error:
+                fix = did_you_mean(value, field.choices) if field.choices and isinstance(value, str) else None
+                shown = "" if value is None else f"{show_value(value)}: "
+                known_words = f"{len(field.choices)} values are known here" if fix and len(field.choices) > 8 else str(error)
+                found.append((path, f"{shown}{known_words}", fix))
+        elif key not in section.removed and may_name_secret(key) and nearest(key, known) is None:
+            found.append((path, "looks like a secret (value not shown)", SECRET_FIX))
+        else:
+            fix = section.removed.get(key) or did_you_mean(key, known)
+            found.append((path, f"unknown key: not a field of {section.owner} in the pinned release", fix))
+    return checked, found

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clustertune.recipe.load import did_you_mean
-from clustertune.recipe.native_rules import show_value
+from clustertune.recipe.findings import show_value
+from clustertune.recipe.layers import did_you_mean
 
 BASE = "base_quantization"
 """Key of the manifests of adapters and merged models: how the base was stored that the adapter was trained on."""

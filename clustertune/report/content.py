@@ -14,7 +14,7 @@ from typing import Any
 from clustertune.console import duration
 from clustertune.errors import ExitCode
 from clustertune.evaluate import scores as evaluation
-from clustertune.recipe.schema import OWN_PROMPTS
+from clustertune.recipe.sections import OWN_PROMPTS
 from clustertune.report.metrics import WARM_UP, Metrics, ScoresRecord
 from clustertune.rundir import SCORES
 

@@ -14,7 +14,7 @@ from clustertune.console import duration
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.attempt import AttemptPlan, read_attempts
 from clustertune.plan.schedule import best_seconds, seconds_between_ends
-from clustertune.recipe.schema import Budget
+from clustertune.recipe.sections import Budget
 from clustertune.report.content import get, number, on_cpu, percent, size
 from clustertune.report.metrics import Metrics
 from clustertune.report.telemetry import NodeTelemetry

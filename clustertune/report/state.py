@@ -14,7 +14,7 @@ from clustertune.launch import slurm
 from clustertune.launch.attempt import read_attempts
 from clustertune.launch.stage_jobs import is_ours, read_jobs
 from clustertune.manifest import MANIFEST
-from clustertune.recipe.schema import parse_minutes
+from clustertune.recipe.sections import parse_minutes
 from clustertune.report.cost import AttemptCost
 from clustertune.report.metrics import Metrics
 from clustertune.rundir import STAGES, RunDir

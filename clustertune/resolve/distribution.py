@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clustertune.recipe import accelerate_file as acc
-from clustertune.recipe import deepspeed_keys as ds
-from clustertune.recipe import quantization
-from clustertune.recipe.schema import ActivationCheckpointing, Megatron, Recipe
+from clustertune.recipe import deepspeed_file as ds
+from clustertune.recipe import native_rules, quantization
+from clustertune.recipe.sections import ActivationCheckpointing, Megatron, Recipe
 
 IN_FLIGHT = 5
 """Parts of weights that a rank holds in host memory at once while it reads: four reads, and the one that is placed."""
@@ -151,16 +151,6 @@ def format_distribution(distributed: Any) -> str | None:
     return f"{distributed['type']}{f' {version}' if version else ''}{f' ({sizes})' if sizes else ''}"
 
 
-def mixed_precision(train: Mapping[str, Any]) -> str:
-    """What a run computes in beside its float32 weights: ``bf16``, ``fp16`` or ``no``; the one reader of these arguments.
-
-    TRL switches bf16 on where neither it nor fp16 is given (TRL 1.16, trainer/base_config.py:108).
-    """
-    if train["bf16"] or (train["bf16"] is None and not train["fp16"]):
-        return "bf16"
-    return "fp16" if train["fp16"] else "no"
-
-
 def recomputed_layers(ratio: float, layers: int) -> tuple[int, ...]:
     """Which layers, counted from 0, are recomputed: ``ratio`` of them, rounded, spread evenly from the first."""
     wanted = math.floor(ratio * layers + 0.5)
@@ -189,7 +179,7 @@ def read(
         world_size=world,
         ranks_per_node=min(recipe.slurm.gpus_per_node, world),
         data_parallel_size=data_parallel,
-        mixed_precision=mixed_precision(train),
+        mixed_precision=native_rules.mixed_precision(train),
         reduce_dtype=reduce_dtype,
         recompute=_recompute(recipe, train, layers),
         compiled=compiled,

@@ -17,9 +17,9 @@ from clustertune.cluster.hardware import IsoDate
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.recipe import architecture as arch
 from clustertune.recipe.findings import Found, read_model
-from clustertune.recipe.load import DESCRIPTION, RECIPES, find_folder, read_layers, same_model
+from clustertune.recipe.layers import DESCRIPTION, RECIPES, find_folder, read_layers, same_model
 from clustertune.recipe.parameters import parameter_count
-from clustertune.recipe.schema import NAME, HubCommit, HubName, Positive, Section
+from clustertune.recipe.sections import NAME, HubCommit, HubName, Positive, Section
 from clustertune.recipe.values import Values, config_fields, model_facts
 from clustertune.recipe.yamlfile import parse_json, read_text, read_yaml
 from clustertune.resolve.resolved import Resolved

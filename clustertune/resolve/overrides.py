@@ -8,7 +8,7 @@ from typing import Any
 
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
-from clustertune.recipe.schema import Megatron
+from clustertune.recipe.sections import Megatron
 from clustertune.resolve.distribution import recomputed_layers
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved

@@ -15,15 +15,25 @@ from typing import Any
 from clustertune.errors import Problem, UserError, collect_problems
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import architecture as arch
-from clustertune.recipe import checks, quantization
-from clustertune.recipe.findings import Found
-from clustertune.recipe.load import COMMAND_LINE, DESCRIPTION, Layer, Layers, base_folder, find_folder, read_layers, same_model
-from clustertune.recipe.native_rules import MAX_PROMPT, filled, lora_defaults, row_tokens, train_defaults, usable
+from clustertune.recipe import checks, native_rules, quantization
+from clustertune.recipe import deepspeed_file as ds
+from clustertune.recipe.findings import Found, usable
+from clustertune.recipe.layers import (
+    COMMAND_LINE,
+    DESCRIPTION,
+    Layer,
+    Layers,
+    base_folder,
+    find_folder,
+    read_layers,
+    same_model,
+)
+from clustertune.recipe.native_rules import MAX_PROMPT, filled, lora_defaults, mixed_precision, row_tokens, train_defaults
 from clustertune.recipe.parameters import adapted_experts, expert_parameters, parameter_count
-from clustertune.recipe.schema import NAME, ActivationCheckpointing, Megatron, Recipe, Reward, read_section
+from clustertune.recipe.sections import NAME, ActivationCheckpointing, Megatron, Recipe, Reward, read_section
 from clustertune.recipe.yamlfile import Document, KeyPath, leaves, read_text, read_yaml
-from clustertune.resolve import deepspeed, kernels, megatron
-from clustertune.resolve.distribution import mixed_precision, recomputed_layers
+from clustertune.resolve import kernels
+from clustertune.resolve.distribution import recomputed_layers
 from clustertune.resolve.resolved import Derived, Resolved, is_there
 from clustertune.resolve.tiny import is_small, scale_deepspeed, scale_mesh, tiny_layer
 
@@ -216,12 +226,11 @@ class _Resolution:
     def _spread(self, distribution: dict[str, Any]) -> None:
         """The ranks that read different sequences: all, but for those that share a sequence or a layer."""
         if (m := self.megatron) is not None:
-            named, self.dp = "tp x pp x cp", megatron.data_parallel(m, self.world)
-            shared = m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
+            named, shared = "tp x pp x cp", m.model_parallel_size
         else:
             sizes = acc.parallel_sizes(distribution)
             named, shared = "tp x cp x sp", math.prod(sizes.get(axis, 1) for axis in ("tp", "cp", "sp"))
-            self.dp = max(1, self.world // shared)
+        self.dp = max(1, self.world // shared)
         reason = f"{self.world} ranks" + (f" / {shared} ({named})" if shared > 1 else "")
         self.derived.append(Derived("data_parallel_size", self.dp, reason))
         if self.megatron is None:
@@ -257,7 +266,7 @@ class _Resolution:
         self.report(checks.check_schema(self.values, self.position))
         given = self.values.get("train")
         if isinstance(given, dict):
-            self.report(checks.check_native(checks.train_section(self.trainer), given)[1])
+            self.report(native_rules.check(native_rules.train_section(self.trainer), given)[1])
 
     def _lay_tiny(self, distribution: dict[str, Any]) -> None:
         self._check_beneath_tiny()
@@ -289,8 +298,8 @@ class _Resolution:
         if self.values.get("save") is not None:
             self.report(self._find_saved_twice(given))
             given = {key: value for key, value in given.items() if key not in _SAVING}
-        section = checks.train_section(self.trainer)
-        stated, found = checks.check_native(section, given)
+        section = native_rules.train_section(self.trainer)
+        stated, found = native_rules.check(section, given)
         self.train = filled(train_defaults(self.trainer), stated)
         if self.complete and not {"global_batch_size"} & given.keys():
             fix = "write how many sequences one optimizer step takes over all ranks, such as 32"
@@ -301,7 +310,7 @@ class _Resolution:
         if self.trainer == "dpo":
             self.report(checks.check_dpo(self.train, distribution, megatron=self.megatron is not None))
         if self.trainer == "grpo":
-            self.report(checks.check_grpo(self.train, distribution, self.world, megatron=self.megatron is not None))
+            self.report(checks.check_grpo(self.train, distribution, megatron=self.megatron is not None))
         self._check_lengths()
         accumulated = accumulation(self.train, self.dp) if "global_batch_size" in self.train else None
         if isinstance(accumulated, Derived):
@@ -349,13 +358,15 @@ class _Resolution:
 
     def _fill_deepspeed(self, document: Document, accumulation: int, stated: Collection[str], *, lora: bool) -> None:
         """DeepSpeed's file against the train section, and what stands in the place of its ``auto``."""
-        described = deepspeed.RecipeValues(self.train, accumulation, self.dp, frozenset(stated))
-        self.report(deepspeed.find_problems(document, described))
-        if lora and mixed_precision(self.train) != "no" and document.data.get(deepspeed.REDUCED_IN) is None:
-            self.deepspeed = document = replace(document, data={**document.data, deepspeed.REDUCED_IN: "fp32"})
-            self.deepspeed_overrides = {deepspeed.REDUCED_IN: "fp32", **self.deepspeed_overrides}
-            self.derived.append(Derived(f"deepspeed.{deepspeed.REDUCED_IN}", "fp32", _FEW))
-        self.derived += deepspeed.filled(document.data, described)
+        meant = ds.meant(self.train, accumulation, self.dp)
+        self.report(ds.find_problems(document, meant, self.train, stated))
+        if lora and mixed_precision(self.train) != "no" and document.data.get(ds.REDUCED_IN) is None:
+            self.deepspeed = document = replace(document, data={**document.data, ds.REDUCED_IN: "fp32"})
+            self.deepspeed_overrides = {ds.REDUCED_IN: "fp32", **self.deepspeed_overrides}
+            self.derived.append(Derived(f"deepspeed.{ds.REDUCED_IN}", "fp32", _FEW))
+        # transformers fills in the others by the model's size.
+        filled_in = (item for item in meant if ds.get(document.data, item[0]) == ds.AUTO)
+        self.derived += [Derived(f"deepspeed.{key}", value, reason) for key, value, reason in filled_in]
 
     def _recomputation(self) -> None:
         """Which layers recompute their activations: those of the section, under Megatron-Bridge by its own key."""
@@ -377,9 +388,13 @@ class _Resolution:
             text = "--tiny trains on CPUs, where Megatron-Bridge has no kernels"
             fix = "submit --dry-run shows command and configuration without a GPU"
             yield ("megatron", "tensor_model_parallel_size"), text, fix
-        else:
-            found = megatron.find_problems(section, self.world)
-            yield from ((("megatron", key), text, fix) for key, text, fix in found)
+        elif self.world % (size := section.model_parallel_size):
+            # What does not divide the model Megatron-Core says at its start (parallel_state.py, transformer_config.py).
+            sizes = (section.tensor_model_parallel_size, section.pipeline_model_parallel_size, section.context_parallel_size)
+            text = (
+                "tensor {} x pipeline {} x context {}".format(*sizes) + f" is {size}, which does not divide {self.world} ranks"
+            )
+            yield ("megatron", "tensor_model_parallel_size"), text, f"use a multiple of {size} ranks"
         for key, value in {
             "activation_checkpointing": ratio,
             "train.model_init_kwargs.quantization_config": quantization.of(self.train),
@@ -396,7 +411,7 @@ class _Resolution:
             self.report([(("push",), "all parameters are trained: only adapters are pushed", "leave it out")])
         if not isinstance(given, dict):
             return
-        stated, found = checks.check_native(checks.lora_section(), given)
+        stated, found = native_rules.check(native_rules.lora_section(), given)
         self.lora = filled(lora_defaults(), stated)
         self.report(found)
         if "target_modules" in stated or "target_modules" not in given:

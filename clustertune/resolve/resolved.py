@@ -12,11 +12,13 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from clustertune.errors import UserError
 from clustertune.recipe import accelerate_file as acc
-from clustertune.recipe.schema import Recipe, is_address
+from clustertune.recipe.sections import Recipe, is_address
 from clustertune.resolve import distribution as distributions
 from clustertune.resolve.distribution import Distribution
 
+NOT_STARTED = "is for Megatron-Bridge in its own container, which clustertune submit starts"
 EVAL_DATA = "eval.data"
 """The key of the file of one's own prompts."""
 
@@ -150,6 +152,13 @@ class Resolved:
         """The same with ``staged=folder``: it says where model and data lie, and nothing is derived from it."""
         recipe = self.recipe.model_copy(update={"staged": str(folder)})
         return replace(self, recipe=recipe, origins={**self.origins, "staged": "override"})
+
+    def require_startable(self) -> None:
+        """Raise UserError for a recipe that only ``submit`` starts: one for Megatron-Bridge."""
+        if self.recipe.megatron is not None:
+            raise UserError(
+                NOT_STARTED, file=self.name, key="megatron", fix="clustertune submit RECIPE, or take the section out"
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values, ``distribution`` among them; :meth:`from_dict` gives an equal object back."""

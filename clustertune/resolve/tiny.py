@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.recipe import accelerate_file as acc
-from clustertune.recipe import deepspeed_keys as ds
-from clustertune.recipe.load import RECIPES
-from clustertune.recipe.native_rules import train_defaults, usable
+from clustertune.recipe import deepspeed_file as ds
+from clustertune.recipe.findings import usable
+from clustertune.recipe.layers import RECIPES
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.parameters import parameter_count
-from clustertune.recipe.schema import CHOOSING, FIRST_TASK
+from clustertune.recipe.sections import CHOOSING, FIRST_TASK
 from clustertune.recipe.yamlfile import Document
 from clustertune.resolve.resolved import Derived
 

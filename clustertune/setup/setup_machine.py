@@ -8,7 +8,7 @@ import socket
 
 from clustertune.cluster.schema import Cluster, Host
 from clustertune.errors import Problem, UserError
-from clustertune.recipe.load import COMMAND_LINE, did_you_mean
+from clustertune.recipe.layers import COMMAND_LINE, did_you_mean
 
 
 def choose_node(cluster: Cluster, name: str | None) -> Host:

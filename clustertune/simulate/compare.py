@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clustertune.errors import Problem
-from clustertune.plan.memory import save_copy
+from clustertune.plan.memory import EVALUATION, UPDATE, save_copy
 from clustertune.plan.predict import Plan
 from clustertune.plan.step import RankGroup, traffic
 from clustertune.simulate.run import Simulation
@@ -41,10 +41,12 @@ class Compared:
 def terms(plan: Plan, simulation: Simulation) -> list[Compared]:
     """Each moment's memory, and the bytes of each kind of collective in a step."""
     one = simulation.first
-    rest = sum(term.value for term in plan.moments[-1].parts if term.name in RESTING)
+    rest = sum(term.value for term in plan.moment(UPDATE).parts if term.name in RESTING)
     planned = {moment.name: moment.bytes for moment in plan.moments}
     found = [Compared("at rest", rest, one["rest_bytes"])]
     counted = {name: peak["bytes"] for name, peak in one["moments"].items() if name not in BESIDE}
+    if EVALUATION not in planned:  # the recipe has none
+        counted.pop(EVALUATION, None)
     found += [Compared(name, planned.get(name), size) for name, size in counted.items()]
     found.append(Compared("peak", plan.peak.bytes, max(counted.values())))
     return [*found, *_traffic(plan, simulation), *_saved(plan, one)]
@@ -97,8 +99,8 @@ def _random(rank: int, resumed: dict[str, Any]) -> Iterator[Problem]:
         yield Problem(text, file="resume", fix="save the state of the rank's own device, and set it on the device that it has")
 
 
-SAVE, EVALUATION = "save", "evaluation"
-BESIDE = ("loading", "at rest", SAVE, EVALUATION)
+SAVE = "save"
+BESIDE = ("loading", "at rest", SAVE)
 """Moments that are none of a step: the plan has a term for what rests, and bytes for a save."""
 KINDS = {"gather": ("all-gather", "reduce-scatter"), "reduce": ("all-reduce",), "exchange": ("all-to-all",), "send": ("send",)}
 """The plan's kinds of collective by what they may be called."""

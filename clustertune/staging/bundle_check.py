@@ -23,7 +23,7 @@ from clustertune.data.prompts import read_prompts
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import SHA256
 from clustertune.process import captured
-from clustertune.recipe.tasks import PUNKT
+from clustertune.recipe.eval_tasks import PUNKT
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import EVAL_DATA, Resolved
 from clustertune.staging import bundle, hashed_copy

@@ -26,8 +26,8 @@ from clustertune.evaluate.tasks import snapshot as cached_data
 from clustertune.launch import image as images
 from clustertune.launch.container import enroot_name
 from clustertune.manifest import SHA256, FileRecord
-from clustertune.recipe.load import find_elsewhere
-from clustertune.recipe.tasks import PUNKT, needed, reader_of, with_rows
+from clustertune.recipe.eval_tasks import PUNKT, needed, reader_of, with_rows
+from clustertune.recipe.layers import find_elsewhere
 from clustertune.resolve.resolved import EVAL_DATA, Resolved
 from clustertune.staging import bundle, hashed_copy, needs
 from clustertune.staging.cache import SPARE

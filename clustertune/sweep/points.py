@@ -18,7 +18,7 @@ from typing import Any
 
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import write_durably
-from clustertune.recipe.load import COMMAND_LINE, find_folder
+from clustertune.recipe.layers import COMMAND_LINE, find_folder
 from clustertune.recipe.yamlfile import parse_value
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved

@@ -14,8 +14,8 @@ from clustertune.errors import UserError
 from clustertune.evaluate.scores import metrics as scores_of
 from clustertune.evaluate.scores import read_result, shown
 from clustertune.launch.attempt import read_attempts
-from clustertune.recipe.schema import FIRST_TASK
-from clustertune.recipe.tasks import first_task
+from clustertune.recipe.eval_tasks import first_task
+from clustertune.recipe.sections import FIRST_TASK
 from clustertune.report.content import UNKNOWN, number
 from clustertune.report.cost import of_attempts
 from clustertune.report.metrics import Metrics, read_metrics

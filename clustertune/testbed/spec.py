@@ -18,7 +18,7 @@ import psutil
 
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.process import captured
-from clustertune.recipe.schema import NAME
+from clustertune.recipe.sections import NAME
 from clustertune.setup.slurm_files import move_conf, move_gres, move_hosts
 from clustertune.testbed import inside
 

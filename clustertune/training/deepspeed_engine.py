@@ -27,12 +27,11 @@ from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch.environment import own_folder
 from clustertune.manifest import MANIFEST, find_problem, read_manifest
 from clustertune.recipe import accelerate_file as acc
-from clustertune.recipe import deepspeed_keys as keys
-from clustertune.resolve import deepspeed as ds
+from clustertune.recipe import deepspeed_file as ds
 from clustertune.resolve.resolved import Resolved
 from clustertune.storage import free_bytes
 
-NVME_VARIABLES = {part: f"ACCELERATE_DEEPSPEED_{part.upper()}_NVME_PATH" for part in keys.OFFLOADS}
+NVME_VARIABLES = {part: f"ACCELERATE_DEEPSPEED_{part.upper()}_NVME_PATH" for part in ds.OFFLOADS}
 """What accelerate fills ``"nvme_path": "auto"`` with (utils/dataclasses.py, DeepSpeedPlugin)."""
 ADAM_BYTES, HALF = 12, 2
 """Bytes that a trained parameter's float32 master and its two moments take; bytes of a bfloat16 number."""
@@ -137,9 +136,9 @@ def fit_to_cpu(args: Any) -> list[str]:
     if plugin is None or os.environ.get("DS_ACCELERATOR") != "cpu":
         return []
     config, notes = plugin.hf_ds_config.config, []
-    for part in keys.move_to_memory(config) if on_cpu("nvme") == "cpu" else []:
+    for part in ds.move_to_memory(config) if on_cpu("nvme") == "cpu" else []:
         notes.append(f"{part} in memory: there is no GPU, and DeepSpeed would compile its NVMe reader")
-    if keys.keep_own_optimizer(config):
+    if ds.keep_own_optimizer(config):
         notes.append("the offloaded optimizer is torch's: there is no GPU, and DeepSpeed would compile its own")
     return notes
 

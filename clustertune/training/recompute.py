@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from clustertune.errors import Problem, UserError
-from clustertune.recipe.schema import ActivationCheckpointing
+from clustertune.recipe.sections import ActivationCheckpointing
 from clustertune.resolve.distribution import recomputed_layers
 from clustertune.resolve.resolved import Resolved
 

@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ CONCURRENT = 256
 """Requests of a rank that are under way at once to each server: vLLM's ``--max-num-seqs`` at most."""
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """A proxy of the site would be asked for this job's own servers."""
+GONE = (OSError, HTTPException)
+"""What a server that ends leaves: no connection, or half of an answer."""
 Answer = tuple[list[int], list[float]]
 """Token ids, and the log-probability of each as it was drawn."""
 
@@ -59,7 +62,7 @@ class ServerRing:
         return content
 
     def _is_healthy(self, url: str) -> bool:
-        with contextlib.suppress(OSError), _DIRECT.open(f"{url}/health", timeout=HEALTH_SECONDS) as reply:
+        with contextlib.suppress(*GONE), _DIRECT.open(f"{url}/health", timeout=HEALTH_SECONDS) as reply:
             return bool(reply.status == 200)
         return False
 
@@ -99,11 +102,11 @@ class ServerRing:
             except urllib.error.HTTPError as error:
                 if b"already been loaded" not in error.read():  # by another rank
                     return False
-            except OSError:
+            except GONE:
                 return False
             before, self._loaded[url] = self._loaded.get(url), self._adapter
             if before is not None:
-                with contextlib.suppress(OSError):  # another rank did it already
+                with contextlib.suppress(*GONE):  # another rank did it already
                     self._post(f"{url}/v1/unload_lora_adapter", {"lora_name": before}, LOAD_SECONDS)
             return True
 
@@ -142,7 +145,7 @@ class ServerRing:
                     if error.code in (400, 401, 422):
                         text = f"refuses a request: {error.code} {error.read()[:300].decode(errors='replace')}"
                         raise UserError(Problem(text, file=url, fix="the server's log says why"), ExitCode.FAILED) from None
-                except (OSError, ValueError):
+                except (*GONE, ValueError):
                     self._leave(url)
             if time.monotonic() > deadline:
                 break

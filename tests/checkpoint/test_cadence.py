@@ -10,7 +10,7 @@ import pytest
 from clustertune.checkpoint.cadence import Cadence
 from clustertune.errors import UserError
 from clustertune.plan.schedule import best_seconds
-from clustertune.recipe.schema import Save
+from clustertune.recipe.sections import Save
 from clustertune.resolve.resolve import resolve
 from tests.command import REPO
 

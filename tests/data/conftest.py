@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clustertune.data.prepare import prepare
-from clustertune.recipe.schema import Data
+from clustertune.recipe.sections import Data
 
 Row = dict[str, Any]
 

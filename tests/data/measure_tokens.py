@@ -97,7 +97,7 @@ def measure(data: Path, out: Path, max_length: int) -> dict[str, Any]:
     from clustertune.data.prepare import prepare
     from clustertune.data.tokenizer import load_tokenizer
     from clustertune.recipe.native_rules import train_defaults
-    from clustertune.recipe.schema import Data
+    from clustertune.recipe.sections import Data
 
     found: dict[str, Any] = {"conversations": sum(1 for _ in data.open("rb")), "bytes": data.stat().st_size}
     memory, began = Memory(), cpu()

@@ -18,7 +18,7 @@ from clustertune.data.prepare import prepare
 from clustertune.data.tokenizer import has_generation_markers
 from clustertune.errors import UserError
 from clustertune.recipe.native_rules import train_defaults
-from clustertune.recipe.schema import Data
+from clustertune.recipe.sections import Data
 
 TRL = Path(trl.__file__).parent / "chat_templates"
 MARKED = [path for path in [*sorted(TRL.glob("*.jinja")), CHAT_TEMPLATE] if has_generation_markers(path.read_text())]

@@ -11,7 +11,7 @@ from clustertune.data import prepare as module
 from clustertune.data.prepare import choose_eval, prepare
 from clustertune.errors import ExitCode, UserError
 from clustertune.manifest import MANIFEST, find_problems, read_manifest, seal
-from clustertune.recipe.schema import Data, ExpectedSplits
+from clustertune.recipe.sections import Data, ExpectedSplits
 from tests.damage import failing, refused
 from tests.faults import sweep
 

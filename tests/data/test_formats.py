@@ -26,7 +26,7 @@ from clustertune.data.rows import BadRow
 from clustertune.data.sequences import Sequences
 from clustertune.errors import UserError
 from clustertune.recipe.native_rules import train_defaults
-from clustertune.recipe.schema import Data
+from clustertune.recipe.sections import Data
 
 
 def user(text):

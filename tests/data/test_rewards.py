@@ -14,7 +14,7 @@ from clustertune.data import rewards as rewards_module
 from clustertune.data.rewards import Rewards, lacking
 from clustertune.data.rollout_rows import find_blind, read
 from clustertune.manifest import read_manifest
-from clustertune.recipe.schema import Data, Reward
+from clustertune.recipe.sections import Data, Reward
 from tests.command import REPO, run
 from tests.refusal import problems
 

@@ -13,7 +13,7 @@ from clustertune.data import sequences, tokens
 from clustertune.data.local_model import train_tokenizer
 from clustertune.data.prepare import prepare
 from clustertune.recipe.native_rules import train_defaults
-from clustertune.recipe.schema import Data
+from clustertune.recipe.sections import Data
 
 LONG, SHORT = 90, 4
 STRATEGIES: list[dict[str, Any]] = [

@@ -20,7 +20,7 @@ from clustertune.data.prepare import prepare
 from clustertune.errors import ExitCode, UserError
 from clustertune.manifest import MANIFEST, find_problems, read_manifest
 from clustertune.recipe.native_rules import train_defaults
-from clustertune.recipe.schema import Data
+from clustertune.recipe.sections import Data
 from tests.damage import flip
 
 CHUNK = 2000

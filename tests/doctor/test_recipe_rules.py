@@ -22,7 +22,7 @@ from clustertune.doctor import recipe_context, recipe_findings
 from clustertune.doctor.run_folder import needed
 from clustertune.doctor.stack_faults import holds
 from clustertune.host.facts import Mount
-from clustertune.recipe.load import RECIPES
+from clustertune.recipe.layers import RECIPES
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from tests.doctor.recipe_case import (
@@ -402,11 +402,11 @@ def test_a_login_node_needs_no_torch() -> None:
         "import sys\n"
         "from clustertune.cluster.load import load_cluster\n"
         "from clustertune.resolve.resolve import resolve\n"
-        "from clustertune.resolve import show\n"
+        "from clustertune.resolve import view\n"
         "from clustertune.doctor import recipe_context, recipe_findings\n"
         "resolved = resolve('llama405b-oasst2')\n"
         "context = recipe_context.build(resolved, load_cluster('rno-rtxpro6000'))\n"
-        "assert recipe_findings.recipe_findings(context) and show.as_json(resolved)\n"
+        "assert recipe_findings.recipe_findings(context) and view.as_json(resolved)\n"
         "print(sorted({'torch', 'transformers', 'trl', 'peft', 'accelerate', 'datasets', 'nltk'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True, cwd=REPO)

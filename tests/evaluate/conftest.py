@@ -18,8 +18,8 @@ import yaml
 
 from clustertune.evaluate.inputs import locate_upstream
 from clustertune.evaluate.run import evaluate
-from clustertune.recipe.schema import Eval
-from clustertune.recipe.tasks import first_task
+from clustertune.recipe.eval_tasks import first_task
+from clustertune.recipe.sections import Eval
 
 SETTINGS = Eval(max_gen_toks=8, batch_size=8)
 IFEVAL = first_task()

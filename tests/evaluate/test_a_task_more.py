@@ -12,8 +12,8 @@ import yaml
 from clustertune.cluster.load import load_cluster
 from clustertune.errors import UserError
 from clustertune.evaluate.run import evaluate
-from clustertune.recipe import tasks
-from clustertune.recipe.schema import Eval
+from clustertune.recipe import eval_tasks
+from clustertune.recipe.sections import Eval
 from clustertune.report.page import build
 from clustertune.resolve.resolve import resolve
 from clustertune.staging.bundle_fill import Collector
@@ -50,13 +50,13 @@ NOTE = "Not the Capitals benchmark (other prompts): these numbers compare with n
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """``eval/`` with one folder more."""
-    shutil.copytree(tasks.FOLDER, tmp_path / "eval")
+    shutil.copytree(eval_tasks.FOLDER, tmp_path / "eval")
     folder = tmp_path / "eval" / "capitals"
     folder.mkdir()
     (folder / "task.yaml").write_text(yaml.safe_dump(FACTS))
     (folder / "capitals.yaml").write_text(SCORER)
     (folder / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    monkeypatch.setattr(tasks, "FOLDER", folder.parent)
+    monkeypatch.setattr(eval_tasks, "FOLDER", folder.parent)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return folder
 

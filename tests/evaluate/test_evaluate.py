@@ -13,8 +13,8 @@ from clustertune import manifest
 from clustertune.errors import ExitCode, UserError
 from clustertune.evaluate import run as room
 from clustertune.evaluate.run import evaluate
-from clustertune.recipe.schema import Eval
-from clustertune.recipe.tasks import first_task
+from clustertune.recipe.eval_tasks import first_task
+from clustertune.recipe.sections import Eval
 from tests.evaluate.conftest import SETTINGS, Scored
 
 

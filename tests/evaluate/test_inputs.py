@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from clustertune.errors import UserError
 from clustertune.evaluate import inputs as room
 from clustertune.evaluate.run import quiet
-from clustertune.recipe.tasks import read_task_file
+from clustertune.recipe.eval_tasks import read_task_file
 from tests.evaluate.conftest import IFEVAL, forbid_network
 
 GIVEN = yaml.safe_load((IFEVAL.folder / "task.yaml").read_text())

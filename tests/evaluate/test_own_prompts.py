@@ -15,7 +15,7 @@ from clustertune.data.prompts import Judge, are_own, read_prompts
 from clustertune.errors import UserError
 from clustertune.evaluate.run import evaluate
 from clustertune.launch.serving import count_prompts, evaluation
-from clustertune.recipe.schema import OWN_PROMPTS, Eval
+from clustertune.recipe.sections import OWN_PROMPTS, Eval
 from clustertune.report.content import eval_content
 from clustertune.resolve.resolve import resolve
 from clustertune.staging import bundle

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from clustertune.errors import ExitCode, UserError
 from clustertune.evaluate.scores import BETTER, FEW, WORSE, clustered_stderr, compare, interval, judge, render, require_pass
-from clustertune.recipe.schema import Eval
-from clustertune.recipe.tasks import first_task
+from clustertune.recipe.eval_tasks import first_task
+from clustertune.recipe.sections import Eval
 
 ROW = {"n": 30} | {f"{name},none": score for name, score in zip(first_task().metrics, (0.5, 0.6, 0.55, 0.7), strict=True)}
 

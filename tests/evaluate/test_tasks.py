@@ -17,7 +17,7 @@ from clustertune.evaluate.answers import AnswerLog
 from clustertune.evaluate.run import evaluate
 from clustertune.evaluate.scores import read_result
 from clustertune.manifest import find_problems, seal
-from clustertune.recipe.schema import Eval
+from clustertune.recipe.sections import Eval
 from tests.conftest import TEXTS, TINY_LLAMA
 from tests.evaluate.conftest import forbid_network
 

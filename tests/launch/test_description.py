@@ -17,7 +17,7 @@ from clustertune.cli import job_command as command
 from clustertune.cluster.load import load_cluster
 from clustertune.evaluate.servers import JOB, ServingJob
 from clustertune.launch import allocation, cluster_paths, progress, serving, srun
-from clustertune.recipe import tasks
+from clustertune.recipe import eval_tasks
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
@@ -95,8 +95,8 @@ def test_the_job_command_reads_no_file_of_the_recipe(recipe: Path, monkeypatch: 
 @pytest.fixture
 def edited_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A task file that a test may edit."""
-    monkeypatch.setattr(tasks, "FOLDER", shutil.copytree(tasks.FOLDER, tmp_path / "eval"))
-    return tasks.FOLDER / "ifeval" / "task.yaml"
+    monkeypatch.setattr(eval_tasks, "FOLDER", shutil.copytree(eval_tasks.FOLDER, tmp_path / "eval"))
+    return eval_tasks.FOLDER / "ifeval" / "task.yaml"
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -116,7 +116,7 @@ def test_a_job_starts_the_servers_that_its_submission_recorded(
         monkeypatch.setattr(serving, "load_hardware", lambda: {name: known[name] for name in known if name != "h100-sxm"})
     else:
         edit(edited_task, "documents: 541", "documents: 40")
-        tasks.read_task_file.cache_clear()  # a job is another process
+        eval_tasks.read_task_file.cache_clear()  # a job is another process
 
     def go(links: program.JobChain, *_: str) -> None:
         with links.servers() as folder:

@@ -9,7 +9,7 @@ import pytest
 
 from clustertune.errors import UserError
 from clustertune.launch import slurm
-from clustertune.recipe.schema import parse_minutes
+from clustertune.recipe.sections import parse_minutes
 
 SHOWN = """\
 JobId=1 JobName=x-train

@@ -15,7 +15,7 @@ from clustertune.plan.constants import Constants
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.step import step
 from clustertune.plan.strategy import ModelShape
-from clustertune.recipe.counted import ParameterCount
+from clustertune.recipe.parameters import ParameterCount
 from tests.plan.world import counted, machine, mixture, shape
 
 COMPUTING = machine(peak_flops=1e11)

@@ -10,7 +10,7 @@ from typing import Any
 from clustertune.plan.constants import Constants
 from clustertune.plan.machine import Link, PlanMachine
 from clustertune.plan.strategy import ModelShape, Strategy
-from clustertune.recipe.counted import Attention, LayerKind, Linear, ParameterCount
+from clustertune.recipe.parameters import Attention, LayerKind, Linear, ParameterCount
 from clustertune.resolve.distribution import Recompute
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 64, 128, 4, 1000

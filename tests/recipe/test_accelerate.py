@@ -51,15 +51,11 @@ WRONG_FSDP: dict[str, list[tuple[Any, str]]] = {
     "fsdp_forward_prefetch": [(True, "refuses it")],
     "fsdp_version": [(3, "FSDP2")],
     "fsdp_reshard": [("x", "fsdp_reshard_after_forward")],
-    "fsdp_reshard_after_forward": [("FULL_SHARD", "true or false")],
-    "fsdp_auto_wrap_policy": [("TRANSFORMER", "TRANSFORMER_BASED_WRAP")],
     WRAP: [
         ("LlamaDecodeLayer", "did you mean LlamaDecoderLayer"), ("Qwen2DecoderLayer", "did you mean LlamaDecoderLayer"),
         (["A"], "name of a class"),
     ],
-    "fsdp_state_dict_type": [("FULL_STATE_DICT", "SHARDED_STATE_DICT"), ("SHARDED", "SHARDED_STATE_DICT")],
-    "fsdp_offload_params": [("maybe", "true or false")],
-    "fsdp_min_num_params": [(-1, "whole number")],
+    "fsdp_state_dict_type": [("FULL_STATE_DICT", "SHARDED_STATE_DICT")],
 }  # fmt: skip
 """One key of FSDP2's section, changed: value, and words of what is said."""
 FILE = {"deepspeed_config_file": "ds.json"}
@@ -78,7 +74,6 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     (fsdp() | {"mixed_precision": "fp8"}, "mixed_precision", "has no effect"),
     (fsdp() | {"mixed_precision": "fp16"}, "mixed_precision", "train.fp16 is not carried"),
     (fsdp() | {"fp8_config": {"fp8_backend": "TE"}}, "fp8_config", "has no effect"),
-    (fsdp() | {"compute_environment": "AMAZON_SAGEMAKER"}, "compute_environment", "LOCAL_MACHINE"),
     (fsdp() | {"fsdp_config": [1]}, "fsdp_config", "keys and values"),
     ({"fsdp_config": FSDP2}, "distributed_type", "missing"),
     ({"distributed_type": "FSDP2"}, "distributed_type", "did you mean FSDP"),

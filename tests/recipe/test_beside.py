@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from clustertune.resolve import show
+from clustertune.resolve import view
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
@@ -50,7 +50,7 @@ def test_ranks_left_to_shard_over_are_derived() -> None:
     resolved = resolve("llama405b-oasst2", [f"{PARALLEL}_dp_replicate_size=2"])
     assert resolved.accelerate["parallelism_config"]["parallelism_config_dp_shard_size"] == 8
     assert (resolved.data_parallel_size, resolved.distribution.weight_shards) == (16, 8)
-    values = show.as_json(resolved)["values"]
+    values = view.as_json(resolved)["values"]
     assert values[f"{PARALLEL}_dp_shard_size"]["origin"] == "derived: 16 ranks / (dp_replicate 2)"
     assert values[f"{PARALLEL}_dp_replicate_size"] == {"value": 2, "origin": "override"}
 
@@ -62,7 +62,7 @@ def test_deepspeed_s_file_takes_overrides(deepspeed: Path, refused: Refuse) -> N
     assert resolved.deepspeed == {"zero_optimization": {"stage": 3}, **BATCH, "communication_data_type": "fp32"}
     assert resolve(deepspeed, [*words, "lora=null"]).deepspeed == {"zero_optimization": {"stage": 3}, **BATCH}
     assert resolved.fingerprint() != resolve(deepspeed, words[:1]).fingerprint()
-    assert show.as_json(resolved)["values"]["deepspeed.zero_optimization.stage"] == {"value": 3, "origin": "override"}
+    assert view.as_json(resolved)["values"]["deepspeed.zero_optimization.stage"] == {"value": 3, "origin": "override"}
     both = refused(deepspeed, ["accelerate=ds.yaml", "accelerate.deepspeed_config.zero_stage=3"])[0]
     assert both.key == "accelerate.deepspeed_config.zero_stage" and "alone" in both.message
     for text in ("[1]", "{", '{"zero_optimization": 3}'):

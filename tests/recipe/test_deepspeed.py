@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.resolve import show
+from clustertune.resolve import view
 from clustertune.resolve.resolve import resolve
 from tests.recipe.conftest import Refuse
 
@@ -47,7 +47,7 @@ def test_auto_is_what_the_recipe_says(write: Write) -> None:
         {"offload_param": PARAMS},
         scheduler={"type": "WarmupCosineLR", "params": {"warmup_type": "linear", "total_num_steps": "auto"}},
     )
-    values = show.as_json(resolve(folder, FULL))["values"]
+    values = view.as_json(resolve(folder, FULL))["values"]
     found = {key.removeprefix("deepspeed."): item["value"] for key, item in values.items() if key.startswith("deepspeed.")}
     assert [found[key] for key in list(AUTO)[:3]] == [32, 1, 2]
     assert (found["gradient_clipping"], found["bf16.enabled"], found["zero_optimization.stage"]) == (1.0, True, 3)

@@ -14,9 +14,9 @@ from clustertune.cli.app import app
 from clustertune.cli.plan_command import _plan
 from clustertune.errors import UserError
 from clustertune.launch.serving import evaluation
-from clustertune.recipe.load import RECIPES
+from clustertune.recipe.layers import RECIPES
 from clustertune.recipe.parameters import adapter_modules, matches, parameter_count
-from clustertune.resolve import show
+from clustertune.resolve import view
 from clustertune.resolve.models import find_model, find_obstacles, known_models, read_models
 from clustertune.resolve.resolve import resolve
 from tests.command import events, run
@@ -48,7 +48,7 @@ def test_a_known_model_shows_and_plans(name: str, many: draft.PlanTarget, monkey
     at = draft.PlanTarget(many.calibrated, (1, 2, 8, 32), 8, many.options)
     with draft.drafted("some-recipe", find_model(name), "lora", None, at) as (made, folder):
         resolved = resolve(folder)
-        document = show.as_json(resolved)
+        document = view.as_json(resolved)
         plan = _plan(
             at.calibrated, str(folder), ["data.expect.train=10000", "data.expect.mean_tokens=500"], tiny=False, lengths=None
         )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clustertune.recipe import native_rules
-from clustertune.recipe.checks import check_lora, check_native, check_train, train_section
+from clustertune.recipe.checks import check_lora, check_train
 from clustertune.recipe.findings import Found
 from clustertune.resolve.models import find_model
 from tests.conftest import TINY_LLAMA
@@ -32,14 +32,14 @@ def keys(found: Iterable[Found]) -> list[str]:
 
 def test_each_rule_refuses_what_it_is_for() -> None:
     """A range a negative number, which the field itself takes; an owned key with its reason, a removed one with its remedy."""
-    section = train_section()
+    section = native_rules.train_section()
     for key in native_rules.TRAIN_RANGES:
-        assert keys(check_native(section, {key: -7})[1]) == [f"train.{key}"]
-        assert check_native(dataclasses.replace(section, ranges={}), {key: -7})[1] == [], "it is the range that refuses"
+        assert keys(native_rules.check(section, {key: -7})[1]) == [f"train.{key}"]
+        assert native_rules.check(dataclasses.replace(section, ranges={}), {key: -7})[1] == [], "it is the range that refuses"
     for key, reason in section.owned.items():
-        assert reason in check_native(section, {key: "x"})[1][0][1]
+        assert reason in native_rules.check(section, {key: "x"})[1][0][1]
     for key, fix in native_rules.TRAIN_REMOVED.items():
-        assert check_native(section, {key: 1})[1][0][2] == fix
+        assert native_rules.check(section, {key: 1})[1][0][2] == fix
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import checks
 from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.values import model_facts
-from clustertune.resolve import kernels, show
-from clustertune.resolve.megatron import NOT_STARTED
+from clustertune.resolve import kernels, view
 from clustertune.resolve.resolve import resolve
+from clustertune.resolve.resolved import NOT_STARTED
 from tests.command import run
 from tests.conftest import TINY_LLAMA
 from tests.recipe.conftest import readable
@@ -57,6 +57,10 @@ CASES: dict[tuple[str, int | None], list[tuple[list[str], str, str]]] = {
         ([f"{OWN}.save=[]"], f"{OWN}.save", ""), ([f"{OWN}.save=[scores]"], f"{OWN}.save.0", "attention"),
         (["train.liger_kernel_config={fused_linear_cross_entropy: true}"], "train.liger_kernel_config", "in tiles"),
         (["train.torch_compile_backend=eager", INDUCTOR], "train.torch_compile_backend", "is not read"),
+        # --- numbers that no run can mean
+        (["train.pad_to_multiple_of=1e8"], "train.pad_to_multiple_of", "1024"),
+        (["train.ddp_timeout=1"], "train.ddp_timeout", "60"),
+        (["eval.num_fewshot=10000"], "eval.num_fewshot", "256"),
     ],
     (TINY, 4): [
         # --- what a distribution does not carry
@@ -268,7 +272,7 @@ def test_whether_and_how_a_model_is_compiled(train: dict[str, Any], dynamo: dict
 
 
 def test_a_ratio_says_alone_which_layers_are_recomputed() -> None:
-    values = show.as_json(resolve(REFERENCE, [f"{OWN}.ratio=0.5"]))["values"]
+    values = view.as_json(resolve(REFERENCE, [f"{OWN}.ratio=0.5"]))["values"]
     assert values[f"{OWN}.ratio"] == {"value": 0.5, "origin": "override"}
     assert values[f"train.{OWN}"]["value"] is True and "63 of 126 layers" in values[f"train.{OWN}"]["origin"]
     assert resolve(REFERENCE, [f"{OWN}.ratio=0"]).train_args[OWN] is False
@@ -280,7 +284,7 @@ def test_a_megatron_recipe_needs_no_accelerate_file(recipes: Path) -> None:
     words = ["megatron.tensor_model_parallel_size=8", "megatron.pipeline_model_parallel_size=2"]
     resolved = resolve(folder, words)
     assert (resolved.data_parallel_size, resolved.train_args["gradient_accumulation_steps"]) == (1, 32)
-    assert show.as_json(resolved)["values"]["megatron.pipeline_model_parallel_size"]["value"] == 2
+    assert view.as_json(resolved)["values"]["megatron.pipeline_model_parallel_size"]["value"] == 2
 
 
 @pytest.mark.parametrize("command", [["run", "--dry-run"], ["sky"]])
@@ -296,21 +300,18 @@ REFUSED = (
     "lora.rank_pattern={zzz: 4}", "lora.rank_pattern={'(': 4}", "lora.alpha_pattern={zzz: 4}", "train.warmup_steps=20",
     "data.eval_fraction=0.999999", "train.adam_epsilon=10", "train.optim_args=foo=bar", "train.optim_args=foo",
     "train.log_level=zzz", "train.model_init_kwargs=sdpa",
-    "accelerate.dynamo_config.dynamo_backend=zzz", "accelerate.deepspeed_config.deepspeed_multinode_launcher=true",
     "slurm.time=00:00:00", "slurm.time='0'", "slurm.time=01:60:00", "slurm.time=1-24", "slurm.time=999-00:00:00",
     ("train.optim=sgd", "train.optim_args=betas=0.9"),
     "train.num_train_epochs=1e9",
     "train.num_train_epochs=-1", "train.dataloader_num_workers=100000", "train.lr_scheduler_kwargs={num_cycles: -3}",
     "train.lr_scheduler_kwargs={num_cycles: 0}", "eval.max_gen_toks=1000000000", "slurm.stall_seconds=1",
     ("train.save_strategy=best", "train.metric_for_best_model=nope"),
-    ("train.lr_scheduler_type=cosine_with_min_lr", "train.lr_scheduler_kwargs=null"),
-    ("train.lr_scheduler_type=warmup_stable_decay", "train.lr_scheduler_kwargs={}"),
-    ("train.lr_scheduler_type=cosine_with_min_lr", "train.lr_scheduler_kwargs={min_lr: 1e-6, min_lr_rate: 0.1}"),
     ("train.lr_scheduler_type=cosine_warmup_with_min_lr", "train.lr_scheduler_kwargs={min_lr_rate: 5}"),
     ("train.lr_scheduler_type=polynomial", "train.lr_scheduler_kwargs={power: -1}"),
     ("train.lr_scheduler_type=polynomial", "train.lr_scheduler_kwargs={lr_end: 1}"),
     ("train.lr_scheduler_type=inverse_sqrt", "train.lr_scheduler_kwargs={timescale: 0}"),
     ("train.lr_scheduler_type=warmup_stable_decay", "train.lr_scheduler_kwargs={num_decay_steps: -3}"),
+    ("train.lr_scheduler_type=constant", "train.lr_scheduler_kwargs={min_lr: 1e-6}"),
 )  # fmt: skip
 TAKEN = (
     "lora.rank_pattern={q_proj: 4}", "lora.rank_pattern={'layers.[01].self_attn.q_proj': 4}",

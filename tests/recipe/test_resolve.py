@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from clustertune.errors import UserError
 from clustertune.recipe.native_rules import lora_defaults
-from clustertune.resolve import show
+from clustertune.resolve import view
 from clustertune.resolve.resolve import accumulation, resolve
 from clustertune.resolve.resolved import Derived, Resolved
 from tests.recipe.conftest import Refuse
@@ -113,7 +113,7 @@ def test_a_default_that_is_stated_is_the_same_run(recipes: Path) -> None:
     plain, stated = resolve("tiny-oasst2"), resolve("tiny-oasst2", words)
     assert plain.fingerprint() == stated.fingerprint()
     assert plain.train_args["adam_beta2"] == 0.999 and plain.lora is not None and plain.lora["bias"] == "none"
-    assert "train.adam_beta2" not in show.as_json(plain)["values"] and "adam_beta2" not in show.as_json(plain)["train_args"]
+    assert "train.adam_beta2" not in view.as_json(plain)["values"] and "adam_beta2" not in view.as_json(plain)["train_args"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import re
 import pytest
 from rich.console import Console
 
-from clustertune.resolve import show
+from clustertune.resolve import view
 from clustertune.resolve.kernels import PACKED
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
@@ -21,13 +21,13 @@ NAMES = ("tiny-oasst2", "llama405b-oasst2")
 
 def rendered(name: str, *overrides: str, tiny: bool = False, width: int = 100) -> str:
     stream = io.StringIO()
-    show.render(resolve(name, overrides, tiny=tiny), Console(file=stream, width=width))
+    view.render(resolve(name, overrides, tiny=tiny), Console(file=stream, width=width))
     return stream.getvalue()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_document_says_every_value_and_its_origin(name: str) -> None:
-    body = show.as_json(resolve(name, ["lora.r=4"]))
+    body = view.as_json(resolve(name, ["lora.r=4"]))
     assert json.loads(json.dumps(body)) == body
     assert body["recipe"] == name
     assert body["values"]["lora.r"] == {"value": 4, "origin": "override"}
@@ -73,11 +73,11 @@ def test_every_recipe_is_read_packed_and_shown(name: str, tiny: bool) -> None:
         assert attention == "sdpa" and "remove" in masks[0]
     else:
         assert [attention] == chosen == [PACKED] and not masks
-    for key, item in show.as_json(resolved)["values"].items():
+    for key, item in view.as_json(resolved)["values"].items():
         assert item["origin"] not in (None, "None", "derived: ") and item["value"] != {}, key
     for width in (100, 200):
         stream = io.StringIO()
-        show.render(resolved, Console(file=stream, width=width))
+        view.render(resolved, Console(file=stream, width=width))
         table, _, notes = stream.getvalue().partition("model.json:")
         assert "None" not in table and max(map(len, table.splitlines())) <= width
         assert not re.search(r"\de[+-]\d", notes.splitlines()[0])

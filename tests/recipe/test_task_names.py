@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.recipe import tasks
+from clustertune.recipe import eval_tasks
 from clustertune.resolve.resolve import resolve
 from tests.command import run
 from tests.refusal import problems
@@ -39,5 +39,5 @@ def test_lm_evals_own_index_has_the_same_names() -> None:
     spec = find_spec("lm_eval")
     assert spec and spec.submodule_search_locations
     place = Path(spec.submodule_search_locations[0]) / "tasks"
-    known = set(tasks.unknown_tasks(["no-such-task"])["no-such-task"])
+    known = set(eval_tasks.unknown_tasks(["no-such-task"])["no-such-task"])
     assert set(TaskIndex.build([place])) <= known and len(known) < 15_000

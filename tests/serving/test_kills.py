@@ -24,7 +24,7 @@ import pytest
 from clustertune.errors import UserError
 from clustertune.evaluate.run import evaluate
 from clustertune.launch.serving import Serving
-from clustertune.recipe.schema import Eval
+from clustertune.recipe.sections import Eval
 from tests.serving.conftest import gone, job, processes, step
 
 pytestmark = [pytest.mark.jobs, pytest.mark.timeout(1800)]

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +23,9 @@ from tests.command import REPO, rank_pid
 from tests.serving.conftest import alive, gone
 
 pytestmark = [pytest.mark.jobs, pytest.mark.timeout(7200)]
-KILLS = 20
+KILLS = {"server": 20, "reward": 20, "rank": 5}
+"""Of a rank fewer: each takes a start of the whole stack."""
+STEPS = 40
 SERVER = Path(__file__).with_name("cpu_server.py")
 WORDS = [
     "run", "recipes/tiny-grpo", "--ranks", "1", "--to", "train", "rollout=servers", "train.save_steps=4",
@@ -80,18 +81,16 @@ def kill(role: str, folder: Path, pids: Path) -> bool:
     return False
 
 
-def test_kills_leave_the_same_bytes(tmp_path: Path) -> None:
-    steps, draw = 2 * KILLS, random.Random(7)
-    plain, folder, pids = tmp_path / "plain", tmp_path / "killed", tmp_path / "pids"
-    assert begin(plain, tmp_path / "plain-pids", steps).wait() == 0, (tmp_path / "plain.log").read_text()[-3000:]
-    left, done, starts = {"server": KILLS, "rank": KILLS, "reward": KILLS}, dict.fromkeys(("server", "rank", "reward"), 0), 0
-    child, code = begin(folder, pids, steps), None
+def until_done(folder: Path, pids: Path) -> tuple[dict[str, int], int]:
+    """Start the command, kill, and start it again until it has ended well; kills by role, and starts again."""
+    draw, left, done, starts = random.Random(7), dict(KILLS), dict.fromkeys(KILLS, 0), 0
+    child, code = begin(folder, pids, STEPS), None
     while code != 0:
         time.sleep(0.2)
         if (code := child.poll()) is not None:
-            assert code in (0, 75), (tmp_path / "killed.log").read_text()[-3000:]
+            assert code in (0, 75), folder.with_suffix(".log").read_text()[-3000:]
             if code == 75:
-                child, starts = begin(folder, pids, steps), starts + 1
+                child, starts = begin(folder, pids, STEPS), starts + 1
             continue
         heart = next(iter(sorted((folder / "attempts").glob("*/rank-0.heartbeat"))[-1:]), None)
         roles = [role for role, count in left.items() if count]
@@ -101,7 +100,13 @@ def test_kills_leave_the_same_bytes(tmp_path: Path) -> None:
         time.sleep(draw.uniform(0, 3))
         if child.poll() is None and kill(role, folder, pids):
             left[role], done[role] = left[role] - 1, done[role] + 1
-    sys.stdout.write(f"killed {done}, {starts} starts again, {steps} steps\n")
+    return done, starts
+
+
+def test_kills_leave_the_same_bytes(tmp_path: Path) -> None:
+    plain, folder, pids = tmp_path / "plain", tmp_path / "killed", tmp_path / "pids"
+    assert begin(plain, tmp_path / "plain-pids", STEPS).wait() == 0, (tmp_path / "plain.log").read_text()[-3000:]
+    done, starts = until_done(folder, pids)
+    sys.stdout.write(f"killed {done}, {starts} starts again, {STEPS} steps\n")
     assert gone(servers(pids)) and not list(folder.glob("servers/*/key"))
     assert trained(folder) == trained(plain)
-    shutil.rmtree(folder)

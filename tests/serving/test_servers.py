@@ -15,7 +15,7 @@ from clustertune.errors import UserError
 from clustertune.evaluate.run import evaluate
 from clustertune.evaluate.servers import READY, ServingJob, ask, commands, find_program
 from clustertune.launch.serving import Serving
-from clustertune.recipe.schema import Eval
+from clustertune.recipe.sections import Eval
 from tests.command import run
 from tests.serving.conftest import Start, alive, gone, job, processes, program, step, without
 from tests.slurm import wait_for

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.cluster.schema import Staging
-from clustertune.recipe.tasks import first_task
+from clustertune.recipe.eval_tasks import first_task
 from clustertune.staging import cache, needs
 from clustertune.staging.cache import SourceFolder, Stager
 from tests import command

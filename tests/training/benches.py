@@ -194,6 +194,7 @@ MODELS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "tied": ({"tie_word_embeddings": True}, "LlamaDecoderLayer", []),
     "mixtral": (MIXTRAL, "MixtralDecoderLayer", ATTENTION),  # its experts are not Linear
     "mixtral4": ({**MIXTRAL, "num_local_experts": 4, "router_aux_loss_coef": 0.0}, "MixtralDecoderLayer", ATTENTION),
+    "mixtral2": ({**MIXTRAL, "num_local_experts": 2, "router_aux_loss_coef": 0.0}, "MixtralDecoderLayer", ATTENTION),
     "phi": (PHI, "PhiDecoderLayer", ["lora.target_modules=[q_proj, k_proj, v_proj, dense, fc1, fc2]"]),
 }
 """What differs from the tiny recipe: keys of model.json, the layer that is sharded, what is trained."""

@@ -17,7 +17,7 @@ from clustertune.data import rollout_rows
 from clustertune.data.rewards import Rewards
 from clustertune.errors import ExitCode
 from clustertune.export.whole import export_either
-from clustertune.recipe.schema import Recipe
+from clustertune.recipe.sections import Recipe
 from clustertune.training.build import fit_to_device
 from clustertune.training.rollouts import find_alarm, paired
 from tests.command import REPO, events, run

@@ -18,7 +18,7 @@ from clustertune.data import sequences, tokens
 from clustertune.data.local_model import CHAT_TEMPLATE, train_tokenizer
 from clustertune.data.prepare import prepare
 from clustertune.recipe.native_rules import train_defaults
-from clustertune.recipe.schema import Data
+from clustertune.recipe.sections import Data
 from clustertune.resolve.resolve import resolve
 from tests.command import REPO
 from tests.training.benches import tiny_trainer

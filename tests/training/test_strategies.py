@@ -286,6 +286,22 @@ def test_experts_are_shared_out_over_the_tensor_parallel_group(benches: Benches,
         assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
+@pytest.mark.jobs
+@pytest.mark.parametrize(("trained", "ranks"), [("full", 4), ("full", 2), ("lora", 4)])
+def test_fewer_experts_than_ranks_are_split_by_columns(benches: Benches, trained: str, ranks: int) -> None:
+    """Two experts on four ranks: saved, continued on as many or on two (of a whole expert each), exported; all as one process."""
+    mixtral, more = benches("mixtral2"), [*TRAINED[trained], "train.router_aux_loss_coef=0.0"]
+    before, after = (wrapping(name, "MixtralDecoderLayer") for name in ("fsdp2-4", "fsdp2-4" if ranks == 4 else "fsdp2"))
+    path, alone = mixtral.make(before, *more), mixtral.alone(*more)
+    mixtral.stop(path, 4)
+    experts = 2 * 2 * 3 * MIXTRAL["hidden_size"] * MIXTRAL["intermediate_size"]
+    assert distributed(path)["placements"]["dp_shard: shard 1"] == experts
+    open_run(mixtral.resolved(after, *more), path, ["test"])
+    mixtral.end(path, ranks)
+    compare(path, alone)
+    same_weights(path, alone)
+
+
 NF4 = {"load_in_4bit": "true", "bnb_4bit_quant_type": "nf4"}
 NF4 |= {"bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "bfloat16"}
 QLORA = ["train.bf16=true", *(f"train.model_init_kwargs.quantization_config.{key}={value}" for key, value in NF4.items())]

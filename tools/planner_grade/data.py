@@ -22,7 +22,7 @@ from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import ModelShape, Strategy
 from clustertune.recipe.native_rules import filled, lora_defaults
 from clustertune.recipe.parameters import count, lora_parameter_count
-from clustertune.recipe.schema import NAME, Count, Number, Positive, Section
+from clustertune.recipe.sections import NAME, Count, Number, Positive, Section
 from clustertune.recipe.yamlfile import Document, read_yaml
 from clustertune.resolve.distribution import Recompute
 

@@ -15,9 +15,8 @@ from typing import Any
 
 from clustertune.cluster.hardware import load_hardware
 from clustertune.plan.constants import number
-from clustertune.recipe.counted import ParameterCount
 from clustertune.recipe.native_rules import filled, lora_defaults
-from clustertune.recipe.parameters import count, lora_parameter_count
+from clustertune.recipe.parameters import ParameterCount, count, lora_parameter_count
 from tools.planner_grade.data import Claim, PublishedRun, claims_file, published_models, published_runs
 
 GB = 1e9

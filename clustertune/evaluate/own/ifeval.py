@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.evaluate.inputs import TaskRows, Wrong
-from clustertune.recipe.tasks import TaskFile
+from clustertune.recipe.eval_tasks import TaskFile
 
 BENCHMARK_PROMPTS, BENCHMARK_INSTRUCTIONS, KINDS = 541, 834, 25
 """The size of google/IFEval: prompts, instructions in them, kinds of instruction (arXiv:2311.07911 and its data file)."""

@@ -11,7 +11,7 @@ from clustertune.cluster.schema import Cluster
 from clustertune.console import make_table
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import architecture
-from clustertune.recipe.load import BESIDE
+from clustertune.recipe.layers import BESIDE
 from clustertune.recipe.parameters import parameter_count, trained_count, uncounted
 from clustertune.recipe.yamlfile import leaves
 from clustertune.resolve.resolved import Derived, Resolved

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError, collect_problems
-from clustertune.recipe.schema import NAME, named_bases
+from clustertune.recipe.sections import NAME, named_bases
 from clustertune.recipe.yamlfile import Document, Emptied, KeyPath, parse_value, read_yaml
 from clustertune.tree import ROOT
 

@@ -312,8 +312,8 @@ class Eval(Section):
     data: LocalPath | None = None
     """A file of one's own prompts, which are answered beside ``tasks``: absolute, or relative to the recipe folder if it exists
     there. Rows are those that a training reads, with or without an answer, and with rules."""
-    num_fewshot: Count | None = None
-    """Examples before each question; None: the task's own number."""
+    num_fewshot: Annotated[Count, Field(le=256)] | None = None
+    """Examples before each question; None: the task's own number. lm-eval cuts off what the model's positions do not hold."""
     limit: Positive | None = None
     """Score only the first documents of each task; never for a published number."""
     batch_size: Positive = 8
@@ -397,6 +397,11 @@ class Megatron(Section):
     recompute_granularity: Literal["full", "selective"] | None = None
     use_distributed_optimizer: bool = True
     fp8: Literal["hybrid", "e4m3"] | None = None
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that share one copy of the model and one sequence."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
 class PlanFacts(Section):

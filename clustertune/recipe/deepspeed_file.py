@@ -1,21 +1,101 @@
-"""A recipe's DeepSpeed configuration: DeepSpeed's own JSON, checked before the queue, with what fills its ``auto``."""
+"""A recipe's DeepSpeed configuration, DeepSpeed's own JSON: what may stand in it, and what is wrong with it.
+
+DeepSpeed takes an unknown key of the top level without a message (runtime/config.py asks for the ones that it knows).
+It refuses one of ``zero_optimization``, ``bf16`` and ``fp16`` only when the model is being wrapped. It reads ``auto`` where
+nothing fills it in as if the key were not there (runtime/config_utils.py, DeepSpeedConfigModel.__init__).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from clustertune.recipe import accelerate_file as acc
-from clustertune.recipe import deepspeed_keys as keys
-from clustertune.recipe.deepspeed_keys import OFFLOADS, ZERO, get
-from clustertune.recipe.findings import Found
+from clustertune.recipe import native_rules
+from clustertune.recipe.findings import Found, is_whole, show_value
+from clustertune.recipe.layers import COMMAND_LINE, did_you_mean
 from clustertune.recipe.library_facts import facts
-from clustertune.recipe.load import COMMAND_LINE, did_you_mean
-from clustertune.recipe.native_rules import is_whole, show_value
 from clustertune.recipe.yamlfile import Document, leaves
-from clustertune.resolve.distribution import mixed_precision
-from clustertune.resolve.resolved import Derived
+
+ZERO = "zero_optimization"
+ALIGNMENT = f"{ZERO}.parameter_alignment"
+OFFLOADS = ("offload_param", "offload_optimizer")
+
+FILLED = frozenset(
+    (
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+        "bf16.enabled", "fp16.enabled", "optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps",
+        "optimizer.params.weight_decay", "scheduler.params.warmup_min_lr", "scheduler.params.warmup_max_lr",
+        "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps", "zero_optimization.reduce_bucket_size",
+        "zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.stage3_param_persistence_threshold",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        "zero_optimization.offload_param.nvme_path", "zero_optimization.offload_optimizer.nvme_path",
+    )
+)  # fmt: skip
+"""Keys whose ``auto`` is filled in: transformers (integrations/deepspeed.py, HfTrainerDeepSpeedConfig) and accelerate
+(utils/dataclasses.py, DeepSpeedPlugin.__post_init__; accelerator.py, _prepare_deepspeed)."""
+
+
+def get(body: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path of a configuration; None where there is none."""
+    found: Any = body
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def text(body: Mapping[str, Any], path: str) -> str | None:
+    """The same as a word."""
+    found = get(body, path)
+    return None if found is None else str(found)
+
+
+def secondary_partition(body: Mapping[str, Any]) -> bool:
+    """Whether a second copy of the weights is split over the ranks of each node (ZeRO++'s hpZ)."""
+    given = str(get(body, f"{ZERO}.zero_hpz_partition_size"))
+    return given.isdecimal() and int(given) > 1
+
+
+def quantizes_traffic(body: Mapping[str, Any]) -> bool:
+    """Whether weights or gradients travel quantised (ZeRO++)."""
+    return any(bool(get(body, f"{ZERO}.zero_quantized_{what}")) for what in ("weights", "gradients"))
+
+
+def offload_problems(stage: int, devices: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """What a ZeRO stage does not offload: the part of ``devices``, what is wrong, and what to do
+    (deepspeed/runtime/zero/config.py, offload_config.py)."""
+    for part, lowest, what in (("offload_param", 3, "parameters are"), ("offload_optimizer", 1, "optimizer state is")):
+        device = devices.get(part)
+        if device in ("cpu", "nvme") and stage < lowest:
+            yield part, f"{what} offloaded from stage {lowest} on, here it is {stage}", "use stage 3, or leave it out"
+        elif device == "nvme" and stage < 3:
+            yield part, f"nvme takes state of stage 3 only, here it is {stage}", "use cpu"
+
+
+def nvme_paths(body: Mapping[str, Any]) -> dict[str, str]:
+    """What is swapped to a local disk, and where: a folder or ``auto``."""
+    on_disk = [part for part in OFFLOADS if get(body, f"{ZERO}.{part}.device") == "nvme"]
+    return {part: str(get(body, f"{ZERO}.{part}.nvme_path")) for part in on_disk}
+
+
+def move_to_memory(body: dict[str, Any]) -> list[str]:
+    """Have what is swapped to a disk offloaded to host memory in a configuration; returns what was moved."""
+    moved = list(nvme_paths(body))
+    for part in moved:
+        section = get(body, f"{ZERO}.{part}")
+        section.pop("nvme_path", None)
+        section["device"] = "cpu"
+    return moved
+
+
+def keep_own_optimizer(body: dict[str, Any]) -> bool:
+    """Have torch's optimizer offloaded instead of DeepSpeed's Adam; whether the configuration offloads one of its own."""
+    own = get(body, f"{ZERO}.offload_optimizer.device") == "cpu" and "optimizer" not in body
+    if own:
+        body["zero_force_ds_cpu_optimizer"] = False
+    return own
+
+
+# --- what is wrong with a file ----------------------------------------------------------------------------------------
 
 AUTO = "auto"
 
@@ -46,7 +126,7 @@ _ONLY = (
     ("checkpoint.parallel_write", None, _STORE),
     ("managed_gradient_accumulation", True, "leave it out: the Trainer takes a step after gradient_accumulation_steps"),
     ("fp16.enabled", False, "use bf16: fp16's loss scale leaves steps out, which look like steps that are not finite"),
-    ("tensor_parallel.autotp_size", 1, f"use FSDP2 with {acc.size_key('tp')}"),
+    ("tensor_parallel.autotp_size", 1, "use FSDP2 with parallelism_config_tp_size"),
 )
 """Keys with the one value that they may have."""
 _SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -61,57 +141,49 @@ REDUCED_IN = "communication_data_type"
 """DeepSpeed's key for the type in which gradients are summed over ranks; bfloat16 under mixed precision by default."""
 
 
-@dataclass(frozen=True)
-class RecipeValues:
-    """What the recipe says about the values that DeepSpeed's file says too."""
+def meant(train: Mapping[str, Any], accumulation: int, dp: int) -> list[tuple[str, Any, str]]:
+    """What the recipe says about values that DeepSpeed's file says too: DeepSpeed's key, the value, and where it stands.
 
-    train: Mapping[str, Any]
-    """The complete section ``train``."""
-    accumulation: int
-    dp: int
-    """Ranks that read different sequences."""
-    stated: Collection[str] = ()
-    """The keys of the train section that the recipe itself has."""
-
-    def values(self) -> Iterator[tuple[str, Any, str]]:
-        """DeepSpeed's key, the value that the recipe means, and where it stands."""
-        micro = self.train["per_device_train_batch_size"]
-        batch = f"micro batch {micro} x accumulation {self.accumulation} x {self.dp} data-parallel ranks"
-        yield "train_batch_size", self.train["global_batch_size"], f"train.global_batch_size: {batch}"
-        yield "train_micro_batch_size_per_gpu", micro, "train.per_device_train_batch_size"
-        yield "gradient_accumulation_steps", self.accumulation, "train.gradient_accumulation_steps"
-        yield "gradient_clipping", self.train["max_grad_norm"], "train.max_grad_norm"
-        yield "bf16.enabled", mixed_precision(self.train) == "bf16", "train.bf16"
-        yield "fp16.enabled", mixed_precision(self.train) == "fp16", "train.fp16"
-        yield "optimizer.params.lr", self.train["learning_rate"], "train.learning_rate"
-        betas = [self.train["adam_beta1"], self.train["adam_beta2"]]
-        yield "optimizer.params.betas", betas, "train.adam_beta1 and adam_beta2"
-        yield "optimizer.params.eps", self.train["adam_epsilon"], "train.adam_epsilon"
-        yield "optimizer.params.weight_decay", self.train["weight_decay"], "train.weight_decay"
-        yield "scheduler.params.warmup_min_lr", 0, "transformers' default"
-        yield "scheduler.params.warmup_max_lr", self.train["learning_rate"], "train.learning_rate"
+    ``train``: the complete section. ``dp``: ranks that read different sequences.
+    """
+    micro, precision = train["per_device_train_batch_size"], native_rules.mixed_precision(train)
+    batch = f"micro batch {micro} x accumulation {accumulation} x {dp} data-parallel ranks"
+    return [
+        ("train_batch_size", train["global_batch_size"], f"train.global_batch_size: {batch}"),
+        ("train_micro_batch_size_per_gpu", micro, "train.per_device_train_batch_size"),
+        ("gradient_accumulation_steps", accumulation, "train.gradient_accumulation_steps"),
+        ("gradient_clipping", train["max_grad_norm"], "train.max_grad_norm"),
+        ("bf16.enabled", precision == "bf16", "train.bf16"),
+        ("fp16.enabled", precision == "fp16", "train.fp16"),
+        ("optimizer.params.lr", train["learning_rate"], "train.learning_rate"),
+        ("optimizer.params.betas", [train["adam_beta1"], train["adam_beta2"]], "train.adam_beta1 and adam_beta2"),
+        ("optimizer.params.eps", train["adam_epsilon"], "train.adam_epsilon"),
+        ("optimizer.params.weight_decay", train["weight_decay"], "train.weight_decay"),
+        ("scheduler.params.warmup_min_lr", 0, "transformers' default"),
+        ("scheduler.params.warmup_max_lr", train["learning_rate"], "train.learning_rate"),
+    ]
 
 
 Wrong = Iterator[tuple[str, str, str | None]]
 """A dotted key path, what is wrong with it, and what to do."""
 
 
-def find_problems(document: Document, meant: RecipeValues) -> Iterator[Found]:
-    """Everything that is wrong with the file, by itself and against the recipe's train section."""
+def find_problems(
+    document: Document, values: Collection[tuple[str, Any, str]], train: Mapping[str, Any], stated: Collection[str]
+) -> Iterator[Found]:
+    """Everything that is wrong with the file, by itself and against the recipe's complete section ``train``.
+
+    ``values``: those of :func:`meant`. ``stated``: the keys of ``train`` that the recipe itself has.
+    """
     body = document.data
     for path, message, fix in (
         *_check_names(body),
         *_check_zero(body, lambda path: document.position(tuple(path.split("."))) == COMMAND_LINE),
-        *_check_meant(body, meant),
-        *_check_optimizer(body, meant),
-        *_check_scheduler(body, meant),
+        *_check_meant(body, values),
+        *_check_optimizer(body, train, stated),
+        *_check_scheduler(body, train),
     ):
         yield ("deepspeed", *path.split(".")), message, fix
-
-
-def filled(body: Mapping[str, Any], meant: RecipeValues) -> list[Derived]:
-    """The recipe's value of each ``auto``, with its reason; transformers fills in the others by the model's size."""
-    return [Derived(f"deepspeed.{key}", value, reason) for key, value, reason in meant.values() if get(body, key) == AUTO]
 
 
 def _check_names(body: Mapping[str, Any]) -> Wrong:
@@ -126,10 +198,10 @@ def _check_names(body: Mapping[str, Any]) -> Wrong:
             yield path, "not a recipe's to set", fix
     for path, only, fix in _ONLY:
         value = get(body, path)
-        if value is not None and value != only and not (value == AUTO and path in keys.AUTO):
+        if value is not None and value != only and not (value == AUTO and path in FILLED):
             yield path, f"{show_value(value)}: not carried here", fix
     for leaf, value in leaves(body):
-        if value == AUTO and (path := ".".join(leaf)) not in keys.AUTO:
+        if value == AUTO and (path := ".".join(leaf)) not in FILLED:
             text = '"auto", which nothing fills in here: DeepSpeed would take its default'
             yield path, text, "leave it out, or write a value"
 
@@ -141,7 +213,7 @@ def _check_zero(body: Mapping[str, Any], from_command_line: Callable[[str], bool
         return
     offloads = {part: found for part in OFFLOADS if isinstance(found := zero.get(part), Mapping)}
     devices = {part: str(offload.get("device", "none")) for part, offload in offloads.items()}
-    for part, text, fix in keys.offload_problems(stage, devices):
+    for part, text, fix in offload_problems(stage, devices):
         yield f"{ZERO}.{part}.device", text, fix
     for part, device in devices.items():
         if device == "nvme" and stage == 3:
@@ -153,14 +225,15 @@ def _check_zero(body: Mapping[str, Any], from_command_line: Callable[[str], bool
                 yield key, text, 'write "auto": storage.scratch of the cluster file holds it, in a folder for each job'
 
 
-def _check_meant(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
+def _check_meant(body: Mapping[str, Any], values: Collection[tuple[str, Any, str]]) -> Wrong:
     """What the recipe says as well must be the same, and must not be left to another default."""
+    recipe = {key: value for key, value, _ in values}
     missing = {
         "train_micro_batch_size_per_gpu": "DeepSpeed refuses a file without it",
-        "gradient_accumulation_steps": "accelerate would take 1" if meant.accumulation != 1 else "",
-        "gradient_clipping": "DeepSpeed would not clip" if meant.train["max_grad_norm"] else "",
+        "gradient_accumulation_steps": "accelerate would take 1" if recipe["gradient_accumulation_steps"] != 1 else "",
+        "gradient_clipping": "DeepSpeed would not clip" if recipe["gradient_clipping"] else "",
     }
-    for key, value, where in meant.values():
+    for key, value, where in values:
         given = get(body, key)
         if given is None:
             section = key.rpartition(".")[0]
@@ -175,14 +248,14 @@ def _check_meant(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
             yield key, f"{show_value(given)}, while {where.partition(':')[0]} is {show_value(value)}", 'write "auto"'
 
 
-def _check_optimizer(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
-    named = str(meant.train["optim"])
+def _check_optimizer(body: Mapping[str, Any], train: Mapping[str, Any], stated: Collection[str]) -> Wrong:
+    named = str(train["optim"])
     kind = get(body, "optimizer.type")
     if body.get("optimizer") is not None:
         wanted = _OPTIMIZERS.get(str(kind).lower())
         if not isinstance(kind, str):
             yield "optimizer.type", "missing", 'write "AdamW", or leave the optimizer out: train.optim says it'
-        elif "optim" in meant.stated and (wanted is None or not named.startswith(wanted)):
+        elif "optim" in stated and (wanted is None or not named.startswith(wanted)):
             fix = "leave the optimizer out, or train.optim: two places that say it must agree"
             yield "optimizer.type", f"{show_value(kind)}, while train.optim is {named}", fix
         return
@@ -194,10 +267,10 @@ def _check_optimizer(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
         yield f"{ZERO}.offload_optimizer.device", text, fix
 
 
-def _check_scheduler(body: Mapping[str, Any], meant: RecipeValues) -> Wrong:
+def _check_scheduler(body: Mapping[str, Any], train: Mapping[str, Any]) -> Wrong:
     if body.get("scheduler") is None:
         return
-    kind, named = get(body, "scheduler.type"), str(meant.train["lr_scheduler_type"])
+    kind, named = get(body, "scheduler.type"), str(train["lr_scheduler_type"])
     if _SCHEDULERS.get(str(kind)) != named:
         fix = "leave the scheduler out: train.lr_scheduler_type says it"
         yield "scheduler.type", f"{show_value(kind)}, while train.lr_scheduler_type is {named}", fix

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from clustertune.errors import UserError
 from clustertune.recipe.findings import Found, read_model
-from clustertune.recipe.schema import FIRST_TASK, NAME, MetricName, Positive, Section, TaskName
+from clustertune.recipe.sections import FIRST_TASK, NAME, MetricName, Positive, Section, TaskName
 from clustertune.recipe.yamlfile import read_yaml
 from clustertune.tree import ROOT
 
