@@ -437,17 +437,20 @@ class Chain:
         from clustertune.evaluate import servers
 
         nodes, gpus = self.server_nodes()
+        if not gpus and (count := visible_gpus()):
+            text = f"{count} GPUs here, and a rank on each: none is left for servers"
+            raise UserError(text, key="rollout", fix="--ranks with fewer, or rollout=colocate")
         folder = self.run.path.resolve() / "servers" / f"rollouts-{time.time_ns()}"
         lora = self.resolved.lora or {}
         job = servers.ServingJob(
             str(self.base_folder().resolve()),
-            rollout_serving(self.resolved, gpus),
+            rollout_serving(self.resolved, len(gpus)),
             servers.dtype_of(self.base_folder()),
             str(folder),
             first_port(folder.name, 0),
             f"{self.scratch()}/clustertune-{folder.name}",
             nodes=nodes,
-            gpus=tuple(map(str, range(gpus))),
+            gpus=gpus,
             rank=max([int(lora["r"]), *(lora.get("rank_pattern") or {}).values()]),
             program=self.server_program(),
             key_file=str(folder / servers.KEY),
@@ -455,9 +458,9 @@ class Chain:
         with servers.kept(job, partial(self.begin_servers, folder), partial(end, seconds=servers.END_SECONDS + 5)) as ring:
             yield ring
 
-    def server_nodes(self) -> tuple[tuple[str, ...], int]:
+    def server_nodes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Where they run, and the GPUs of each that they take: here, those that no rank has."""
-        return ("127.0.0.1",), max(0, visible_gpus() - self.resolved.world_size)
+        return ("127.0.0.1",), tuple(map(str, range(self.resolved.world_size, visible_gpus())))
 
     def scratch(self) -> str:
         """A folder on a node's own disk."""

@@ -171,8 +171,8 @@ class JobChain(chain.Chain):
             on=nodes,
         )
 
-    def server_nodes(self) -> tuple[tuple[str, ...], int]:
-        return self.allocation.spare, self.allocation.gpus_per_node if has_gpus() else 0
+    def server_nodes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return self.allocation.spare, tuple(map(str, range(self.allocation.gpus_per_node if has_gpus() else 0)))
 
     def scratch(self) -> str:
         return self.cluster.storage.scratch

@@ -61,7 +61,8 @@ def test_two_nodes_train_and_one_serves(three: FaultyCluster, tmp_path: Path) ->
     found = job.end()
     assert found["JobState"] == "COMPLETED", job.text
     assert sorted(set(job.steps())) == list(range(1, 7)) and (job.run / "adapter" / "MANIFEST.json").exists()
-    hosts = {json.loads(path.read_text())["host"] for path in (job.run / "attempts").glob("*/rank-*.json")}
-    assert hosts <= {"node1", "node2"}
+    records = [path.read_text().strip() for path in (job.run / "attempts").glob("*/rank-*.json")]
+    hosts = {json.loads(text)["host"] for text in records if text}  # a killed rank's is empty
+    assert hosts == {"node1", "node2"}
     wait_for(lambda: not left(three), "the end of all servers", 60)
     assert not list(job.run.glob("servers/*/key")) and not list(job.run.glob("servers/*/ring.json"))
