@@ -437,9 +437,6 @@ class Chain:
         from clustertune.evaluate import servers
 
         nodes, gpus = self.server_nodes()
-        if not gpus and (count := visible_gpus()):
-            text = f"{count} GPUs here, and a rank on each: none is left for servers"
-            raise UserError(text, key="rollout", fix="--ranks with fewer, or rollout=colocate")
         folder = self.run.path.resolve() / "servers" / f"rollouts-{time.time_ns()}"
         lora = self.resolved.lora or {}
         job = servers.ServingJob(
@@ -459,8 +456,12 @@ class Chain:
             yield ring
 
     def server_nodes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Where they run, and the GPUs of each that they take: here, those that no rank has."""
-        return ("127.0.0.1",), tuple(map(str, range(self.resolved.world_size, visible_gpus())))
+        """Where they run, and the GPUs of each that they take: here, those that no rank has. Raises UserError without any."""
+        count, ranks = visible_gpus(), self.resolved.world_size
+        if 0 < count <= ranks:
+            text = f"{count} GPUs here, and {ranks} ranks: none is left for servers"
+            raise UserError(text, key="rollout", fix="--ranks with fewer, or rollout=colocate")
+        return ("127.0.0.1",), tuple(map(str, range(ranks, count)))
 
     def scratch(self) -> str:
         """A folder on a node's own disk."""
