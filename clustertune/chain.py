@@ -282,7 +282,7 @@ class Chain:
         """Run one stage in a process of its own, by ``command``; its record. Raises UserError where it fails: its lines said
         why.
         """
-        bound = partial(die_with_parent, signal.SIGTERM)
+        bound = partial(die_with_parent, signal.SIGKILL)  # a stage goes on where it was killed; SIGTERM it may take for a while
         code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False, preexec_fn=bound).returncode
         record = self.run.stage(stage)
         if code or record is None:
