@@ -163,7 +163,6 @@ SHAPES: dict[str, tuple[str, list[str], dict[str, Any], str | None]] = {
     "experts that are frozen": ("qwen3-30b-a3b-lora", ["lora.target_parameters=null"], {"num_hidden_layers": 3}, None),
     "16 experts, all trained": ("mixtral8x7b-tulu3", [], {"num_hidden_layers": 3, "num_local_experts": 16,
                                                           "intermediate_size": 6400}, None),
-    "preferences, with a reference": ("tiny-dpo", ["lora=null", "train.bf16=true"], LLAMA, None),
     "preferences, with an adapter": ("tiny-dpo", ["train.bf16=true"], LLAMA, None),
     "wider heads under tp": ("llama70b-tp-fsdp2", [], {"num_hidden_layers": 3, "intermediate_size": 14_336}, None),
 }  # fmt: skip
@@ -317,6 +316,8 @@ def test_what_cannot_be_simulated_is_refused_in_one_sentence() -> None:
         ("llama70b-zero3-offload",): "DeepSpeed",
         ("llama70b-megatron", "--gpus", "8x8xh100-sxm"): "Megatron",
         ("qwen2.5-14b-tulu3", "--gpus", "16x4xh100-sxm"): "Inductor",
+        ("qwen3-8b-ifeval-grpo",): "grpo",
+        ("tiny-dpo", "lora=null"): "dpo",
     }
     for words, name in cases.items():
         given = words if "--gpus" in words else (*words, "--cluster", "dgx-h100")
