@@ -57,8 +57,9 @@ def test_full_fine_tuning_with_fsdp2() -> None:
 
 
 def test_lora_holds_states_of_adapters_alone() -> None:
-    """The base rests in bfloat16, the adapters in their own type; without an optimizer state no root is taken of it. LoRA's A has
-    8 rows for 16 ranks: the first eight hold one each, and an all-gather carries 16."""
+    """The base rests in bfloat16, the adapters in their own type; without an optimizer state no root is taken of it.
+
+    LoRA's A has 8 rows for 16 ranks: the first eight hold one each, and an all-gather carries 16."""
     found = parts(shape(**LORA), UPDATE)
     split = ADAPTERS + LAYERS * 2 * 8 * HIDDEN
     assert found == near({
