@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib.util
+import json
 import re
 import subprocess
+import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 
@@ -16,11 +18,12 @@ from tests import tree
 
 ORDER = (
     ("tree",),
-    ("errors",),
+    ("errors", "process"),
+    ("bounded",),
     ("events", "host"),
     ("check",),
-    ("console", "manifest", "process", "replaced", "tensorfile"),
-    ("bounded", "lock"),
+    ("console", "manifest", "replaced", "tensorfile"),
+    ("lock",),
     ("recipe",),
     ("cluster",),
     ("resolve",),
@@ -166,67 +169,19 @@ def test_no_class_name_stands_in_two_modules() -> None:
 
 # --- calls that are not made ---------------------------------------------------------------------------------------------
 
-FORBIDDEN = {
-    r"(pickle|_pickle|dill|cloudpickle|marshal)\.(load|loads|Unpickler)|joblib\.load|shelve\.open|pandas\.read_pickle": (
-        "runs whatever stands in the file"
-    ),
-    r"yaml\.((unsafe_|full_)?load(_all)?|Loader|UnsafeLoader|FullLoader)": "can build Python objects: safe_load",
-    r"eval|exec|__import__|builtins\.(eval|exec)": "runs text as code",
-    r"os\.(system|popen)|subprocess\.(getoutput|getstatusoutput)": "goes through a shell",
-    r"print": "stdout is for one JSON document: console.say",
+UNSAFE_CALLS = {
+    r"\b(unsafe|full)_load\b|\b(Unsafe|Full)Loader\b": "can build Python objects: safe_load",
+    r"\bweights_only=(?!True\b)(?!False``)|\ballow_pickle=(?!False\b)": "lets in a pickle",
+    r"\btrust_remote_code=(?!False\b)": "lets in code of a model repository",
+    r"\b(joblib|dill|cloudpickle)\b|\bUnpickler\)": "runs whatever stands in the file",
+    r"noqa:.*\b(S102|S30[127]|S506|S60[245]|T201)\b": "ruff says: data run as code, a shell, or print",
 }
-STARTERS = re.compile(r"subprocess\.(run|Popen|call|check_call|check_output)")
-ONLY_FALSE = {"shell": "a shell", "trust_remote_code": "code of a model repository", "allow_pickle": "a pickle"}
+"""What ruff's rules S and T20 leave out: they forbid pickles, eval, a shell and print."""
 
 
-def _full_names(module: ast.Module) -> dict[str, str]:
-    """What each imported name stands for."""
-    names = {}
-    for node in ast.walk(module):
-        if isinstance(node, ast.Import):
-            names |= {name.asname: name.name for name in node.names if name.asname}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {name.asname or name.name: f"{node.module}.{name.name}" for name in node.names}
-    return names
-
-
-def _is_text(node: ast.expr | None) -> bool:
-    """Whether an expression is plainly a string: a literal, an f-string, a sum of them, ``.join`` or ``.format``."""
-    if isinstance(node, ast.BinOp):
-        return _is_text(node.left) or _is_text(node.right)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return node.func.attr in ("join", "format") and _is_text(node.func.value)
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
-
-
-def _call_faults(node: ast.Call, name: str) -> Iterator[str]:
-    for pattern, reason in FORBIDDEN.items():
-        if re.fullmatch(pattern, name):
-            yield f"{name} {reason}"
-    keywords = {word.arg: word.value for word in node.keywords}
-    for key, what in ONLY_FALSE.items():
-        if key in keywords and not (isinstance(keywords[key], ast.Constant) and keywords[key].value is False):  # type: ignore[attr-defined]
-            yield f"{key} lets in {what}"
-    if name == "torch.load":
-        weights_only = keywords.get("weights_only")
-        if not (isinstance(weights_only, ast.Constant) and weights_only.value is True):
-            yield "torch.load without weights_only=True unpickles"
-    if STARTERS.fullmatch(name) and _is_text(node.args[0] if node.args else keywords.get("args")):
-        yield f"{name} takes a list of arguments, not a string"
-
-
-def call_faults(path: str, source: str) -> list[str]:
-    """Calls that run data as code, go through a shell, or write on stdout."""
-    module = tree.parsed(source)
-    names = _full_names(module)
-    faults = []
-    for node in ast.walk(module):
-        if isinstance(node, ast.Call):
-            first, dot, rest = ast.unparse(node.func).partition(".")
-            faults += [f"{path}:{node.lineno}: {fault}" for fault in _call_faults(node, names.get(first, first) + dot + rest)]
-        elif isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Unpickler") for base in node.bases):
-            faults.append(f"{path}:{node.lineno}: an unpickler of its own")
-    return faults
+def call_faults(path: str, text: str) -> list[str]:
+    """Calls that run data as code."""
+    return faults_of(path, text, UNSAFE_CALLS)
 
 
 # --- what no file may say ----------------------------------------------------------------------------------------------
@@ -241,12 +196,17 @@ FORBIDDEN_TEXT = {
 }
 
 
-def text_faults(path: str, text: str) -> list[str]:
+def faults_of(path: str, text: str, forbidden: Mapping[str, str]) -> list[str]:
+    """Where a text has what one of the patterns describes."""
     return [
         f"{path}:{text.count(chr(10), 0, match.start()) + 1}: {match.group()!r}: {what}"
-        for pattern, what in FORBIDDEN_TEXT.items()
+        for pattern, what in forbidden.items()
         for match in re.finditer(pattern, text)
     ]
+
+
+def text_faults(path: str, text: str) -> list[str]:
+    return faults_of(path, text, FORBIDDEN_TEXT)
 
 
 def odd_characters(path: str, text: str) -> list[str]:
@@ -306,9 +266,16 @@ def test_the_tree_keeps_the_rule(rule: str) -> None:
     assert [fault for path, text in files().items() for fault in find(path, text)] == []
 
 
+def test_lint_forbids_what_runs_data_as_code() -> None:
+    words = [sys.executable, "-m", "ruff", "check", "--output-format=json", f"--stdin-filename={X}", "-"]
+    text = "\n".join([IMPORTS, *LINTED_CALLS])
+    done = subprocess.run(words, input=text, cwd=tree.REPO, capture_output=True, text=True, check=False)
+    faults = {fault["location"]["row"] for fault in json.loads(done.stdout) if re.match(r"S[1-3567]|T20", fault["code"])}
+    assert faults >= {*range(2, len(LINTED_CALLS) + 2)}
+
+
 def test_lint_checks_every_script() -> None:
-    lint = tree.texts()["Makefile"].partition("\nlint:")[2].partition("\n\n")[0]
-    (search,) = (line for line in lint.splitlines() if "$(BIN)/shellcheck" in line)
+    (search,) = (line for line in tree.texts()["Makefile"].splitlines() if "$(BIN)/shellcheck" in line)
     command, _, _ = search.strip("\t@").partition(" -exec ")
     found = subprocess.run(["bash", "-c", command], cwd=tree.REPO, capture_output=True, text=True, check=True).stdout
     linted = {name for name in tree.files() if LINTED.search(name)}
@@ -318,27 +285,22 @@ def test_lint_checks_every_script() -> None:
 X = "clustertune/x.py"
 SCRIPT = "#!/usr/bin/env bash\n# why\nset -euo pipefail\ntrue\n"
 LOOKS_ALIKE = """
-import subprocess, torch, yaml
-subprocess.run(["git", *words], check=False)
 torch.load(path, weights_only=True)
 yaml.safe_load(text)
-console.print("x")
-model.eval()
-re.exec
 AutoTokenizer.from_pretrained(x, trust_remote_code=False)
 """
 CALLS = (
-    "import pickle\npickle.load(f)", "from pickle import loads as read\nread(data)",
-    "import pickle\npickle.Unpickler(f).load()", "import pickle\nclass U(pickle.Unpickler): pass",
-    "import torch\ntorch.load(path)", "from torch import load\nload(path)",
-    "import torch\ntorch.load(path, weights_only=False)", "import yaml\nyaml.load(text, Loader=yaml.Loader)",
-    "import yaml as y\ny.unsafe_load(text)", "eval('1')", "exec(text)", "import os\nos.system('ls')",
-    "import subprocess as sp\nsp.run(['ls'], shell=True)", "import subprocess\nsubprocess.run('ls')",
-    "import subprocess\nsubprocess.Popen(args=f'ls {x}')", "import subprocess\nsubprocess.check_output(' '.join(words))",
+    "torch.load(path, weights_only=False)", "yaml.unsafe_load(text)", "numpy.load(f, allow_pickle=True)", "joblib.load(f)",
     "AutoModel.from_pretrained(x, trust_remote_code=Tr" + "ue)", "AutoModel.from_pretrained(x, trust_remote_code=flag)",
-    "import numpy\nnumpy.load(f, allow_pickle=True)", "def f():\n    print('x')",
+    "class U(pickle.Unpickler): pass", "eval(text)  # noqa: S307",
+)  # fmt: skip
+LINTED_CALLS = (
+    "read(data)", "pickle.Unpickler(f).load()", "yaml.load(text, Loader=yaml.Loader)", "eval(text)", "exec(text)",
+    "os.system('ls')", "sp.run(['ls'], shell=True)", "sp.getoutput('ls')", "marshal.loads(data)", "shelve.open(f)",
+    "print('x')",
 )  # fmt: skip
 """Each by the name under which it was imported."""
+IMPORTS = "import os, pickle, marshal, shelve, yaml; import subprocess as sp; from pickle import loads as read"
 WORDS = (
     "data: /wor" + "k/x", "cd /ho" + "me/me", "--index-url https://download.pyt" + "orch.org/whl/cpu", "# TO" + "DO: later",
     "pip install -i https://mirror.example/sim" + "ple x", "raise NotImplemented" + "Error", "trust_remote_code: tr" + "ue",
