@@ -14,7 +14,7 @@ SHIPPED = ("recipes", "ops", "launch", "eval", "containers", "pyproject.toml")
 """What commands read outside of the package. clustertune/tree.py finds it."""
 LEFT_OUT = ("__pycache__", "*.sif", "*.sif.*", "*.cdx.json", ".env", ".*")
 
-BASE = ("jinja2", "packaging", "pydantic", "pyyaml", "rich", "typer")
+BASE = ("jinja2", "packaging", "psutil", "pydantic", "pyyaml", "rich", "typer")
 """plan, show, doctor, submit, the lint of job scripts: no torch and no transformers."""
 EVAL_ONLY = ("aiohttp", "immutabledict", "langdetect", "lm-eval", "nltk", "tenacity")
 TRAIN_ONLY = ("bitsandbytes", "peft", "trl", "wandb")

@@ -18,11 +18,12 @@ from tests import tree
 
 ORDER = (
     ("tree",),
-    ("errors",),
+    ("errors", "process"),
+    ("bounded",),
     ("events", "host"),
     ("check",),
-    ("console", "manifest", "process", "replaced", "tensorfile"),
-    ("bounded", "lock"),
+    ("console", "manifest", "replaced", "tensorfile"),
+    ("lock",),
     ("recipe",),
     ("cluster",),
     ("resolve",),

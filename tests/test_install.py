@@ -19,7 +19,7 @@ from tests import tree
 from tests.test_pins import PINS, normal, read_pins
 from tests.tree import REPO
 
-BASE = {"jinja2", "packaging", "pydantic", "pyyaml", "rich", "typer"}
+BASE = {"jinja2", "packaging", "psutil", "pydantic", "pyyaml", "rich", "typer"}
 """What plan, show, doctor, submit and the lint of job scripts need."""
 FOLDERS = ("recipes/", "ops/", "launch/", "eval/", "containers/")
 

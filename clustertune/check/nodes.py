@@ -9,10 +9,36 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from clustertune.check.machine_context import Machine, gigabytes
-from clustertune.check.rule import FAIL, NODES, PASS, WARN, Rules, Seen, either, listed
+from clustertune.check.rule import (
+    FAIL,
+    MACHINE,
+    NODES,
+    PASS,
+    WARN,
+    Finding,
+    Rules,
+    Seen,
+    checks,
+    either,
+    listed,
+    rule_broken,
+    run,
+)
 from clustertune.host.mounts import lies_elsewhere
 
 RULES = Rules(NODES, __file__)
+
+
+def machine_findings(machine: Machine) -> list[Finding]:
+    """What all machine rules find on one machine."""
+    unread = [found for text in machine.facts.unread for found in rule_broken((text, machine.where))]
+    return [*run(checks(MACHINE), machine, machine.where), *unread]
+
+
+def cluster_findings(several: JobNodes) -> list[Finding]:
+    """What the rules find on each of several machines, and between them."""
+    found = [item for machine in several.machines for item in machine_findings(machine)]
+    return found + list(run(checks(NODES), several))
 
 
 @dataclass(frozen=True)
@@ -188,17 +214,19 @@ def nodes_network(several: JobNodes) -> Iterator[Seen]:
 def nodes_mounts(several: JobNodes) -> Iterator[Seen]:
     """File systems of the network are mounted on all nodes, from the same place."""
     machines, lines = several.machines, []
+    if len(machines) < 2:
+        return
     tables = {id(m): {mount.point: mount.source for mount in m.facts.mounts if lies_elsewhere(mount.kind)} for m in machines}
     own = {str(brick.get("mount")) for m in machines for brick in m.section("storage").get("bricks") or ()}
     points = sorted({point for table in tables.values() for point in table} - own)  # a brick is local on its own node
-    for point in points if len(machines) > 1 else ():
+    for point in points:
         lacking = [m.where for m in machines if point not in tables[id(m)] and not _waits(m, point)]
         sources = {origin(table[point]): table[point] for table in tables.values() if point in table}
         if lacking:
             lines.append(f"{point} is not mounted on {', '.join(lacking[:6])}")
         elif len(sources) > 1:
             lines.append(f"{point} is mounted from {', '.join(sorted(sources.values())[:4])}")
-    good = f"{len(points)} network file systems: the same on {len(machines)} nodes" if points and len(machines) > 1 else ""
+    good = f"{len(points)} network file systems: the same on {len(machines)} nodes" if points else ""
     yield from either(WARN, "; ".join(lines[:6]), good)
 
 

@@ -14,7 +14,8 @@ apply, ``pass`` where it looked and found nothing, and ``unknown`` where it coul
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -30,14 +31,13 @@ RECIPE, REFUSED, RULE_ERRORS = "recipe", "refused", "looks"
 """A resolved recipe with its stack, data and run folder; why one could not be resolved; a rule that ended in an error."""
 
 MODULES = {
-    MACHINE: "check.machine_gpu check.machine_limits check.machine_slurm check.machine_network check.machine_stack"
-    " check.machine_storage",
+    MACHINE: "check.machine_gpu check.machine_system check.machine_network check.machine_storage",
     NODES: "check.nodes",
     LINKS: "nccl_check.link_rules",
-    RULE_ERRORS: "check.report",
+    RULE_ERRORS: "check.rule",
     SCRIPT: "check.sbatch",
-    RECIPE: "doctor.data_files doctor.recipe_findings doctor.recipe_plan doctor.run_folder doctor.stack_faults",
-    REFUSED: "doctor.recipe_findings",
+    RECIPE: "doctor.data_files doctor.recipe_rules",
+    REFUSED: "doctor.recipe_rules",
 }
 """For each subject the modules of its rules, in the order in which they are listed; a module may hold rules of two subjects."""
 
@@ -197,3 +197,88 @@ def listed(items: Iterable[str], most: int, between: str = ", ", last: str = " a
 def printable(text: str) -> str:
     """Without what steers a terminal: names of files and devices, and text of scripts and logs, stand in findings."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+# --- how rules are run, and what people read of their findings ---------------------------------------------------------
+
+RULES = Rules(RULE_ERRORS, __file__)
+
+
+@RULES("rule-broken")
+def rule_broken(unread: tuple[str, str]) -> Iterator[Seen]:
+    """Unforeseen facts must not keep a job from its other rules."""
+    text, where = unread
+    yield Seen(UNKNOWN, text, where=where)
+
+
+def run(looks: Iterable[Callable[[Any], Iterable[Finding]]], context: Any, where: str = "") -> Iterator[Finding]:
+    """What each of ``looks`` finds. One that raises becomes an unknown, with what it raised."""
+    for look in looks:
+        try:
+            yield from look(context)
+        except Exception as error:
+            name = look.rule.id if isinstance(look, Check) else look.__name__
+            message = f"{name}: {type(error).__name__}: {error}"
+            yield from rule_broken((message[:300], where))
+
+
+@dataclass
+class Report:
+    """Findings, and which of them are ignored."""
+
+    findings: list[Finding]
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def counted(self) -> list[Finding]:
+        """What decides the verdict, worst first."""
+        return [item for item in in_order(self.findings) if item.rule not in self.ignored]
+
+    @property
+    def ignored_faults(self) -> list[str]:
+        """The ids of ignored rules that found a fault."""
+        return sorted({item.rule for item in self.findings if item.rule in self.ignored and item.status in (WARN, FAIL)})
+
+    @property
+    def faults(self) -> list[Finding]:
+        """Warnings and failures that are not ignored, worst first."""
+        return [item for item in self.counted if item.status in (WARN, FAIL)]
+
+    def summary(self) -> str:
+        """One line: how many of each."""
+        many = Counter(item.status for item in self.counted)
+        warnings = "warning" if many[WARN] == 1 else "warnings"
+        parts = [(FAIL, "failed"), (WARN, warnings), (UNKNOWN, "could not be checked"), (PASS, "passed")]
+        text = ", ".join(f"{many[status]} {word}" for status, word in parts if many[status] or status == PASS)
+        return text + (f"; ignored: {', '.join(self.ignored_faults)}" if self.ignored_faults else "")
+
+    def lines(self, *, everything: bool = False) -> list[str]:
+        """For people, a few lines a finding: what, why, what to do, where it was met. Alike ones of several nodes are one."""
+        shown = self.counted if everything else self.faults
+        return [line for item, places in grouped(shown) for line in describe(item, places)]
+
+
+def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[str]]]:
+    """Findings that differ in nothing but where they are, as one with the places."""
+    found: dict[tuple[str, ...], tuple[Finding, list[str]]] = {}
+    for item in findings:
+        _, places = found.setdefault((item.rule, item.status, item.found, item.fix), (item, []))
+        places += [item.where] if item.where else []
+    return list(found.values())
+
+
+def describe(item: Finding, places: Sequence[str], width: int = 7) -> list[str]:
+    """The lines of one finding. ``width``: of its status, behind which the reasons are indented."""
+    where = f"{listed(places, 8)}: " if places else ""
+    lines = [f"{item.status.upper():<{width}} {item.rule}: {where}{item.found}"]
+    if item.fix:
+        lines += [f"{'':{width}} {word}: {text}" for word, text in (("why", item.why), ("fix", item.fix), ("see", item.link))]
+    return [printable(line) for line in lines]
+
+
+def render_page(template: Path, **values: Any) -> str:
+    """A page of the docs from its template."""
+    import jinja2
+
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)  # noqa: S701 - no HTML
+    return environment.from_string(template.read_text(encoding="utf-8")).render(**values)

@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +26,17 @@ _MOST = 20_000
 TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("sbatch.yaml").read_text(encoding="utf-8"))
 """What the reader must know of sbatch, srun and launchers, and the rules."""
 SHORT, LONG, FLAGS = TABLE["short"], TABLE["long"].split(), TABLE["flags"].split()
-_LIGHT = re.compile(rf"(\S*/)?({'|'.join(TABLE['light'].split())}|\[+)\b")
-_STARTER = re.compile(rf"(\S*/)?({'|'.join(TABLE['starters'].split())})$")
-_LAUNCHER, _PORT = re.compile(TABLE["launcher"]), re.compile(TABLE["port"], re.DOTALL)
+
+
+@cache
+def _pattern(text: str) -> re.Pattern[str]:
+    """A pattern of the table, with the macros in their angle brackets put in."""
+    while macro := re.search(r"<([A-Z]+)>", text):
+        text = text.replace(macro[0], TABLE["macros"][macro[1]])
+    return re.compile(text, re.MULTILINE)
+
+
+_SRUN, _ASIDE, _STARTER = map(_pattern, ("<SRUN>", "<ASIDE>", "^<STARTER>"))
 _PIECE = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|(?<!\S)#[^\n]*|[^'"\\#]+|.""", re.DOTALL)
 _ASSIGNED = re.compile(TABLE["assigned"], re.DOTALL)
 _VARIABLE = re.compile(r"(?<!\\)\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|([A-Za-z_]\w*))")
@@ -66,44 +74,6 @@ def options_of(words: list[str], line: int) -> tuple[list[Option], list[str]]:
             value, words = words[0], words[1:]
         found.append(Option(full, value, line))
     return found, words
-
-
-@dataclass
-class Srun:
-    """One call of srun: its own options, and the words that it starts."""
-
-    line: int
-    options: dict[str, str]
-    words: list[str]
-
-    @property
-    def opaque(self) -> bool:
-        """Whether a variable of the caller stands where options may stand."""
-        return bool(self.words) and self.words[0].startswith("$")
-
-    @property
-    def light(self) -> bool:
-        """Whether it only looks at the nodes or copies files."""
-        words = self.words
-        if words[:1] in (["bash"], ["sh"]) and len(words) > 2:
-            return all(_LIGHT.match(part.strip()) for part in re.split(r"[;&|\n]+", words[-1]) if part.strip())
-        return bool(words) and _LIGHT.fullmatch(words[0]) is not None
-
-    @cached_property
-    def text(self) -> str:
-        """What it starts, as one line."""
-        return " ".join(" ".join(self.words).split())
-
-    @property
-    def launcher(self) -> str:
-        """torchrun, accelerate launch or deepspeed, where it starts one."""
-        found = _LAUNCHER.search(self.text)
-        return found[1] if found else ""
-
-    @property
-    def on_all(self) -> bool:
-        """Whether it starts a program on all nodes of the job."""
-        return not self.light and self.options.get("ntasks") != "1"
 
 
 @dataclass
@@ -181,16 +151,6 @@ class Script:
         total = self.count("ntasks")
         return self.count("ntasks-per-node") or (-(-total // max(1, self.count("nodes"))) if total else 1)
 
-    def tasks_of(self, srun: Srun) -> int:
-        """Tasks that one srun starts on each node; 0 where it cannot be told."""
-        own = srun.options
-        if "ntasks-per-node" in own:
-            return _number(own["ntasks-per-node"])
-        if "ntasks" in own:
-            nodes = _number(own["nodes"]) if "nodes" in own else self.count("nodes")
-            return -(-_number(own["ntasks"]) // nodes) if nodes else 0
-        return self.tasks
-
     # --- variables and commands ---
 
     @cached_property
@@ -209,8 +169,11 @@ class Script:
         found = self.assigned.get(name, [])
         return next(reversed([one for one in found if one.line < line] or found), None)
 
-    def expand(self, text: str, line: int, depth: int = 4) -> str:
-        """``text`` with the variables put in that the script sets; others stay, but for their defaults."""
+    def expand(self, text: str, line: int, depth: int = 4, *, early: bool = False) -> str:
+        """``text`` with the variables put in that the script sets; others stay, but for their defaults.
+
+        ``early``: of a value only the part that the batch shell expanded when it was set.
+        """
         if not depth or "$" not in text or len(text) > _MOST:
             return text
 
@@ -218,34 +181,21 @@ class Script:
             one = self.last(match[1] or match[3], line)
             if one is None or match[0] in one.text:
                 return match[0] if match[2] is None else match[2]
-            return self.expand(one.text.replace("\n", " "), one.line, depth - 1)
+            return self.expand((one.shell if early else one.text).replace("\n", " "), one.line, depth - 1, early=early)
 
         return _VARIABLE.sub(put_in, text)[:_MOST]
 
     @cached_property
-    def commands(self) -> list[tuple[int, list[str]]]:
-        """Line and words of each simple command, variables put in; those of substitutions stand behind their own."""
-        found = []
+    def commands(self) -> list[tuple[int, str]]:
+        """Line and text of each simple command, variables put in; those of substitutions stand behind their own."""
+        found: list[tuple[int, list[str]]] = []
         for start, text in self.lines:
             for piece in _substitutions(self.expand(text, start)):
                 line = start
                 for words in _commands(piece):
                     found.append((line + words.count("\n"), [word for word in words if word != "\n"]))
                     line += words.count("\n")
-        return [(line, words) for line, words in found if words]
-
-    @cached_property
-    def sruns(self) -> list[Srun]:
-        """The calls of srun."""
-        found = []
-        for line, words in self.commands:
-            at = next((at for at, word in enumerate(words[:6]) if word.rpartition("/")[2] == "srun"), None)
-            if at is not None and all(
-                re.fullmatch(r"exec|time|nohup|timeout|env|eval|-\S*|\w+=.*|[\d.]+[smh]?", w) for w in words[:at]
-            ):
-                options, rest = options_of(words[at + 1 :], line)
-                found.append(Srun(line, {one.name: one.value for one in options}, rest))
-        return found
+        return [(line, " ".join(" ".join(words).split())) for line, words in found if words]
 
     @cached_property
     def body(self) -> str:
@@ -269,6 +219,7 @@ class Script:
     def conditions(self) -> dict[str, bool]:
         """What the rows of ``sbatch.yaml`` may ask for with ``when``."""
         has, body, signal = self.given.__contains__, self.body, self.value("signal")
+        commands = [text for _, text in self.commands]
         name = re.sub(r"^[RB]*:|@\d+$|^SIG", "", signal.upper()).replace("SIG", "")
         name = {"10": "USR1", "12": "USR2", "15": "TERM"}.get(name, name)
         found = {name: bool(re.search(pattern, body)) for name, pattern in TABLE["conditions"].items()}
@@ -281,7 +232,17 @@ class Script:
             "signal": bool(signal),
             "to_shell": signal.startswith(("B", "RB")),
             "trapped": bool(name and re.search(rf"\btrap\s+(?!-)\S.*\b(SIG)?{re.escape(name)}\b", body)),
-            "all_nodes": any(one.on_all for one in self.sruns) or any(_STARTER.match(words[0]) for _, words in self.commands),
+            "several_tasks": self.tasks > 1,
+            "one_task": self.tasks == 1 and (self.count("nodes") == 1 or has("ntasks") or has("ntasks-per-node")),
+            "many": self.least_nodes * self.tasks > 1,
+            "gpu_bind": has("gpu-bind"),
+            "many_cpus": self.count("cpus-per-task") > 1,
+            "srun_cpus": "SRUN_CPUS_PER_TASK" in self.assigned,
+            "pet_nnodes": "PET_NNODES" in self.assigned,
+            "calls_srun": any(map(_SRUN.search, commands)),
+            "all_nodes": any(
+                _STARTER.search(one) or (_SRUN.search(one) and not _ASIDE.search(one)) for _, one in self.commands
+            ),
             "secrets": found["dotenv"] or any(map(names_secret, self.assigned)),
         }
 
@@ -351,28 +312,33 @@ def _texts(script: Script) -> dict[str, Iterable[tuple[int, str]]]:
         "comment": [(number, row) for number, row in free if not row.startswith("#SBATCH")],
         "late": [(number, row) for number, row in free if 0 < script.first < number],
         "option": [(option.line, f"--{option.name}={option.value}") for option in script.options],
-        "command": [(line, " ".join(" ".join(words).split())) for line, words in script.commands],
+        "command": script.commands,
+        "document": script.here,
         "body": [(1, script.body)],
         "line": script.lines,
         "shell": [(start, _shell(text)) for start, text in script.lines],
         "expanded": [(start, script.expand(text, start)) for start, text in script.lines],
+        "task": [(start, script.expand(_shell(text), start, early=True)) for start, text in script.lines],
     }
 
 
 def _matches(script: Script) -> Iterator[Hit]:
     """What the patterns of the rows find."""
     kinds = _texts(script)
-    for name, pattern in ((row["id"], one) for row in TABLE["rules"] for one in row.get("patterns", ())):
-        when = pattern.get("when", "").split()
-        if any(script.conditions[word.lstrip("!")] == word.startswith("!") for word in when):
+    nodes, tasks, cpus = script.least_nodes, script.tasks, script.value("cpus-per-task")
+    stated = {"first": script.first, "nodes": nodes, "tasks": tasks, "total": nodes * tasks, "cpus": cpus}
+    for name, row in ((rule["id"], one) for rule in TABLE["rules"] for one in rule.get("patterns", ())):
+        if any(script.conditions[word.lstrip("!")] == word.startswith("!") for word in row.get("when", "").split()):
             continue
-        kind = next(key for key in pattern if key in kinds)
+        kind = next(key for key in row if key in kinds)
+        pattern, unless = _pattern(row[kind]), _pattern(row.get("unless", "(?!)"))
         for start, text in kinds[kind]:
-            match = re.search(pattern[kind], text, re.MULTILINE)
-            if match and not ("unless" in pattern and re.search(pattern["unless"], text)):
-                words = {"first": script.first, "text": match[0].strip(), **match.groupdict()}
-                yield name, start + text.count("\n", 0, match.start()), words
-                if pattern.get("once"):
+            match = pattern.search(text)
+            if match and not unless.search(text):
+                words = {key: word for key, word in match.groupdict().items() if word is not None}
+                at = match.start("here" if "here" in pattern.groupindex else 0)
+                yield name, start + text.count("\n", 0, at), {**stated, "text": match[0].strip(), **words}
+                if row.get("once"):
                     break
 
 
@@ -409,96 +375,19 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _early(script: Script) -> Iterator[Hit]:
-    """A task's number that the batch shell puts in, in srun's own words or in a variable that these name."""
-    one_node, stated = script.count("nodes") == 1, script.tasks == 1 and bool({"ntasks", "ntasks-per-node"} & set(script.given))
-    if one_node and script.tasks == 1:
-        return
-    telling = ["SLURM_PROCID", *([] if one_node else ["SLURM_NODEID"]), *([] if stated else ["SLURM_LOCALID"])]
-    wanted = re.compile(rf"(?<!\\)\$(?:\(\([^)]*?|\{{)?({'|'.join(telling)})\b", re.DOTALL)
-
-    def of(text: str, line: int, depth: int = 3) -> Iterator[tuple[int, str]]:
-        shell = _shell(text)
-        for match in wanted.finditer(shell):
-            yield line + shell.count("\n", 0, match.start(1)), match[1]
-        for match in _VARIABLE.finditer(shell) if depth else ():
-            for one in script.assigned.get(match[1] or match[3], ()):
-                yield from of(one.shell, one.line, depth - 1)
-
-    alone = {srun.line for srun in script.sruns if not srun.on_all}
-    for start, text in script.lines:
-        called = re.search(r"\bsrun\s", _shell(text))
-        if called and start not in alone:
-            after = text[called.start() :]
-            yield from (
-                ("expanded-too-early", line, {"name": name})
-                for line, name in of(after, start + text.count("\n", 0, called.start()))
-            )
-        elif script.sruns and re.match(r"\s*export\s", text):
-            yield from (("expanded-too-early", line, {"name": name}) for line, name in of(text, start, 0))
-    yield from (("expanded-too-early", line, {"name": match[1]}) for line, row in script.here if (match := wanted.search(row)))
-
-
-def _steps(script: Script) -> Iterator[Hit]:
-    """What srun starts, and how often."""
-    at = script.given.get("ntasks-per-node") or script.given.get("ntasks")
-    for srun in script.sruns:
-        own, launcher, text = srun.options, srun.launcher, srun.text
-        tasks, nodes = script.tasks_of(srun), _number(own.get("nodes", "")) or script.least_nodes
-        many = re.search(r"--(nproc.per.node|num.processes|num.gpus)[= ]+(\S+)", text)
-        if launcher and tasks > 1 and many and many[2] != "1":
-            yield "tasks-times-processes", at.line if at else srun.line, {"tasks": tasks, "launcher": launcher, "text": many[0]}
-        hostfile = re.search(r"--\w*hostfile\b|\s-H\s", text) and not re.search(r"--no_ssh|multinode_launcher=standard", text)
-        total = _number(own.get("ntasks", "")) or nodes * (tasks or 1)
-        if launcher and hostfile and total > 1:
-            yield "hostfile-under-srun", srun.line, {"launcher": launcher, "tasks": total}
-        joined = (
-            re.search(r"--nnodes[= ]+(?!1(:1)?(\s|$))", text)
-            or "PET_NNODES" in script.assigned
-            or re.search(r"(^|\s)[$@]", text)
-        )
-        if launcher.startswith("torch") and nodes > 1 and own.get("ntasks") != "1" and not joined:
-            yield "nodes-not-joined", srun.line, {"nodes": nodes}
-        if "gpus-per-task" in own and "gpu-bind" not in own and tasks > 1:
-            yield "gpus-per-task", srun.line, {"tasks": tasks}
-    if "gpus-per-task" in script.given and "gpu-bind" not in script.given and script.tasks > 1:
-        yield "gpus-per-task", script.given["gpus-per-task"].line, {"tasks": script.tasks}
-    if script.count("cpus-per-task") > 1 and "SRUN_CPUS_PER_TASK" not in script.assigned:
-        for srun in script.sruns:
-            bound = {"cpus-per-task", "cpus-per-gpu", "exact"} & set(srun.options) or "none" in srun.options.get("cpu-bind", "")
-            if not bound and not srun.opaque and not srun.light and srun.words:
-                yield "cpus-lost-in-srun", srun.line, {"cpus": script.value("cpus-per-task")}
-                return
-
-
-def _ports(script: Script) -> Iterator[Hit]:
-    """A port of the rendezvous that is always the same."""
-    for start, text in script.lines:
-        for match in _PORT.finditer(text):
-            line = start + text.count("\n", 0, match.start(1))
-            value = re.match(r"""["']?(\$\(\(.*?\)\)|\$\([^)]*\)|[^\s"']+)""", match[1], re.DOTALL)
-            named = re.fullmatch(r"\$\{?(\w+)\}?", value[1]) if value else None
-            one = script.last(named[1], line) if named else None
-            port, line = (one.text, one.line) if one else (value[1] if value else "", line)
-            if default := re.fullmatch(r"\$\{\w+:?-(\d+)\}", port):
-                port = default[1]
-            if _number(port):
-                yield "fixed-port", line, {"port": port}
-
-
 def _secrets(script: Script) -> Iterator[Hit]:
     """Keys that stand in the script. None is repeated."""
     hint = re.compile(r"your|xxx|\.\.\.|change|example|placeholder|insert|dummy|none|true|false", re.IGNORECASE)
     for number, row in enumerate(script.rows, 1):
         if holds_secret(row):
             yield "secret-in-file", number, {}
-    for name, values in script.assigned.items():
-        for one in values if names_secret(name) else ():
+    for name in filter(names_secret, script.assigned):
+        for one in script.assigned[name]:
             if re.fullmatch(r"[A-Za-z0-9_+=.:-]{8,}", one.text) and re.search(r"\d", one.text) and not hint.search(one.text):
                 yield "secret-in-file", one.line, {}
 
 
-READERS: tuple[Callable[[Script], Iterator[Hit]], ...] = (_matches, _header, _early, _steps, _ports, _secrets)
+READERS: tuple[Callable[[Script], Iterator[Hit]], ...] = (_matches, _header, _secrets)
 
 
 def _made(row: Mapping[str, Any]) -> Check:

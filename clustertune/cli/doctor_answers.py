@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from clustertune.check import report as reports
 from clustertune.check.machine_context import LOGIN, PLACES, Expects, Machine
-from clustertune.check.rule import Finding, as_json, exit_code, listed, worst
+from clustertune.check.nodes import machine_findings
+from clustertune.check.rule import Finding, Report, as_json, exit_code, listed, worst
 from clustertune.cli.doctor import DoctorArguments
 from clustertune.cluster import ignoring, load, schema
 from clustertune.console import emit_json, escape, reply, say
@@ -37,12 +37,12 @@ Looked = tuple[list[Finding], HostFacts | None, list[str]]
 
 def show_rules(out: Path | None, as_document: bool) -> int:
     """The rules, as a list, as JSON, or as the page of the documents."""
-    from clustertune.doctor import recipe_findings  # it holds rules
+    from clustertune.doctor import recipe_rules  # it holds rules
 
-    rules = recipe_findings.all_rules()
+    rules = recipe_rules.all_rules()
     if out is not None:
         with storing("cannot be written", out):
-            text = recipe_findings.render()
+            text = recipe_rules.render()
             require_replaceable(out, text.partition("\n")[0])
             write_durably(out, text)
         say(f"wrote {out}")
@@ -77,7 +77,7 @@ def answer(args: DoctorArguments) -> int:
         return 0
     else:
         found, facts, hosts = _on_nodes(args, cluster, job)
-    return _tell(args, cluster, reports.Report([*found, *_of_recipe(args, cluster, facts)], left_out), facts, hosts)
+    return _tell(args, cluster, Report([*found, *_of_recipe(args, cluster, facts)], left_out), facts, hosts)
 
 
 def _contradictions(args: DoctorArguments) -> Iterator[Problem]:
@@ -114,7 +114,7 @@ def _look_locally(args: DoctorArguments, cluster: schema.Cluster) -> Looked:
         return [], None, [facts.hostname]
     gpus = cluster.compute.gpus if plain and facts.place != LOGIN and cluster.host(facts.hostname) else None
     machine = Machine(facts, plain, Expects(gpus=gpus or None, launched=bool(args.recipe)))
-    return reports.machine_findings(machine), facts, [facts.hostname]
+    return machine_findings(machine), facts, [facts.hostname]
 
 
 def _is_foreign(cluster: schema.Cluster, hostname: str) -> bool:
@@ -142,24 +142,22 @@ def _of_recipe(args: DoctorArguments, cluster: schema.Cluster, facts: HostFacts 
     """What the rules of recipe, stack and folders find; one that cannot be resolved is a finding for each of its problems."""
     if args.recipe is None:
         return []
-    from clustertune.doctor import recipe_findings  # it holds rules
+    from clustertune.doctor import recipe_rules  # it holds rules
 
     try:
         resolved = shape.resolve_on(args.recipe, args.overrides or [], cluster, tiny=args.tiny)[0]
     except UserError as error:
-        return list(recipe_findings.recipe_refused(error))
+        return list(recipe_rules.recipe_refused(error))
     run_dir = args.run_dir or default_run_dir(resolved, cluster_paths.runs(cluster))  # as submit takes it
     own = {setting.name: setting.value for setting in cluster_paths.settings(cluster)}  # as its jobs have it
     context = recipe_context.build(resolved, cluster, facts, run_dir=run_dir, environment={**os.environ, **own})
-    return recipe_findings.recipe_findings(context)
+    return recipe_rules.recipe_findings(context)
 
 
 # --- telling -----------------------------------------------------------------------------------------------------------
 
 
-def _tell(
-    args: DoctorArguments, cluster: schema.Cluster, report: reports.Report, facts: HostFacts | None, hosts: list[str]
-) -> int:
+def _tell(args: DoctorArguments, cluster: schema.Cluster, report: Report, facts: HostFacts | None, hosts: list[str]) -> int:
     place, code = facts.place if facts else None, exit_code(report.counted)
     if args.as_json:
         document = {"place": place, "hosts": hosts, "cluster": cluster.name, "recipe": args.recipe}

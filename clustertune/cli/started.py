@@ -11,7 +11,7 @@ import typer
 from clustertune import secrets
 from clustertune.cli.arguments import path_option
 from clustertune.errors import UserError
-from clustertune.rundir import RunDir, require_stage
+from clustertune.rundir import SCORES, RunDir, require_stage
 
 
 def train(
@@ -47,12 +47,13 @@ def node(
 def part(
     stage: Annotated[str, typer.Argument(help="One stage of the chain.")],
     run_dir: Annotated[Path, path_option("A run folder.")],
-    servers: Annotated[Path | None, path_option("The job's vLLM servers, for stage eval.")] = None,
+    servers: Annotated[Path | None, path_option("The job's vLLM servers, for eval and scores.")] = None,
 ) -> None:
     from clustertune import chain
     from clustertune.evaluate import servers as eval_servers
 
-    require_stage(stage)
+    if stage != SCORES:
+        require_stage(stage)
     run = RunDir(run_dir)
     with secrets.lent({eval_servers.GIVEN: str(servers)} if servers else {}):
         chain.Chain(run, run.resolved()).run_stage(stage)

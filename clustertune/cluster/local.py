@@ -91,7 +91,7 @@ def _ask(*command: str) -> tuple[str, str]:
 
 
 def _gpu_numa(gpus: str, probe: Probe) -> dict[int, int]:
-    nodes = {gpu.index: probe.number(f"/sys/bus/pci/devices/{gpu.bus}/numa_node") for gpu in parse_csv(gpus, _QUERY)}
+    nodes = {gpu.index: probe.number(f"/sys/bus/pci/devices/{gpu.bus}/numa_node") for gpu in parse_csv(gpus)}
     return {index: node for index, node in nodes.items() if node is not None}
 
 
@@ -259,7 +259,7 @@ def _of_this_node(seen: LocalMachine, workers: list[str], gpus: int) -> dict[str
         return {}
     groups = _groups(seen, gpus)
     cpus = tuple(seen.numa_cpus[node] for node in sorted(seen.numa_cpus)) if groups else ()
-    return {"gpu": _model(parse_csv(seen.gpus, _QUERY)), "numa_gpus": groups, "numa_cpus": cpus}
+    return {"gpu": _model(parse_csv(seen.gpus)), "numa_gpus": groups, "numa_cpus": cpus}
 
 
 def _groups(seen: LocalMachine, gpus: int) -> tuple[tuple[int, ...], ...]:
@@ -275,7 +275,7 @@ def _groups(seen: LocalMachine, gpus: int) -> tuple[tuple[int, ...], ...]:
 def gpu_names() -> set[str]:
     """The kinds of GPU of this machine, as the driver calls them; empty where it says nothing."""
     answer, _ = _ask("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader")
-    return {gpu.name for gpu in parse_csv(answer, _QUERY)}
+    return {gpu.name for gpu in parse_csv(answer)}
 
 
 def _model(gpus: Sequence[Gpu]) -> str | None:
@@ -285,7 +285,7 @@ def _model(gpus: Sequence[Gpu]) -> str | None:
 
 def _machine(seen: LocalMachine, notes: list[str]) -> Cluster:
     """This machine alone."""
-    rows = parse_csv(seen.gpus, _QUERY)
+    rows = parse_csv(seen.gpus)
     cores = len(set(seen.topology.values())) or 1
     sockets = len({package for package, _ in seen.topology.values()}) or 1
     name = seen.hostname if re.fullmatch(HOST, seen.hostname) else "localhost"

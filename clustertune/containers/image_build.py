@@ -246,7 +246,7 @@ def answer(command: Sequence[str], seconds: int = PROBE_SECONDS) -> str | None:
 def find_apptainer() -> str:
     """apptainer or singularity: on PATH, else what containers/get-apptainer.sh made."""
     own = WORK.parent / "apptainer" / "bin" / "apptainer"
-    if found := shutil.which("apptainer") or shutil.which("singularity") or shutil.which(own):
+    if found := shutil.which("apptainer") or shutil.which("singularity") or shutil.which(str(own)):
         return found
     fix = "install one; on Debian, beside the system: containers/get-apptainer.sh build/apptainer"
     raise UserError("neither apptainer nor singularity is here", fix=fix)

@@ -12,7 +12,7 @@ from pathlib import Path
 from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Rules, Seen, listed
 from clustertune.data import punkt
 from clustertune.doctor.recipe_context import RecipeContext
-from clustertune.doctor.recipe_plan import hours
+from clustertune.doctor.recipe_rules import hours
 from clustertune.errors import UserError
 from clustertune.host.mounts import lies_elsewhere
 from clustertune.recipe.architecture import contradictions
@@ -50,7 +50,9 @@ def _compared(context: RecipeContext) -> list[str]:
 @RULES("task-data")
 def task_data(context: RecipeContext) -> Iterator[Seen]:
     """The rows of a task in eval/, where its score is compared."""
-    for name, task in with_rows(_compared(context)).items() if context.offline and context.inputs_seen else ():
+    if not context.offline or not context.inputs_seen:
+        return
+    for name, task in with_rows(_compared(context)).items():
         hub = task.hub
         folder = needs.snapshot(context.hub, "datasets", hub.name, hub.revision) if hub and hub.revision else None
         if hub and (folder is None or not is_there(folder / hub.file)):

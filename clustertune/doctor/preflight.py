@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -11,13 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from clustertune.check import report as reports
 from clustertune.check.machine_context import CONTAINER_STEP, STEP, Expects, Machine
-from clustertune.check.nodes import JobNodes
-from clustertune.check.rule import FAIL, MACHINE, NODES, Finding, checks, worst
+from clustertune.check.nodes import JobNodes, cluster_findings
+from clustertune.check.rule import FAIL, MACHINE, NODES, Finding, Report, checks, worst
 from clustertune.cluster.ignoring import ignored
 from clustertune.cluster.schema import Cluster, same_host
-from clustertune.doctor import wire
+from clustertune.doctor import node_facts
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.host.facts import HostFacts
 from clustertune.launch import srun
@@ -52,11 +50,6 @@ class NodeReports:
         return max(0.0, self.ended - self.started)
 
 
-def facts_command(place: str, seconds: float) -> list[str]:
-    """The command that prints the facts of a machine in lines that srun keeps whole."""
-    return [sys.executable, "-m", "clustertune.doctor", f"--place={place}", f"--seconds={seconds:g}"]
-
-
 def collector(cluster: Cluster, nodes: Sequence[str], seconds: float) -> list[str]:
     """The command that prints a machine's facts in lines."""
     storage = cluster.storage
@@ -64,8 +57,8 @@ def collector(cluster: Cluster, nodes: Sequence[str], seconds: float) -> list[st
     folders = [storage.shared, storage.scratch, pool.mount if pool else None, staging.path if staging else None]
     # from the environment, not found by looking: what a container sees of Slurm's variables is what is named to it
     place = STEP if cluster.container.runtime == "none" else CONTAINER_STEP
-    command = facts_command(place, seconds) + [f"--folder={folder}" for folder in dict.fromkeys(folders) if folder]
-    return command + [f"--name={name}" for name in (nodes if len(nodes) <= 64 else ())]
+    names = nodes if len(nodes) <= 64 else ()
+    return node_facts.command(place, seconds, folders=[folder for folder in dict.fromkeys(folders) if folder], names=names)
 
 
 def step_command(cluster: Cluster, allocation: Allocation, binds: Sequence[str], seconds: float) -> list[str]:
@@ -94,7 +87,7 @@ def look(cluster: Cluster, allocation: Allocation, *, binds: Sequence[str] = (),
         for file in (out, err):
             file.seek(0)
             texts.append(file.read(MAX_BYTES).decode(errors="replace"))
-    found, looked.faults, others = wire.decode(texts[0].splitlines())
+    found, looked.faults, others = node_facts.decode(texts[0].splitlines())
     lines = [line.strip() for line in [*texts[1].splitlines(), *others] if line.strip()]
     for node in allocation.nodes:
         name = same_host(node, found)
@@ -124,7 +117,7 @@ def findings(looked: NodeReports, cluster: Cluster, nodes: Sequence[str], expect
     silent = {name: looked.faults.get(name, "no answer") for name in nodes if name not in looked.facts}
     plain = cluster.model_dump(mode="json")
     machines = [Machine(facts, plain, expects) for facts in looked.facts.values()]
-    return reports.cluster_findings(JobNodes(machines, silent, looked.started, looked.ended))
+    return cluster_findings(JobNodes(machines, silent, looked.started, looked.ended))
 
 
 # --- before a job ---------------------------------------------------------------------------------------------------------
@@ -144,7 +137,7 @@ def check(
     say: Callable[[str], None],
     log: Callable[..., Any],
     seconds: float = SECONDS,
-) -> reports.Report:
+) -> Report:
     """Look at every node, say what is not as it should be, and log what was found.
 
     Raises UserError for a failure of a rule that stops jobs: exit 2, or 75 where nodes only did not answer, such as one that
@@ -156,7 +149,7 @@ def check(
     left_out = ignored(cluster)
     expects = Expects(gpus=ranks if gpus else None, cpus=allocation.cpus_per_node, nodes=len(allocation.nodes), launched=True)
     looked = look(cluster, allocation, binds=[str(path.resolve()) for path in binds], seconds=seconds)
-    report = reports.Report(findings(looked, cluster, allocation.nodes, expects), left_out)
+    report = Report(findings(looked, cluster, allocation.nodes, expects), left_out)
     for line in report.lines():
         say(line)
     say(f"doctor: {len(looked.facts)} of {len(allocation.nodes)} nodes, {looked.seconds:.1f} s: {report.summary()}")

@@ -1,4 +1,4 @@
-"""Everything that is known of one machine, in seconds, without changing it. Standard library only, Python 3.8 or later."""
+"""Everything that is known of one machine, in seconds, without changing it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from clustertune import bounded
 from clustertune.host import credentials, gpus, mounts, network, packages, system
 from clustertune.host.facts import HostFacts, Package
-from clustertune.host.probe import Probe, ask
+from clustertune.host.probe import Ask, Probe, ask
 
-if TYPE_CHECKING:  # 3.8 cannot subscript collections.abc
-    from clustertune.host.probe import Ask
-
-    Reader = Callable[[Probe], dict[str, Any]]
+Reader = Callable[[Probe], dict[str, Any]]
 
 # --- where it is ------------------------------------------------------------------------------------------------------
-
-# Where a process finds itself: in a container, in a job, in which environment, under which Slurm.
-
 
 _SLURM_KEYS = """
     SLURM_VERSION AccountingStorageType ConstrainDevices GresTypes PropagateResourceLimits PropagateResourceLimitsExcept
@@ -102,7 +97,7 @@ def slurm(probe: Probe) -> dict[str, Any]:
     scripts = {path: "" for key in ("Prolog", "Epilog") if (path := config.get(key, "")).startswith("/")}
     for path in scripts:
         if probe.live and not os.access(path, os.X_OK):
-            scripts[path] = "cannot be run" if os.path.exists(path) else "does not exist"  # noqa: PTH110 - a plain word
+            scripts[path] = "cannot be run" if Path(path).exists() else "does not exist"
     return {"slurm": config, "slurm_scripts": scripts, **parse_nodes(nodes.text)}
 
 
@@ -133,16 +128,6 @@ def probe_folders(environ: Mapping[str, str]) -> list[str]:
     return [path for path in dict.fromkeys(named) if path.startswith("/")]
 
 
-def user_name() -> str:
-    """Who runs this; the number where the machine knows no name for it, as in containers."""
-    try:
-        import pwd
-
-        return pwd.getpwuid(os.getuid()).pw_name
-    except (KeyError, ImportError):
-        return str(os.getuid())
-
-
 def has_slurm(probe: Probe, environ: Mapping[str, str]) -> bool:
     """Whether this machine belongs to a Slurm: its commands alone may be left from anything."""
     named = environ.get("SLURM_CONF", "")
@@ -161,9 +146,11 @@ DIRECT: tuple[Reader, ...] = (
     network.rdma,
     network.nccl_files,
     gpus.devices,
+    network.interfaces,
+    system.clock,
 )
 """Readers of the kernel's files, which answer at once."""
-ASKING: tuple[Reader, ...] = (gpus.driver, gpus.topology, gpus.cuda, gpus.kernel_log, network.interfaces, system.clock)
+ASKING: tuple[Reader, ...] = (gpus.driver, gpus.topology, gpus.kernel_log)
 """Readers that run commands: side by side."""
 GRACE = 3.0
 """Seconds beyond the limit in which a reader whose command was killed says so."""
@@ -190,13 +177,16 @@ def collect(
     environ = dict(os.environ) if probe.live else {}
     kind, in_slurm = container(probe, environ), has_slurm(probe, environ)
     name = platform.node() if probe.live else probe.read("/proc/sys/kernel/hostname") or probe.read("/etc/hostname")
-    facts = HostFacts(hostname=name or "?", user=user_name() if probe.live else "", container=kind)
+    user = "root" if os.geteuid() == 0 else str(os.geteuid())  # a name may be asked of a directory service, which may hang
+    facts = HostFacts(hostname=name or "?", user=user if probe.live else "", container=kind)
     facts.environment = credentials.environment(environ)
     facts.place = place or find_place(kind, environ, slurm=in_slurm)
-    storage = partial(_storage, environ=environ, names=names, folders=folders)
-    asking: list[Reader] = [*ASKING, partial(_stack, python=python), storage]
+    asking: list[Reader] = [*ASKING, partial(_stack, python=python)]
     if "step" not in facts.place and in_slurm:
         asking.append(slurm)
+    # Children are forked before threads begin.
+    cuda = bounded.Pending(gpus.cuda, probe.left(gpus.INIT_SECONDS)) if probe.live else None
+    _take(facts, _storage, lambda: _storage(probe, environ=environ, names=names, folders=folders))
     pool = ThreadPoolExecutor(max_workers=len(asking))
     try:
         started = [(reader, pool.submit(reader, probe)) for reader in asking]
@@ -205,6 +195,8 @@ def collect(
         for reader, future in started:
             left = max(0.0, probe.deadline - time.monotonic()) + GRACE
             _take(facts, reader, partial(future.result, timeout=left))
+        if cuda is not None:
+            _take(facts, gpus.cuda, lambda: cuda.answer().found or {})
     finally:
         pool.shutdown(wait=False)
     return facts
@@ -230,7 +222,7 @@ def _storage(probe: Probe, *, environ: Mapping[str, str], names: Sequence[str], 
     wanted = mounts.MountQuery(
         folders=[*probe_folders(environ), *(folder for folder in folders if folder.startswith("/"))],
         names=list(names),
-        files=files_with_secrets(environ, os.getcwd()),  # noqa: PTH109 - a plain word
+        files=files_with_secrets(environ, str(Path.cwd())),
         libraries=[path for path in dict.fromkeys(environ.get("LD_LIBRARY_PATH", "").split(":")) if path.startswith("/")],
     )
     return mounts.look(probe, wanted)

@@ -1,6 +1,6 @@
 """What tokens look like and how variables with secrets are named: recipes, scripts, environments and uploads must not hold one.
 
-Standard library only, Python 3.8 or later. ``launch/run.sbatch`` has a pattern of its own, for bash: what :func:`names_secret`
+``launch/run.sbatch`` has a pattern of its own, for bash: what :func:`names_secret`
 reports it takes out of the job's environment, and nothing that cannot be a secret's (:func:`may_name_secret`).
 """
 

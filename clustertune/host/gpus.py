@@ -1,12 +1,16 @@
-"""The GPUs of a machine, by the driver, by CUDA, by the PCI bus, and by what the kernel's log says about them."""
+"""The GPUs of a machine, by the driver, by CUDA, by the PCI bus, and by what the kernel's log says about them.
+
+The driver is asked by ``nvidia-smi -q -x`` and not by NVML's library: a command that hangs is killed, what it prints can be
+recorded on any cluster and judged on another machine, and it has fields that NVML's Python does not (the recovery action).
+"""
 
 from __future__ import annotations
 
-import json
+import ctypes
 import re
-import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from clustertune.host import system
@@ -71,7 +75,6 @@ def _gpu(index: int, node: ET.Element) -> Gpu:
     return Gpu(
         index=index,
         name=_word(node.findtext("product_name")),
-        uuid=_word(node.findtext("uuid")),
         bus=bus_address(node.findtext("pci/pci_bus_id") or node.get("id") or ""),
         memory_mib=number(node.findtext("fb_memory_usage/total")),
         used_mib=number(node.findtext("fb_memory_usage/used")),
@@ -120,21 +123,14 @@ def _throttle(node: ET.Element) -> Iterator[str]:
             yield found[1]
 
 
-def parse_csv(text: str, query: str) -> list[Gpu]:
-    """GPUs of ``nvidia-smi --query-gpu=QUERY --format=csv,noheader``; lines of another form are skipped.
-
-    ``query``: of index, name, uuid, pci.bus_id, memory.total and memory.used those that were asked for, ``index`` first.
-    """
-    found = []
-    for line in text.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) != len(query.split(",")) or not fields[0].isdigit():
-            continue
-        row = dict(zip(query.split(","), fields))  # noqa: B905 - 3.8 has no strict
-        gpu = Gpu(int(fields[0]), _word(row.get("name")), _word(row.get("uuid")), bus_address(row.get("pci.bus_id", "")))
-        gpu.memory_mib, gpu.used_mib = number(row.get("memory.total")), number(row.get("memory.used"))
-        found.append(gpu)
-    return found
+def parse_csv(text: str) -> list[Gpu]:
+    """GPUs of ``nvidia-smi --query-gpu=index,name,pci.bus_id,memory.total --format=csv,noheader``; other lines are skipped."""
+    rows = [[field.strip() for field in line.split(",")] for line in text.splitlines()]
+    return [
+        Gpu(int(row[0]), _word(row[1]), bus_address(row[2]), memory_mib=number(row[3]))
+        for row in rows
+        if len(row) == 4 and row[0].isdigit()
+    ]
 
 
 def plain_topology(text: str) -> str:
@@ -152,17 +148,18 @@ def gpu_links(topology: str) -> dict[tuple[int, int], str]:
     links: dict[tuple[int, int], str] = {}
     for row in rows:
         own = re.fullmatch(r"GPU(\d+)", row[0].strip()) if row else None
-        for name, cell in zip(columns, row) if own and row is not head else ():  # noqa: B905 - 3.8 has no strict
+        if own is None or row is head:
+            continue
+        for name, cell in zip(columns, row, strict=False):
             other = re.fullmatch(r"GPU(\d+)", name)
-            if own and other and own[1] != other[1] and cell.strip():
+            if other and own[1] != other[1] and cell.strip():
                 links[int(own[1]), int(other[1])] = cell.strip()
     return links
 
 
 def has_nvlink(topology: str) -> bool:
     """Whether ``nvidia-smi topo -m`` shows NVLink between GPUs (``NV4``, ``NV18``)."""
-    rows = [line.split() for line in topology.splitlines() if line.lstrip().startswith("GPU")]
-    return any(word.startswith("NV") and word[2:].isdigit() for row in rows for word in row)
+    return any(re.fullmatch(r"NV\d+", link) for link in gpu_links(topology).values())
 
 
 def xid_lines(log: str) -> list[str]:
@@ -175,25 +172,6 @@ def xid_lines(log: str) -> list[str]:
 SMI_SECONDS = 45.0
 """A driver without persistence mode wakes one GPU after the other, some seconds each."""
 INIT_SECONDS = 30.0
-
-_INIT = """
-import ctypes, json
-told = {}
-try:
-    cuda = ctypes.CDLL("libcuda.so.1")
-except OSError:
-    print("{}")
-    raise SystemExit
-with open("/proc/self/maps") as maps:
-    told["library"] = next((line.split()[-1] for line in maps if "libcuda.so" in line), "")
-told["init"] = cuda.cuInit(0)
-if told["init"] == 0:
-    count = ctypes.c_int()
-    if cuda.cuDeviceGetCount(ctypes.byref(count)) == 0:
-        told["devices"] = count.value
-print(json.dumps(told))
-"""
-"""Run in a process of its own: cuInit hangs where a GPU is sick, and keeps files of the driver open where it is not."""
 
 
 def driver(probe: Probe) -> dict[str, Any]:
@@ -221,20 +199,20 @@ def topology(probe: Probe) -> dict[str, Any]:
     return {"topology": plain_topology(answer.text)} if answer.good and "GPU0" in answer.text else {}
 
 
-def cuda(probe: Probe) -> dict[str, Any]:
-    """What CUDA itself says to a process of this place: the driver may answer where CUDA does not."""
-    answer = probe.call(sys.executable, "-I", "-S", "-c", _INIT, seconds=INIT_SECONDS)
+def cuda() -> dict[str, Any]:
+    """What CUDA itself says: the driver may answer where CUDA does not.
+
+    For a child: cuInit hangs where a GPU is sick, and keeps files of the driver open where it is not.
+    """
     try:
-        found_cuda = json.loads(answer.text)
-    except ValueError:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
         return {}
-    if not isinstance(found_cuda, dict) or "init" not in found_cuda:
-        return {}
-    return {
-        "cuda_init": found_cuda["init"],
-        "cuda_devices": found_cuda.get("devices"),
-        "cuda_library": str(found_cuda.get("library", "")),
-    }
+    path = next((line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcuda.so" in line), "")
+    found, count = {"cuda_library": path, "cuda_init": library.cuInit(0)}, ctypes.c_int()
+    if found["cuda_init"] == 0 and library.cuDeviceGetCount(ctypes.byref(count)) == 0:
+        found["cuda_devices"] = count.value
+    return found
 
 
 def kernel_log(probe: Probe) -> dict[str, Any]:

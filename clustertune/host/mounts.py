@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import errno
-import json
+import fcntl
+import mmap
 import os
 import re
 import shlex
-import sys
+import socket
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from clustertune import bounded
 from clustertune.host.facts import FileMode, FolderProbe, Mount
-from clustertune.host.probe import Probe, ask
+from clustertune.host.probe import Probe
 
 SECONDS = 12.0
 """How long a file system may take to say how full it is: a server under load some seconds, one that is gone for ever."""
@@ -58,8 +62,7 @@ def lies_elsewhere(fstype: str) -> bool:
 def own_mounts() -> str:
     """The text of ``/proc/self/mountinfo``; empty where there is none. Reading it asks no file system."""
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:  # noqa: PTH123
-            return file.read()
+        return Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return ""
 
@@ -154,13 +157,14 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
         return found
     own = os.uname().nodename
     folders = list(dict.fromkeys(wanted.folders))
-    requests = [["space", point] for point in sorted({"/dev/shm", *(mount.point for mount in mounts)})]  # noqa: S108
-    requests += [["pool", mount.point] for mount in mounts if mount.kind == "fuse.mergerfs"]
-    requests += [["names", name] for name in dict.fromkeys([own, *wanted.names])]
-    requests += [["mode", path] for path in wanted.files]
-    requests += [["list", path] for path in wanted.libraries]
-    requests += [[what, folder] for folder in folders for what in PROBES]
-    answered = answers(requests, probe.left(SECONDS))
+    points = sorted({"/dev/shm", *(mount.point for mount in mounts)})  # noqa: S108
+    requests = [("space", point) for point in points]
+    requests += [("pool", mount.point) for mount in mounts if mount.kind == "fuse.mergerfs"]
+    requests += [("names", name) for name in dict.fromkeys([own, *wanted.names])]
+    requests += [("mode", path) for path in wanted.files]
+    requests += [("list", path) for path in wanted.libraries]
+    requests += [(what, folder) for folder in folders for what in PROBES]
+    answered = answers(list(dict.fromkeys(requests)), probe.left(2 * SECONDS) / 2)  # the driver is asked after it
     for mount in mounts:
         answer = answered.get(("space", mount.point))
         mount.silent = answer is None and mount_is_last(mount, mounts)
@@ -186,8 +190,8 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
     return found
 
 
-def _probe(folder: str, what: str, answers: Mapping[tuple[str, ...], Any]) -> FolderProbe:
-    answer = answers.get((what, folder)) or {"message": "no answer in time"}
+def _probe(folder: str, what: str, answered: Mapping[tuple[str, str], Any]) -> FolderProbe:
+    answer = answered.get((what, folder)) or {"message": "no answer in time"}
     return FolderProbe(folder, what, answer.get("ok"), answer.get("message") or answer.get("error", ""))
 
 
@@ -196,16 +200,111 @@ def mount_is_last(mount: Mount, mounts: Sequence[Mount]) -> bool:
     return next(other for other in reversed(mounts) if other.point == mount.point) is mount
 
 
-def answers(requests: Sequence[Sequence[str]], seconds: float) -> dict[tuple[str, ...], Any]:
-    """What the process of :mod:`clustertune.host.probe_process` answers within ``seconds``, by request."""
-    program = str(Path(__file__).with_name("probe_process.py"))
-    # -P and -I are not options here: 3.8 has no -P, and -I would hide nothing that matters. -S saves 10 ms.
-    answer = ask([sys.executable, "-E", "-S", program], seconds, json.dumps(list(map(list, requests))))
-    found = {}
-    for line in answer.text.splitlines():
+def answers(requests: Sequence[tuple[str, str]], seconds: float) -> dict[tuple[str, str], Any]:
+    """What file systems and name servers answer within ``seconds``, by request; what does not answer is missing."""
+    works = {f"{kind} {subject}": partial(_answer, kind, subject) for kind, subject in requests}
+    together = bounded.ask(lambda: {name: work() for name, work in works.items()}, seconds / 3).found
+    if together is None:  # a child for each, so that a server which is gone hides only what is on it
+        found = {name: answer.found for name, answer in bounded.ask_all(works, seconds * 2 / 3).items()}
+        together = {name: answer for name, answer in found.items() if answer is not None}
+    return {request: together[name]["told"] for request, name in zip(requests, works, strict=True) if name in together}
+
+
+# --- in a child: what may hang --------------------------------------------------------------------------------------------
+
+PREFIX = ".clustertune-probe-"
+"""Begin of the names of files that a probe makes; it removes them."""
+
+
+def space(path: str) -> dict[str, Any]:
+    """Size and room of the file system at ``path``, as an ordinary user has it."""
+    volume = os.statvfs(path)
+    return {
+        "total_bytes": volume.f_blocks * volume.f_frsize,
+        "free_bytes": volume.f_bavail * volume.f_frsize,
+        # btrfs and many network file systems count no inodes: 0 of 0 are not none left
+        "free_inodes": volume.f_favail if volume.f_files else None,
+    }
+
+
+def resolved(name: str) -> list[str]:
+    """The IPv4 and IPv6 addresses of a host name; none where it is unknown."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return sorted({str(entry[4][0]) for entry in found})
+
+
+def mode(path: str) -> int | None:
+    """Permission bits of a file; None where there is none.
+
+    Bits without effect are left out: those of a group that is its owner's own (same number), and all of others below a folder
+    that they cannot enter.
+    """
+    try:
+        status = Path(path).stat()
+        bits = status.st_mode & 0o7777
+        if status.st_gid == status.st_uid:
+            bits &= ~0o070
+        for folder in Path(path).resolve().parents:
+            above = folder.stat()
+            group = above.st_mode & 0o010 and above.st_gid != above.st_uid
+            if not above.st_mode & 0o001:
+                bits &= ~(0o007 if group else 0o077)
+    except OSError:
+        return None
+    return bits
+
+
+POOL = ("branches", "cache.files", "category.create", "minfreespace", "moveonenospc", "version")
+"""Settings of a mergerfs that rules read, as extended attributes of its control file (its manual, "Runtime interface")."""
+
+
+def pool(point: str) -> list[str]:
+    """The settings of a mergerfs, ``cache.files=off``: the kernel's table of mounts does not have them."""
+    found = []
+    for name in POOL:
         try:
-            record = json.loads(line)
-            found[tuple(record["request"])] = record["told"]
-        except (ValueError, KeyError, TypeError):
+            value = os.getxattr(f"{point.rstrip('/')}/.mergerfs", f"user.mergerfs.{name}")
+        except OSError:
             continue
+        found.append(f"{name}={value.decode(errors='replace')}")
     return found
+
+
+def probe_folder(folder: str, what: str) -> dict[str, Any]:
+    """Try one thing with a small file in a folder: ``ok`` is None where no file can be made there."""
+    try:
+        handle, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
+    except OSError as error:
+        return {"ok": None, "message": error.strerror or str(error)}
+    try:
+        os.write(handle, b"\0" * mmap.PAGESIZE)
+        if what == "mmap":
+            mmap.mmap(handle, mmap.PAGESIZE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE).close()
+        else:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return {"ok": None if full else False, "message": error.strerror or str(error)}
+    finally:
+        os.close(handle)
+        Path(path).unlink()
+    return {"ok": True, "message": ""}
+
+
+def listing(folder: str) -> list[str]:
+    """The names in a folder, 2,000 at most."""
+    return sorted(entry.name for entry in Path(folder).iterdir())[:2000]
+
+
+ANSWERS: dict[str, Any] = {"space": space, "names": resolved, "mode": mode, "pool": pool, "list": listing}
+
+
+def _answer(kind: str, subject: str) -> dict[str, Any]:
+    try:
+        return {"told": ANSWERS[kind](subject) if kind in ANSWERS else probe_folder(subject, kind)}
+    except OSError as error:
+        failed: Any = {"error": error.strerror or str(error), "errno": error.errno}
+        return {"told": [] if kind in ("list", "pool") else failed}

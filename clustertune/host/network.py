@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import ipaddress
 import os
 import re
 import socket
-import struct
 from typing import Any
 
 from clustertune.host.facts import Nic, RdmaPort
@@ -21,45 +18,28 @@ _KINDS = {1: "ethernet", 32: "infiniband", 772: "loopback"}
 """ARPHRD_* of linux/if_arp.h, as /sys/class/net/*/type holds them."""
 _PROVIDERS = ("/usr/lib", "/usr/lib64", "/lib", "/usr/local/lib")
 _IFF_UP = 1
-_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
-"""linux/sockios.h"""
 
 
-def parse_addresses(text: str) -> dict[str, list[str]]:
-    """Interface to addresses (``10.0.0.1/24``), of ``ip -o addr``; IPv4 first, link-local IPv6 left out."""
-    four: dict[str, list[str]] = {}
-    six: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        found = re.match(r"\d+:\s+([^\s@:]+)\S*\s+(inet6?)\s+(\S+)", line)
-        if found and not found[3].lower().startswith("fe80:"):
-            (four if found[2] == "inet" else six).setdefault(found[1], []).append(found[3])
-    return {name: [*four.get(name, []), *six.get(name, [])] for name in {**four, **six}}
+def addresses() -> dict[str, list[str]]:
+    """Interface to addresses (``10.0.0.1/24``) of this machine, IPv4 first, link-local IPv6 left out."""
+    import psutil
 
-
-def by_socket(name: str) -> list[str]:
-    """The first IPv4 address of an interface, where there is no ``ip``."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        request = struct.pack("256s", name.encode()[:15])
-        parts = [socket.inet_ntoa(fcntl.ioctl(probe, code, request)[20:24]) for code in (_SIOCGIFADDR, _SIOCGIFNETMASK)]
-        return [f"{parts[0]}/{ipaddress.IPv4Network(f'0.0.0.0/{parts[1]}').prefixlen}"]
-    return []
+    found: dict[str, list[str]] = {}
+    for interface, entries in psutil.net_if_addrs().items():
+        for entry in sorted(entries, key=lambda one: one.family != socket.AF_INET):
+            if entry.family in (socket.AF_INET, socket.AF_INET6) and entry.netmask and not entry.address.startswith("fe80:"):
+                bits = int(ipaddress.ip_address(entry.netmask)).bit_count()
+                found.setdefault(interface, []).append(f"{entry.address}/{bits}")
+    return found
 
 
 def interfaces(probe: Probe) -> dict[str, Any]:
-    """All interfaces, and the kernel's range of ephemeral ports."""
-    answer = probe.call("ip", "-o", "addr", seconds=5.0)
-    addresses = parse_addresses(answer.text) if answer.good else None
-    found = []
-    for name in probe.names(_NET):
-        if not probe.path(f"{_NET}/{name}").is_dir():  # bonding_masters is a file
-            continue
-        nic = _nic(probe, name)
-        if addresses is not None:
-            nic.addresses = addresses.get(name, [])
-        elif probe.live:
-            nic.addresses = by_socket(name)
-        found.append(nic)
+    """All interfaces, with the addresses of this machine's."""
+    own = addresses() if probe.live else {}
+    names = [name for name in probe.names(_NET) if probe.path(f"{_NET}/{name}").is_dir()]  # bonding_masters is a file
+    found = [_nic(probe, name) for name in names]
     for nic in found:
+        nic.addresses = own.get(nic.name, [])
         if nic.bond_mode and not nic.mbit:
             each = [other.mbit for other in found if other.name in nic.bond_links_up and other.mbit]
             nic.mbit = sum(each) or None
@@ -78,8 +58,6 @@ def _nic(probe: Probe, name: str) -> Nic:
         carrier={"1": True, "0": False}.get(probe.read(f"{folder}/carrier")),
         mbit=speed if speed and 0 < speed < 10_000_000 else None,  # -1, or 2^32-1 of old kernels, where it is unknown
         mtu=probe.number(f"{folder}/mtu"),
-        numa=probe.numa(f"{folder}/device"),
-        driver=probe.target(f"{folder}/device/driver"),
         kind=_KINDS.get(kind, "other") if kind is not None else "",
         virtual=not bonded and not probe.path(f"{folder}/device").exists(),
         bond_mode=(probe.read(f"{folder}/bonding/mode").split() or [""])[0],
@@ -123,8 +101,6 @@ def _port(probe: Probe, device: str, number: str) -> RdmaPort:
         physical=probe.read(f"{folder}/phys_state").partition(":")[2].strip(),
         gbit=float(rate[1]) if rate else None,
         link_layer=probe.read(f"{folder}/link_layer"),
-        numa=probe.numa(f"{_IB}/{device}/device"),
-        firmware=probe.read(f"{_IB}/{device}/fw_ver"),
     )
 
 
@@ -146,8 +122,8 @@ def nccl_files(probe: Probe) -> dict[str, Any]:
     found: dict[str, str] = {}
     home = os.environ.get("HOME", "") if probe.live else ""
     named = os.environ.get("NCCL_CONF_FILE", "") if probe.live else ""
-    for path in (named or (f"{home}/.nccl.conf" if home else ""), "/etc/nccl.conf"):
-        for line in probe.read(path).splitlines() if path else ():
+    for path in filter(None, (named or (f"{home}/.nccl.conf" if home else ""), "/etc/nccl.conf")):
+        for line in probe.read(path).splitlines():
             name, equals, value = line.partition("#")[0].strip().partition("=")
             if equals and re.fullmatch(r"NCCL_[A-Z0-9_]+", name.strip()):
                 found.setdefault(name.strip(), f"{value.strip()} ({path})")

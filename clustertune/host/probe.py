@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO
 
 MAX_OUTPUT = 16 * 1024 * 1024
 """Bytes of a command's answer that are kept: eight GPUs in full take 0.5 MB, a kernel log some MB."""
@@ -34,61 +34,49 @@ class CommandOutput:
         return self.present and not self.fault
 
 
-if TYPE_CHECKING:  # 3.8 cannot subscript collections.abc
-    Ask = Callable[[Sequence[str], float], CommandOutput]
-    """A command and its time limit in seconds in, its output out."""
-
+Ask = Callable[[Sequence[str], float], CommandOutput]
+"""A command and its time limit in seconds in, its output out."""
 ABSENT = CommandOutput(present=False)
 
 
-def ask(command: Sequence[str], seconds: float, text: str = "") -> CommandOutput:
-    """Run a command; ``text`` is what it reads. Raises nothing.
+def ask(command: Sequence[str], seconds: float) -> CommandOutput:
+    """Run a command. Raises nothing.
 
     One that hangs is killed, and left where it cannot die: a process that waits for a GPU or for a server of files that is
-    gone takes no signal, and waiting for it would hang as well.
+    gone takes no signal, and waiting for it would hang as well. Its output goes into memory: no pipe, no disk.
     """
     if shutil.which(command[0]) is None:
         return ABSENT
-    try:
-        child = subprocess.Popen(
-            list(command),
-            stdin=subprocess.PIPE if text else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "LC_ALL": "C"},
-            start_new_session=True,
-        )
-    except OSError as error:
-        return CommandOutput(fault=f"{command[0]}: {error.strerror or error}")
-    try:
-        out, err = child.communicate(text.encode() or None, timeout=seconds)
-    except subprocess.TimeoutExpired as late:
-        with contextlib.suppress(OSError):
-            os.killpg(child.pid, signal.SIGKILL)
-        output = _after_the_end(child) or late.output or b""
-        return CommandOutput(_text(output), f"no answer within {seconds:.0f} s")
-    if child.returncode == 0:
-        return CommandOutput(_text(out))
-    lines = [line for line in (_text(err) + "\n" + _text(out)).splitlines() if line.strip()]
-    return CommandOutput(_text(out), (lines or [f"exit code {child.returncode}"])[0].strip()[:300])
+    with open(os.memfd_create("out"), "w+b") as out, open(os.memfd_create("err"), "w+b") as err:  # noqa: PTH123
+        try:
+            child = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env={**os.environ, "LC_ALL": "C"},
+                start_new_session=True,
+            )
+        except OSError as error:
+            return CommandOutput(fault=f"{command[0]}: {error.strerror or error}")
+        try:
+            code = child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError):
+                os.killpg(child.pid, signal.SIGKILL)
+            try:
+                child.wait(1.0)
+            except subprocess.TimeoutExpired:
+                child.returncode = -int(signal.SIGKILL)  # else the interpreter would ask for it again and again, and warn
+            return CommandOutput(_text(out), f"no answer within {seconds:.0f} s")
+        text = _text(out)
+        lines = [line for line in f"{_text(err)}\n{text}".splitlines() if line.strip()] if code else []
+        return CommandOutput(text, (lines or [f"exit code {code}"])[0].strip()[:300] if code else "")
 
 
-def _after_the_end(child: subprocess.Popen[bytes]) -> bytes:
-    """What a killed command had printed, where it dies at once."""
-    try:
-        return child.communicate(timeout=1.0)[0]
-    except subprocess.TimeoutExpired as late:
-        for pipe in (child.stdin, child.stdout, child.stderr):
-            if pipe is not None:
-                pipe.close()
-        child.returncode = -int(signal.SIGKILL)  # else the interpreter would ask for it again and again, and warn
-        return late.output or b""
-    except (OSError, ValueError):
-        return b""
-
-
-def _text(data: bytes) -> str:
-    return data[:MAX_OUTPUT].decode(errors="replace")
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(MAX_OUTPUT).decode(errors="replace")
 
 
 @dataclass
@@ -142,10 +130,3 @@ class Probe:
             return sorted(entry.name for entry in self.path(path).iterdir())
         except OSError:
             return []
-
-    def target(self, path: str) -> str:
-        """The last part of what a link leads to; empty where it is none."""
-        try:
-            return os.path.basename(os.readlink(self.path(path)))  # noqa: PTH115, PTH119 - pathlib has no readlink in 3.8
-        except OSError:
-            return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,8 +47,13 @@ class Base:
         return bool(stated)
 
     def identity(self) -> dict[str, list[Any]]:
-        """Per shard: bytes and modification time. With the headers, what tells one base from another without reading it."""
-        return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(self.headers)}
+        """:func:`identity` of the shards: with the headers, what tells one base from another without reading it."""
+        return identity(self.headers)
+
+
+def identity(files: Iterable[Path]) -> dict[str, list[Any]]:
+    """By name: bytes and modification time. Raises OSError."""
+    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)}
 
 
 def find_shards(folder: Path) -> tuple[list[Path], dict[str, str], dict[str, Any]]:

@@ -15,8 +15,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from clustertune import bounded
 from clustertune.errors import Problem, UserError, collect_problems, raise_if
 from clustertune.export.companions import read_json
-from clustertune.manifest import MANIFEST, find_problems, hash_file
-from clustertune.merge.base import EMBEDDINGS, Base
+from clustertune.manifest import MANIFEST, SHA256, FileRecord, find_problems, hash_file, read_manifest
+from clustertune.merge.base import EMBEDDINGS, Base, identity
 from clustertune.recipe.findings import Found, as_problems, schema_findings
 from clustertune.recipe.layers import Document
 from clustertune.recipe.native_rules import LORA_VARIANTS
@@ -80,6 +80,8 @@ class Adapter:
     updates: dict[str, Update]
     replaced: dict[str, Tensor]
     sha256: dict[str, str]
+    identity: dict[str, list[Any]]
+    """Of both files, when they were read."""
     warnings: list[str] = field(default_factory=list)
 
 
@@ -317,7 +319,8 @@ def _parts(source: ParameterSource, rows: int) -> list[_Part]:
     return found
 
 
-def _read_files(folder: Path) -> tuple[LoraSettings, list[Tensor]]:
+def _read_files(folder: Path) -> tuple[LoraSettings, list[Tensor], dict[str, str]]:
+    """Settings, tensors and the digests of both files, which are those of the folder's manifest where it has one."""
     if not folder.is_dir():
         raise UserError("no such folder", file=str(folder))
     problems: list[Problem] = []
@@ -338,11 +341,14 @@ def _read_files(folder: Path) -> tuple[LoraSettings, list[Tensor]]:
         problems.append(Problem(message, file=str(weights), fix="save the adapter with safetensors" if pickled else None))
     except (OSError, ValueError) as error:
         problems.append(Problem(str(error), file=str(weights), fix="export the adapter again"))
+    compared = dict[str, FileRecord]()
     if (folder / MANIFEST).exists():
-        problems += find_problems(folder, allow_extra=True)
+        found = find_problems(folder, allow_extra=True)
+        problems, compared = problems + found, {} if found else read_manifest(folder).files
     if problems or settings is None:
         raise UserError(problems)
-    return settings, tensors
+    known = {name: record for name, record in compared.items() if record.algorithm == SHA256}
+    return settings, tensors, {name: (known.get(name) or hash_file(folder / name)).sha256 for name in (CONFIG, WEIGHTS)}
 
 
 def read_adapter(folder: Path, base: Base | None) -> Adapter:
@@ -350,7 +356,9 @@ def read_adapter(folder: Path, base: Base | None) -> Adapter:
 
     Raises UserError with every problem found; nothing is written.
     """
-    settings, tensors = _read_files(folder)
+    files = [folder / name for name in (CONFIG, WEIGHTS) if (folder / name).is_file()]
+    before = identity(files)
+    settings, tensors, digests = _read_files(folder)
     fit = _Fit(settings, tensors, folder)
     if base is not None:
         modules = {name.rpartition(".")[0] for name in (*base.tensors, *(tensor.name for tensor in tensors))}
@@ -365,8 +373,7 @@ def read_adapter(folder: Path, base: Base | None) -> Adapter:
         fit.check_replacements(base)
         fit.check_provenance(base)
     raise_if(fit.problems)
-    digests = {name: hash_file(folder / name).sha256 for name in (CONFIG, WEIGHTS)}
-    return Adapter(folder, settings, fit.updates, fit.whole, digests, fit.warnings)
+    return Adapter(folder, settings, fit.updates, fit.whole, digests, before, fit.warnings)
 
 
 # --- lora config ----------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from clustertune.manifest import (
     seal,
     write_durably,
 )
-from clustertune.merge.base import INDEX, Base, check_tensors, read_base
+from clustertune.merge.base import INDEX, Base, check_tensors, identity, read_base
 from clustertune.merge.lora import Adapter, read_adapter
 from clustertune.merge.pieces import (
     BUFFERS,
@@ -494,10 +494,10 @@ def prepare(base_folder: Path, adapter_folder: Path, out: Path, shard_size: str 
         raise UserError(problems)
     shards = plan_shards(list(base.tensors.values()), limit)
     files, changed = companion_files(base, adapter)
-    identity = base.identity()
+    base_identity = base.identity()
     decides = {
         "format": FORMAT,
-        "base": identity,
+        "base": base_identity,
         "headers": {p.name: hashlib.sha256(h.text).hexdigest() for p, h in base.headers.items()},
         "adapter": adapter.sha256,
         "companions": {name: hash_file(path).sha256 for name, path in files.items()},
@@ -508,7 +508,7 @@ def prepare(base_folder: Path, adapter_folder: Path, out: Path, shard_size: str 
     if not finished and base.unrecorded:
         names = base.unrecorded[0] + (f" and {more} more" if (more := len(base.unrecorded) - 1) else "")
         say(f"{base_folder}: no digest of {names} is known (MANIFEST.json, Hub's cache): damage would not be noticed")
-    return MergeJob(base, adapter, out, shards, files, changed, limit, inputs, identity, finished)
+    return MergeJob(base, adapter, out, shards, files, changed, limit, inputs, base_identity, finished)
 
 
 _CHECK_SECONDS, _CHECK_MEMORY = 600.0, 8 << 30
@@ -559,8 +559,8 @@ def check_space(job: MergeJob) -> None:
 def unchanged(job: MergeJob) -> bool:
     """Whether the inputs are still those that were planned with."""
     try:
-        adapter = {name: hash_file(job.adapter.folder / name).sha256 for name in job.adapter.sha256}
-        return job.base.identity() == job.base_identity and adapter == job.adapter.sha256
+        adapter = identity(job.adapter.folder / name for name in job.adapter.identity)
+        return job.base.identity() == job.base_identity and adapter == job.adapter.identity
     except OSError:
         return False
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.check.report import Report
-from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, as_json
+from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, Report, as_json
 from clustertune.cluster.hardware import HARDWARE, LinkFacts, NetworkFacts, read_hardware
 from clustertune.cluster.ignoring import ignored
 from clustertune.cluster.schema import Cluster
@@ -29,7 +28,6 @@ from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import environment
 from clustertune.launch.shape import JobShape
 from clustertune.manifest import write_durably
-from clustertune.nccl_check.gpu_pairs import start
 from clustertune.nccl_check.link_measure import (
     FACTS_SECONDS,
     LAUNCHED,
@@ -38,6 +36,7 @@ from clustertune.nccl_check.link_measure import (
     CheckOptions,
     CheckRecords,
     Setup,
+    start,
 )
 from clustertune.nccl_check.link_rules import headline_of, judge_log
 from clustertune.nccl_check.nccl_log import Log, read

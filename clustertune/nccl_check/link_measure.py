@@ -17,7 +17,6 @@ schema that a saved file must have is :class:`clustertune.plan.measured.CheckFil
       "interface": "bond0",                     // that ranks of several nodes were to use; absent: none was given
       "hosts": ["n1", "n2"],                    // in the order of ranks: rank r runs on hosts[r // gpus_per_node]
       "seconds": 118.2,                         // the whole check
-      "connect_s": {"world": 2.1, "intra": 0.4},    // making the communicators before anything is measured; the slowest rank
       "not_judged": "no GPU here: ...",         // why a verdict without a fault is unknown and not pass
       "results": [{"scope": "world", "collective": "all_gather", "bytes": 1073741824, "algbw_gb_s": 10.2, "busbw_gb_s": 7.6,
                    "ranks": 4, "iterations": 20, "median_s": 0.1053, "spread": 0.03, "correct": true}],
@@ -29,7 +28,6 @@ schema that a saved file must have is :class:`clustertune.plan.measured.CheckFil
       "left_out": [{"scope": "world", "collective": "broadcast", "bytes": 1073741824, "reason": "would take 80 s, 12 s left"}],
       "problems": [{"node": "n2", "message": "no facts within 20 s"}],
       "facts": [{"hostname": "n1", ...}],       // clustertune.host.facts.HostFacts of each node, in the order of hosts
-      "software": [{"node": "n1", "torch": "2.13.0", "nccl": "2.28.9", "cuda": "13.0", "python": "3.12.3", "ranks": [0, 1]}],
       "environment": {"NCCL_SOCKET_IFNAME": "=bond0", "NCCL_DEBUG": "WARN"},   // NCCL_*, GLOO_*, TORCH_NCCL_* of training
       "expected": {"intra": {...}, "inter": {...}},      // clustertune.nccl_check.link_check.expected
       "verdict": {"status": "warn", "headline": "...", "findings": [clustertune.check.rule.as_json]}
@@ -71,14 +69,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from clustertune import bounded
+from clustertune import bounded, process
 from clustertune.check.rule import listed
 from clustertune.errors import Problem, UserError
 from clustertune.events import read_events, read_object
 from clustertune.host.collect import collect
 from clustertune.launch.agent import await_object
 from clustertune.manifest import write_durably
-from clustertune.nccl_check.gpu_pairs import probe_pairs, start, tournament
+from clustertune.nccl_check.gpu_pairs import probe_pairs, tournament
 from clustertune.nccl_check.link_rules import COLLECTIVES
 from clustertune.process import kill_group
 
@@ -216,7 +214,9 @@ ITERATIONS, WARMUP = 20, 5
 LEAST_ITERATIONS = 3
 """Fewer have no spread; so many of a size whose time cannot be known yet."""
 PAIR_SHARE = 0.35
-"""Of the time, what the pairs of nodes may take: they find the slow node or way."""
+"""Of the time, what is kept for the pairs of nodes: they find the slow node or way."""
+FEW = 4
+"""How many equal shares of the time that is left one measurement may take."""
 MOST_OF_LIMIT = 0.5
 """Of the time after which an iteration counts as hung, what a whole case is planned to take at most."""
 
@@ -225,53 +225,38 @@ Cases = Generator[CollectiveCase, float, None]
 
 
 def schedule(setup: Setup, clock: Callable[[], float], deadline: float, most_bytes: int, report: Callable[..., None]) -> Cases:
-    """The cases of a check, one after the other.
+    """The cases of a check, one after the other: collectives of all sizes, then each pair of nodes; the smallest size first.
 
     ``deadline``: when measuring ends, by ``clock``. ``most_bytes``: what the ranks' memory holds. ``report`` is called with
     scope, collective, bytes and reason of what is left out.
     """
     per_byte: dict[tuple[str, str, int, bool], float] = {}  # of a track: seconds for a byte, of its largest size
-
-    def least(case: CollectiveCase) -> float:
-        """Seconds of the least measurement at most, warm-up and check included: time grows no faster than the size."""
-        return (LEAST_ITERATIONS + 2) * per_byte.get(case.track, 0.0) * case.bytes
-
-    def leave_out(case: CollectiveCase, why: str) -> None:
-        report(scope=case.scope, collective=case.collective, bytes=case.bytes, reason=why)
-
-    def measured(cases: Sequence[CollectiveCase], until: float) -> Cases:
+    scopes = shapes(setup)
+    sizes = [*(size for size in SIZES if size < setup.largest), setup.largest]
+    tracks = [CollectiveCase(scope, name, 0) for scope in scopes if scope != "pair" for name in setup.collectives]
+    turns = range(len(tournament(len(setup.hosts)))) if "pair" in scopes and "p2p" in setup.collectives else ()
+    ways = [[CollectiveCase("pair", "p2p", 0, turn=turn, back=back) for back in (False, True)] for turn in turns]
+    together = [replace(track, bytes=size) for size in sizes for track in tracks]
+    # All of a turn at once: its groups are made once, under a name that torch takes from their ranks.
+    apart = [replace(way, bytes=size) for both in ways for size in sizes for way in both]
+    reserve = (deadline - clock()) * PAIR_SHARE if apart else 0.0
+    for cases, until in ((together, deadline - reserve), (apart, deadline)):
         for number, case in enumerate(cases):
-            left = max(0.0, until - clock())
-            # Those that follow are as large or larger, but few of them need all of an equal share.
-            share = min(left, 4 * left / (len(cases) - number), MOST_OF_LIMIT * setup.case_seconds)
-            if left <= 0 or least(case) > share:
-                leave_out(case, f"would take {least(case):.3g} s, {share:.3g} s are left for it")
-                continue
+            # Time grows no faster than the size; the least measurement has its warm-up and its check.
             each = per_byte.get(case.track, 0.0) * case.bytes
+            least, left = (LEAST_ITERATIONS + 2) * each, max(0.0, until - clock())
+            # Those that follow are as large or larger, but few of them need all of an equal share.
+            share = min(left, FEW * left / (len(cases) - number), MOST_OF_LIMIT * setup.case_seconds)
+            why = f"would take {least:.3g} s, {share:.3g} s are left for it" if left <= 0 or least > share else ""
+            why = "does not fit into memory" if case.bytes > most_bytes else why
+            if why:
+                report(scope=case.scope, collective=case.collective, bytes=case.bytes, reason=why)
+                continue
             fitting = int(share / each) - 2 if each else LEAST_ITERATIONS
             iterations = max(LEAST_ITERATIONS, min(ITERATIONS, fitting))
             median_s = yield replace(case, iterations=iterations, warmup=max(1, min(WARMUP, fitting - iterations + 1)))
             if median_s > 0:
                 per_byte[case.track] = median_s / case.bytes
-
-    scopes = shapes(setup)
-    sizes = [*(size for size in SIZES if size < setup.largest), setup.largest]
-    fits = [size for size in sizes if size <= most_bytes]
-    tracks = [CollectiveCase(scope, name, 0) for scope in scopes if scope != "pair" for name in setup.collectives]
-    turns = tournament(len(setup.hosts)) if "pair" in scopes and "p2p" in setup.collectives else []
-    ways = [CollectiveCase("pair", "p2p", 0, turn=turn, back=back) for turn in range(len(turns)) for back in (False, True)]
-    for track in tracks:
-        for size in sizes[len(fits) :]:
-            leave_out(replace(track, bytes=size), "does not fit into memory")
-    reserve = (deadline - clock()) * PAIR_SHARE if ways else 0.0
-    yield from measured([replace(track, bytes=size) for size in fits for track in tracks], deadline - reserve)
-    # Of a pair a small size to learn its speed, and the largest that its share of the time allows.
-    for number, way in enumerate(ways):
-        until = clock() + max(0.0, deadline - clock()) / (len(ways) - number)
-        yield from measured([replace(way, bytes=size) for size in fits[:2]], until)
-        most = min(until - clock(), MOST_OF_LIMIT * setup.case_seconds)
-        larger = [replace(way, bytes=fits[-1] >> 2 * n) for n in range(5) if fits[-1] >> 2 * n > SIZES[1]]
-        yield from measured([case for case in larger if least(case) <= most][:1], until)
 
 
 def shapes(setup: Setup) -> list[str]:
@@ -364,6 +349,12 @@ def _run_ranks(folder: Path, setup: Setup, node: int, environ: Mapping[str, str]
             kill_group(child)
 
 
+def start(command: Sequence[str], output: Path, last: signal.Signals, **given: Any) -> subprocess.Popen[bytes]:
+    """Start a program that writes to the end of ``output`` and gets signal ``last`` when this process ends. Raises OSError."""
+    with output.open("ab") as out:
+        return process.start(command, last, stdout=out, stderr=out, **given)
+
+
 def steering(values: Mapping[str, str]) -> dict[str, str]:
     """The variables that decide how bytes go. A value with a control character or a URL's credentials is left out."""
     return {
@@ -432,15 +423,16 @@ class CaseTimes:
     case: Mapping[str, Any]
     ranks: list[int]
     moved: int
-    done: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    hung: dict[int, float] = field(default_factory=dict)
-    """Seconds after which a rank gave up."""
-    failed: dict[int, str] = field(default_factory=dict)
-    """What a rank reported."""
+    ended: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """How it ended for a rank: its event ``done``, ``hung`` or ``failed``; a rank that fell silent has none."""
+
+    def by(self, kind: str) -> dict[int, Mapping[str, Any]]:
+        """The ranks for which it ended so."""
+        return {rank: event for rank, event in self.ended.items() if event["event"] == kind}
 
     @property
     def complete(self) -> bool:
-        return len(self.done) == len(self.ranks)
+        return len(self.by("done")) == len(self.ranks)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -449,7 +441,7 @@ class CaseTimes:
 
     def figures(self) -> dict[str, Any]:
         """Of the slowest rank: the others wait for it, or have only handed over what they send."""
-        slowest = max(self.done.values(), key=lambda event: event["median_s"])
+        slowest = max(self.ended.values(), key=lambda event: event["median_s"])
         algbw = self.moved / slowest["median_s"] / 1e9 if slowest["median_s"] > 0 else 0.0
         measured = {
             "algbw_gb_s": algbw,
@@ -463,7 +455,7 @@ class CaseTimes:
             **{name: float(f"{value:.6g}") for name, value in measured.items()},
             "ranks": len(self.ranks),
             "iterations": self.case["iterations"],
-            "correct": all(event["correct"] for event in self.done.values()),
+            "correct": all(event["correct"] for event in self.ended.values()),
         }
 
 
@@ -472,55 +464,36 @@ class CheckRecords:
 
     def __init__(self, folder: Path, setup: Setup) -> None:
         self.folder, self.setup = folder, setup
-        self.started: set[int] = set()
-        """Ranks whose program ran."""
-        self.met: set[int] = set()
-        """Ranks that reached the first one."""
-        self.up: dict[int, Mapping[str, Any]] = {}
-        """Ranks that found the others, with their software."""
-        self.early: dict[int, str] = {}
-        """Ranks that failed or waited in vain before that, with their messages."""
-        self.connect_s: dict[str, float] = {}
-        """Seconds that making the communicators of a scope took, of the slowest rank; pairs are made turn by turn."""
-        self.left_out: list[dict[str, Any]] = []
-        steps: dict[tuple[int, tuple[int, ...]], CaseTimes] = {}
-        for rank in range(setup.world_size):
-            mine: dict[int, CaseTimes] = {}
-            for event in read_events(folder / RECORDS.format(rank=rank)):
-                self._take(rank, event, steps, mine)
-        self.steps = [steps[key] for key in sorted(steps)]
+        self.events = [list(read_events(folder / RECORDS.format(rank=rank))) for rank in range(setup.world_size)]
         self.nodes = [read_object(folder / NODE.format(node=node)) for node in range(len(setup.hosts))]
+        self.started, self.met, self.up = self._last("start"), self._last("met"), self._last("up")
+        """Ranks whose program ran, that reached the first one, and that found all others."""
+        gave_up = {**self._last("hung"), **self._last("failed")}
+        self.early = {rank: str(event.get("message", "")) for rank, event in gave_up.items() if rank not in self.up}
+        """Ranks that failed or waited in vain before that, with their messages."""
+        steps: dict[tuple[int, tuple[int, ...]], CaseTimes] = {}
+        for rank, events in enumerate(self.events):
+            mine: dict[int, CaseTimes] = {}
+            for event in events:
+                if event.get("event") == "begin":
+                    group = (event["step"], tuple(event["ranks"]))
+                    mine[event["step"]] = steps.setdefault(group, CaseTimes(event["case"], event["ranks"], event["moved"]))
+                elif event.get("event") in ("done", "hung", "failed") and (step := mine.get(event["step"])):
+                    step.ended.setdefault(rank, event)
+        self.steps = [steps[key] for key in sorted(steps)]
 
-    def _take(self, rank: int, event: Mapping[str, Any], steps: dict[Any, CaseTimes], mine: dict[int, CaseTimes]) -> None:
-        kind, number = event.get("event"), event.get("step", 0)
-        step = mine.get(number)
-        if kind == "start":
-            self.started.add(rank)
-        elif kind == "met":
-            self.met.add(rank)
-        elif kind == "up":
-            self.up[rank] = event
-        elif kind == "connected" and event["scope"] != "pair":
-            self.connect_s[event["scope"]] = max(self.connect_s.get(event["scope"], 0.0), event["seconds"])
-        elif kind == "left_out":
-            self.left_out.append({key: event[key] for key in ("scope", "collective", "bytes", "reason")})
-        elif kind == "begin":
-            group = (number, tuple(event["ranks"]))
-            mine[number] = steps.setdefault(group, CaseTimes(event["case"], event["ranks"], event["moved"]))
-        elif kind == "done" and step:
-            step.done[rank] = event
-        elif kind == "hung" and step and rank not in step.done:
-            step.hung[rank] = event["seconds"]
-        elif kind == "failed" and step and rank not in step.done:
-            step.failed[rank] = event["message"]
-        elif kind in ("hung", "failed") and rank not in self.up:
-            self.early[rank] = event.get("message", "")
+    def _last(self, kind: str) -> dict[int, Mapping[str, Any]]:
+        """The last event of a kind of each rank that has one."""
+        return {rank: event for rank, events in enumerate(self.events) for event in events if event.get("event") == kind}
 
     def _died(self, step: CaseTimes) -> bool:
         """Whether a rank of a step ended badly by itself: where none did, and none gave it up, its time was over."""
-        codes = [(self.nodes[rank // self.setup.ranks_per_node].get("codes") or [], rank) for rank in step.ranks]
-        ended = any(len(known) > (at := rank % self.setup.ranks_per_node) and known[at] for known, rank in codes)
-        return bool(step.hung or step.failed or ended)
+        return bool(step.by("hung") or step.by("failed") or any(self._code(rank) for rank in step.ranks))
+
+    def _code(self, rank: int) -> int | None:
+        """The exit code of a rank; None where it was ended, or its node left no record."""
+        node, local = divmod(rank, self.setup.ranks_per_node)
+        return dict(enumerate(self.nodes[node].get("codes") or [])).get(local)
 
     @property
     def inconclusive(self) -> str:
@@ -546,16 +519,16 @@ class CheckRecords:
         hung, problems = self.faults()
         broken = [step for step in self.steps if not step.complete]
         cut = [{**step.about, "reason": "cut off in the middle"} for step in broken if not self._died(step)]
-        unique = {(entry["scope"], entry["collective"], entry["bytes"]): entry for entry in [*self.left_out, *cut]}
+        keys = ("scope", "collective", "bytes", "reason")
+        never = [{key: event[key] for key in keys} for event in self.events[0] if event.get("event") == "left_out"]
+        unique = {(entry["scope"], entry["collective"], entry["bytes"]): entry for entry in [*never, *cut]}
         return {
             **self.measurements(),
-            "connect_s": self.connect_s,
             "p2p_probe": [entry for node in self.nodes for entry in node.get("probe", [])],
             "hung": hung,
             "left_out": list(unique.values()),
             "problems": problems,
             "facts": [node["facts"] for node in self.nodes if node.get("facts")],
-            "software": self.software(),
             "environment": self.environment,
         }
 
@@ -597,40 +570,27 @@ class CheckRecords:
 
     def _hung(self, step: CaseTimes) -> dict[str, Any]:
         """Who is to blame: a rank that went silent, or one that failed by itself; the others waited for it."""
-        silent = [r for r in step.ranks if r not in step.done and r not in step.hung and r not in step.failed]
-        broke = [rank for rank, text in step.failed.items() if not _OTHERS.search(text)]
-        text = next((step.failed[rank] for rank in broke), next(iter(step.failed.values()), ""))
+        silent = [rank for rank in step.ranks if rank not in step.ended]
+        failed = {rank: event["message"] for rank, event in step.by("failed").items()}
+        broke = [rank for rank, text in failed.items() if not _OTHERS.search(text)]
         return {
             **step.about,
-            "seconds": max(step.hung.values(), default=0.0),
-            "ranks": [rank for rank in step.ranks if rank not in step.done],
+            "seconds": max((event["seconds"] for event in step.by("hung").values()), default=0.0),
+            "ranks": [rank for rank in step.ranks if rank not in step.by("done")],
             "hosts": self.setup.hosts_of(broke or silent),
-            "message": text or self._last_words(silent),
+            "message": next((failed[rank] for rank in [*broke, *failed]), "") or self._last_words(silent),
         }
 
     def _last_words(self, ranks: Sequence[int]) -> str:
-        """The last line of what a rank wrote, or how it was ended."""
+        """The last error that a rank wrote, or how it was ended; of ranks that never ran what should have started them."""
         for rank in ranks:
-            node, local = divmod(rank, self.setup.ranks_per_node)
-            code = dict(enumerate(self.nodes[node].get("codes", []))).get(local)
             lines = _text(self.folder / OUTPUT.format(rank=rank), 1 << 16).splitlines()
             if errors := [line.strip() for line in lines if _ERROR.search(line) and not _WARNING.match(line)]:
                 return f"rank {rank}: {errors[-1][:300]}"
-            if isinstance(code, int) and code < 0:
+            if (code := self._code(rank)) is not None and code < 0:
                 return f"rank {rank} was ended by signal {-code}"
-        # What should have started the ranks may say why it did not.
         lines = [] if self.started else _text(self.folder / LAUNCHED, 1 << 16).strip().splitlines()
         return next((line for line in lines if _ERROR.search(line)), next(iter(lines), "")).strip()[:300]
-
-    def software(self) -> list[dict[str, Any]]:
-        """Versions of each node, one entry for ranks that have the same."""
-        found: dict[str, dict[str, Any]] = {}
-        for rank, event in self.up.items():
-            node = rank // self.setup.ranks_per_node
-            versions = {key: event.get(key) for key in ("torch", "nccl", "cuda")}
-            entry = {"node": self.setup.hosts[node], **versions, "python": self.nodes[node].get("python")}
-            found.setdefault(json.dumps(entry), {**entry, "ranks": []})["ranks"].append(rank)
-        return list(found.values())
 
     @property
     def environment(self) -> dict[str, str]:

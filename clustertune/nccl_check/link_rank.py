@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,8 +39,6 @@ from clustertune.nccl_check.link_measure import RECORDS, Cases, CollectiveCase, 
 
 PERIOD = 251
 """The data repeats after so many elements: a prime, so that no block of a size in use is mistaken for another."""
-CHUNK = PERIOD << 14
-"""Elements that are made or compared at a time, 16 MiB: the check needs little memory beside the buffers."""
 WIDTH = 4
 """Bytes of an element: float32, in which sums of small whole numbers are exact below 2**24."""
 
@@ -51,20 +49,20 @@ class Buffers:
 
     first: torch.Tensor
     second: torch.Tensor
-    pattern: torch.Tensor
 
     @classmethod
     def make(cls, most_bytes: int, device: torch.device) -> Buffers:
-        """Two buffers of as much of ``most_bytes`` as there is room for: half of it, a quarter, ...
+        """Two buffers of as much of ``most_bytes`` as there is room for beside the check: half of it, a quarter, ...
 
         Raises MemoryError where not even 1 KiB is available.
         """
         elements = max(1, most_bytes // WIDTH)
         while elements >= 256 or elements == max(1, most_bytes // WIDTH):
             try:
-                two = [torch.empty(elements, dtype=torch.float32, device=device) for _ in range(2)]  # zeros touch it
-                pattern = (torch.arange(CHUNK + PERIOD, device=device) % PERIOD).to(torch.float32)
-                return cls(two[0], two[1], pattern)
+                made = cls(*(torch.empty(elements, dtype=torch.float32, device=device) for _ in range(2)))
+                made.fill(made.first, 0.0)
+                made.holds(made.first, 0.0)
+                return made
             except (RuntimeError, MemoryError):  # torch.OutOfMemoryError is the first
                 elements //= 2
         raise MemoryError(f"no room for buffers on {device}")
@@ -76,19 +74,17 @@ class Buffers:
     def fill(self, part: torch.Tensor, add: float, clear: int = 0) -> None:
         """``part[i] = i % PERIOD + add``; of the second buffer, which gets the result, ``clear`` elements become 0."""
         self.second[:clear].zero_()
-        for start in range(0, part.numel(), CHUNK):
-            piece = part[start : start + CHUNK]
-            at = start % PERIOD
-            torch.add(self.pattern[at : at + piece.numel()], add, out=piece)
+        part.copy_(_pattern(part)).add_(add)
 
     def holds(self, part: torch.Tensor, add: float, scale: float = 1.0, offset: int = 0) -> bool:
         """Whether ``part[i] == scale * ((i + offset) % PERIOD) + add`` everywhere."""
-        for start in range(0, part.numel(), CHUNK):
-            piece = part[start : start + CHUNK]
-            at = (start + offset) % PERIOD
-            if not torch.equal(piece, self.pattern[at : at + piece.numel()] * scale + add):
-                return False
-        return True
+        return bool(torch.equal(part, _pattern(part, offset).to(torch.float32).mul_(scale).add_(add)))
+
+
+def _pattern(part: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """``(i + offset) % PERIOD`` for each element i of ``part``, int32: as large as ``part``."""
+    start = offset % PERIOD
+    return torch.arange(start, start + part.numel(), dtype=torch.int32, device=part.device).remainder_(PERIOD)
 
 
 class Operation(NamedTuple):
@@ -294,7 +290,7 @@ class Rank:
             self.buffers = Buffers.make(min(self.setup.largest, self._room()), self.device)
             self._connect()
             self.store.set(f"room/{self.rank}", str(self.buffers.bytes))
-            self.records.write("up", **self._software(), room=self.buffers.bytes)
+            self.records.write("up", room=self.buffers.bytes)
             if self.rank == 0:
                 self.cases = self._schedule()
             for step in itertools.count(1):
@@ -351,12 +347,6 @@ class Rank:
         found = memory(Probe())
         free = [found[key] for key in ("memory_available_bytes", "memory_limit_bytes") if found[key] is not None]
         return max(MIB, min(free, default=1 << 30) // 4 // self.setup.ranks_per_node)
-
-    def _software(self) -> dict[str, Any]:
-        nccl = None
-        if self.device.type == "cuda":
-            nccl = ".".join(map(str, cast("tuple[int, ...]", torch.cuda.nccl.version())))
-        return {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl}
 
     # --- what comes next ----------------------------------------------------------------------------------------------
 
@@ -415,11 +405,9 @@ class Rank:
         if key not in self.groups:
             for old in [old for old in self.groups if old[0] == scope]:
                 dist.destroy_process_group(self.groups.pop(old))
-            began = time.monotonic()
             group = None if scope == "world" else dist.new_group(ranks, use_local_synchronization=True)
             self._meet_group(group)  # NCCL makes a communicator at its first use
             self.groups[key] = group
-            self.records.write("connected", scope=scope, turn=turn, seconds=round(time.monotonic() - began, 4))
         return self.groups[key]
 
     @property

@@ -10,11 +10,11 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from clustertune.check.machine_context import RDMA_KINDS, Expects, Machine
 from clustertune.check.nodes import JobNodes
-from clustertune.check.report import grouped, run
 from clustertune.check.rule import (
     FAIL,
     LINKS,
@@ -29,9 +29,12 @@ from clustertune.check.rule import (
     Seen,
     checks,
     either,
+    grouped,
     in_order,
     listed,
+    render_page,
     rule_of,
+    run,
     worst,
 )
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
@@ -379,13 +382,11 @@ def nodes_differ(context: LinkContext) -> Iterator[Seen]:
     if seen := context.from_log("nccl-versions"):
         yield from seen
         return
-    told: dict[str, dict[str, set[str]]] = {"NCCL": {}, "torch": {}}
-    for item in context.entries("software"):
-        for what, value in (("NCCL", item.get("nccl")), ("torch", item.get("torch"))):
-            if value:
-                told[what].setdefault(value, set()).add(item["node"])
-    told["NCCL"] = told["NCCL"] or context.log.versions
-    told["the network"] = context.log.networks
+    told: dict[str, dict[str, set[str]]] = {"NCCL": context.log.versions, "torch": {}, "the network": context.log.networks}
+    for facts in context.facts:
+        for package in facts.packages:
+            if package.name == "torch":
+                told["torch"].setdefault(package.version, set()).add(facts.hostname)
     settings = {name: context.log.settings.get(name, {}) for name in SAME_EVERYWHERE}
     bad = False
     for status, values in ((FAIL, told), (WARN, settings)):
@@ -636,57 +637,34 @@ def _per_node(context: LinkContext) -> dict[str, float]:
     return measured if len(measured) > 1 else {}
 
 
-@RULES("asymmetric")
-def asymmetric(context: LinkContext) -> Iterator[Seen]:
-    """Both directions of a pair are alike."""
-    pairs = _pairs(context)
-    slow = _slow_nodes(pairs)
-    ways = [(one, back) for one in sorted(pairs) if (back := pairs.get(one[::-1])) and not slow.keys() & set(one)]
-    for (first, second), back in ways:
-        pair = pairs[first, second]
-        if pair.at_best < UNEVEN * back.gb_s:
-            text = f"{first} sends {pair.gb_s:.3g} GB/s to {second}, and receives {back.gb_s:.3g}"
-            yield Seen(FAIL if pair.gb_s < HALF * back.gb_s else WARN, text, where=first)
-            return
-    if ways:
-        yield Seen(PASS, "pairs are as fast in both directions")
-
-
 @RULES("slow-pair")
 def slow_pair(context: LinkContext) -> Iterator[Seen]:
-    """No pair of good nodes is slow."""
+    """No good node sends to another one slower than it receives, or than good nodes typically do (of four and more)."""
     pairs = _pairs(context)
     slow = _slow_nodes(pairs)
-    if len({node for pair in pairs for node in pair}) < 4:
-        return
-    typical = statistics.median(pair.gb_s for pair in pairs.values())
-    best = {pair: max(way.at_best, pairs.get(pair[::-1], way).at_best) for pair, way in pairs.items()}
-    bad = sorted(
-        (pairs[one].gb_s, one) for one, at_best in best.items() if at_best < UNEVEN * typical and not slow.keys() & {*one}
-    )
-    for gb_s, (first, second) in bad[:1]:
-        count = len({frozenset(pair) for _, pair in bad})
-        more = f" (and {count - 1} pairs more)" if count > 1 else ""
-        text = f"{first} and {second} reach {gb_s:.3g} GB/s, pairs typically {typical:.3g}{more}"
-        yield Seen(WARN, text, where=f"{first}, {second}")
-    if not bad:
-        yield Seen(PASS, "no pair is slower than the others")
+    ways = {way: pair for way, pair in pairs.items() if way[::-1] in pairs and not slow.keys() & {*way}}
+    many = len({node for pair in pairs for node in pair}) > 3
+    typical = statistics.median(pair.gb_s for pair in pairs.values()) if many else 0.0
+    bad = []
+    for way, pair in ways.items():
+        back = pairs[way[::-1]].gb_s
+        if pair.at_best < UNEVEN * max(back, typical):
+            bad.append((pair.gb_s, way, back))
+    for gb_s, (first, second), back in sorted(bad)[:1]:
+        more = f"; {len(bad) - 1} more ways are slow" if len(bad) > 1 else ""
+        text = f"{first} sends {gb_s:.3g} GB/s to {second}, and receives {back:.3g}"
+        text += f", nodes typically send {typical:.3g}" if many else ""
+        yield Seen(FAIL if gb_s < HALF * back else WARN, text + more, where=f"{first}, {second}")
+    if ways and not bad:
+        yield Seen(PASS, "no pair is slower than the others" if many else "pairs are as fast in both directions")
 
 
 # --- the verdict ---------------------------------------------------------------------------------------------------------
 
 INTERFACES = ("wrong-interface", "interface", "interface-subnet", "bond", "mtu", "nodes-network")
 """The rules of interfaces, which gloo uses too."""
-VERDICT = f"""
-socket-fallback driver duplicate-gpu gpu-missing nccl-memory gpu-fault nvls imex p2p-hang p2p-refused small-shm shm-lost
-low-memlock shm memlock interface-down {" ".join(INTERFACES)} net-plugin gdr-off gpudirect-rdma rdma-port
-rdma-verbs nodes-differ forced-algorithm nccl-settings debug-settings nodes-driver nvlink-unused
-p2p-disabled gpu-pcie pcie-p2p rdma-open rdma-timeout rdma-connect collectives-differ port-refused slow-node asymmetric
-slow-pair intra-speed inter-speed wrong-result cuda rdma-link rdma-error peers-disagree descriptors collective-hung peer-lost
-unexplained-error other-warning
-""".split()
-"""The rules for links, machines and nodes: among findings of equal severity, the first in this order becomes the headline. The
-likeliest causes come first, what often follows from another fault comes last. A new rule about links needs no place here."""
+VERDICT: list[str] = TABLE["order"]
+"""The rules for links, machines and nodes, as ``nccl_log.yaml`` orders them."""
 
 
 def ranked() -> list[Check]:
@@ -756,26 +734,5 @@ def headline_of(document: Mapping[str, Any], log: Log, findings: Sequence[Findin
 
 def page() -> str:
     """The rules as a page of the docs."""
-    rules = [one.rule for one in ranked() if one.subject == LINKS]
-    hosts = [f"`{one.rule.id}`" for one in ranked() if one.subject != LINKS]
-    lines = [
-        "# What nccl-check judges",
-        "",
-        "Written from the rules by `python -m tests.goldens`. Each rule says `pass`, `warn` or `fail`, `unknown`",
-        "where what it looks at could not be seen, and nothing where it does not apply. The verdict is the worst of them, or",
-        "`unknown` where nothing could be judged. Exit codes, as of the doctor: 0 pass, 1 warnings or unknown, 2 failures.",
-        "Rules named in `doctor: {ignore: [...]}` of the cluster file do not count. The same rules judge recorded logs of any",
-        "size and number alone (`-` is standard input):",
-        "",
-        "```sh",
-        "clustertune nccl-check --logs nccl.log",
-        "```",
-        "",
-        f"These {len(rules)} rules look at what was measured and at NCCL's log, what is closest to a cause first. What",
-        "the nodes report of themselves is judged by rules of the [doctor](doctor.md), with the same verdict as there:",
-        f"{', '.join(hosts)}.",
-        "",
-    ]
-    for one in rules:
-        lines += [f"## {one.id}", "", f"{one.title}. {one.why}", "", f"What to do: {one.fix}.", "", f"<{one.link}>", ""]
-    return "\n".join(lines)
+    rules, hosts = ([one.rule for one in ranked() if (one.subject == LINKS) is of_links] for of_links in (True, False))
+    return render_page(Path(__file__).with_name("page.md.jinja"), rules=rules, hosts=hosts)

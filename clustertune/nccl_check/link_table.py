@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from clustertune import console
-from clustertune.check.report import describe
-from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, describe
 from clustertune.console import escape, make_table, say
 from clustertune.nccl_check.link_rules import COLLECTIVES
 
@@ -43,8 +42,6 @@ def head(result: Mapping[str, Any]) -> Iterator[str]:
     unit = "GPUs" if result["backend"] == "nccl" else "CPU ranks"
     on = f"{nodes} nodes with {each} {unit} each" if nodes > 1 else f"{each} {unit} of one node"
     yield f"{result['backend']} over {result['transport']}: {on}, {result['seconds']:g} s ({result.get('backend_why', '')})"
-    if made := result.get("connect_s"):
-        yield "communicators: " + ", ".join(f"{scope} in {seconds:.3g} s" for scope, seconds in made.items())
     yield "busbw as nccl-tests defines it, GB/s of 10^9 bytes; the slowest rank's median"
 
 

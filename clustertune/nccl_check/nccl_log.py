@@ -40,7 +40,7 @@ class LoggedFault(NamedTuple):
     """A warning or an error."""
 
     kind: str
-    """One of :data:`KINDS`, or ``other``."""
+    """One of those of ``nccl_log.yaml``, or ``other``."""
     host: str
     text: str
 
@@ -166,8 +166,6 @@ OTHER = "other"
 FOLLOWS = "follows"
 """Said because of another fault: no kind of its own."""
 _PATTERNS = tuple((kind, re.compile(words, re.IGNORECASE)) for kind, words in TABLE["patterns"])
-KINDS = tuple(dict.fromkeys(kind for kind, _ in _PATTERNS))
-"""Every kind, what is closest to a cause first."""
 _BY_SOURCE = (("nvls", "nvls.cc", ("cuda", "gpu-fault", "gpu-missing")), ("p2p-refused", "p2p.cc", ("cuda", "gpu-missing")))
 """A failure of CUDA whose message says little, in a source file that says what was tried."""
 

@@ -100,7 +100,6 @@ class CheckFile(StrictSection):
     interface: Text | None = None
     hosts: list[Text] | None = None
     seconds: Seconds | None = None
-    connect_s: dict[str, Seconds] | None = None
     not_judged: Text | None = None
     per_node: Annotated[list[NodeResult], Field(max_length=1_000_000)] | None = None
     per_pair: Annotated[list[PairResult], Field(max_length=1_000_000)] | None = None
@@ -109,7 +108,6 @@ class CheckFile(StrictSection):
     left_out: list[dict[str, Any]] | None = None
     problems: list[dict[str, Any]] | None = None
     facts: list[dict[str, Any]] | None = None
-    software: list[dict[str, Any]] | None = None
     environment: dict[str, str] | None = None
     expected: dict[str, Any] | None = None
     verdict: dict[str, Any] | None = None

@@ -393,14 +393,14 @@ class _Memory(SavedActivations):
     def trained_copy(self) -> Term:
         """LoRA's own weights."""
         plan = self.shape.strategy
-        count = self.shape.local_trained if plan.lora and plan.offload_params == "none" else 0.0
+        count = self.shape.split_trained if plan.lora and plan.offload_params == "none" else 0.0
         values = {"count": count, "bytes": plan.trained_bytes, "shards": plan.weight_shards}
         size = count * plan.trained_bytes / plan.weight_shards
         return Term("adapters", size, BYTES, "{count} parameters x {bytes} B / {shards} ranks", values)
 
     def states(self) -> Term:
         """The optimizer's moments, and the master copy where it is kept beside the weights."""
-        plan, count = self.shape.strategy, self.shape.local_trained
+        plan, count = self.shape.strategy, self.shape.split_trained
         size = 0.0 if plan.offload_optimizer != "none" else count * plan.state_bytes / plan.state_shards
         values = {"count": count, "bytes": plan.state_bytes, "shards": plan.state_shards}
         return Term("optimizer", size, BYTES, "{count} trained parameters x {bytes} B / {shards} ranks", values)
@@ -459,7 +459,7 @@ class _Memory(SavedActivations):
             gathered = [layers, ends] if plan.reshard else self._all_gathered(1.0, self.first_end + tail)
         inside = max(self.passing(kind) for kind in self.shape.counted.layers)
         if self.masked and plan.attention == "sdpa":
-            inside += (1 + self.width) * plan.row / plan.micro_batch * plan.eval_batch
+            inside += plan.sequence * (plan.eval_batch if plan.packing and plan.isolated else 1)  # the mask of all layers
         held = self._rows(2, tokens, "inputs of the layer at work and of the first one")
         head = [*self.gathered_at_loss(), self.whole_head(back=False), self.logits(back=False, tokens=tokens), self.cast_head()]
         values = {"tokens": tokens, "size": 2.0 * FULL * self.shape.counted.hidden if self.passes_norms else 0.0}
@@ -511,7 +511,9 @@ class _Memory(SavedActivations):
     def layer_bytes(self) -> float:
         """The largest layer, gathered. A quantised base travels quantised; the product's operand is bfloat16."""
         plan, shape = self.shape.strategy, self.shape
-        own = shape.local_trained / shape.layers * self.width if plan.lora and plan.kind == "FSDP2" else 0.0
+        # Of two layers that are there one is the buffer, with its padding.
+        both = (shape.local_trained + shape.split_trained) / 2
+        own = both / shape.layers * self.width if plan.lora and plan.kind == "FSDP2" else 0.0
         return shape.largest * (plan.gather_bytes + (HALF if plan.gather_bytes < HALF else 0) / 2) + own
 
     @property
@@ -631,7 +633,8 @@ class _Memory(SavedActivations):
         plan, shape = self.shape.strategy, self.shape
         # The head's are reduced first; where it belongs to the root it waits for the embedding.
         ends = shape.ends - shape.counted.embedding / plan.tp if plan.ends_apart and not plan.lora else 0.0
-        count = shape.local_trained if done == 1 else ends + (shape.local_trained - (0.0 if plan.lora else shape.ends)) * done
+        trained = shape.split_trained
+        count = trained if done == 1 else ends + (trained - (0.0 if plan.lora else shape.ends)) * done
         held = 0.0 if plan.offload_params != "none" else count
         size = plan.gradient_bytes / (2 if self.has_buckets and done < 1 else 1)
         values = {"count": held, "bytes": size, "shards": plan.gradient_shards}
@@ -667,6 +670,11 @@ class _Memory(SavedActivations):
         """Trained parameters of the largest layer."""
         return self.shape.local_trained / self.shape.layers if self.shape.strategy.lora else self.shape.largest
 
+    @property
+    def layer_reduced(self) -> float:
+        """The same in a reduction."""
+        return self.shape.split_trained / self.shape.layers if self.shape.strategy.lora else self.shape.largest
+
     def whole_gradients(self) -> Term:
         """Gradients of the layer at work before their reduction."""
         plan = self.shape.strategy
@@ -682,7 +690,7 @@ class _Memory(SavedActivations):
         last = index >= shape.layers - 1
         count = waiting = 0.0
         if plan.is_fsdp and plan.gradient_shards > 1:
-            count = self.layer_trained if not last else 0.0 if self.head_waits or plan.lora else self.head
+            count = self.layer_reduced if not last else 0.0 if self.head_waits or plan.lora else self.head
         if self.head_waits and not plan.lora:
             waiting = self.head
         return self._reducing(count, waiting)
@@ -768,22 +776,18 @@ class _Memory(SavedActivations):
         return max(self.shape.experts(kind) for kind in self.shape.counted.layers)
 
     def _working(self, kind: LayerKind) -> float:
-        """Bytes inside the layer at work, beside what it keeps: of its gradients; or of adapted experts that are computed again
-        the update and the sum, their weighed rows and the gradient of these, and the two rows of the residual sum.
-
-        Backward each matrix's gradient takes the place of its sum, but that one at a time has a copy, scaled.
-        """
+        """Bytes inside the layer at work, beside what it keeps: of its gradients; or, where experts are computed again, what is
+        there at their end: four times the tokens' rows, of which some are kept, two rows of the residual sum, and of adapted
+        ones the update and the sum. Backward each matrix's gradient takes the place of its sum; one at a time has a copy."""
         adapted = [one.copies * one.inputs * one.outputs for one in kind.linears if one.name in self.shape.wrapped]
-        again = self.shape.strategy.recompute.share > 0 and bool(adapted)
+        again = self.shape.strategy.recompute.share > 0
         back = max(
             self.shape.tokens * self.working(kind) + self._gradients(kind, GROUPS[3]),
             self.shape.tokens * self.norm_back(kind) + self._gradients(kind, GROUPS[2] + GROUPS[3]),
         )
         back += self.width * (max(adapted, default=0) + (sum(adapted) if again else 0))
-        if not again:
-            return back
-        rows = 2 * self.expert_rows(kind) + 2 * self.stream * self.shape.counted.hidden
-        return max(back, self.shape.tokens * rows + 2 * self.width * sum(adapted))
+        rows = 4 * self.expert_rows(kind) - self.experts(kind) + 2 * self.stream * self.shape.counted.hidden
+        return max(back, self.shape.tokens * rows + 2 * self.width * sum(adapted)) if again else back
 
     def recomputed(self, index: float) -> list[Term]:
         """The layer that is recomputed at the moment. Where some are not recomputed, the last one is among them, and what it
@@ -836,7 +840,7 @@ class _Memory(SavedActivations):
 
     def update(self) -> Term:
         """Temporaries of the foreach implementation: the root of the second moment."""
-        plan, count = self.shape.strategy, self.shape.local_trained
+        plan, count = self.shape.strategy, self.shape.split_trained
         none = plan.offload_optimizer != "none" or not plan.state_bytes or plan.fused_optimizer
         held, size = 0.0 if none else count, min(FULL, plan.trained_bytes)
         values = {"count": held, "bytes": size, "shards": plan.state_shards}
@@ -876,8 +880,8 @@ def save_copy(shape: ModelShape) -> Term | None:
         return None
     ranks = plan.ranks_per_node if plan.kind.startswith("FSDP") else 1  # where all ranks have the same, the first one saves it
     each = (4 if plan.lora else plan.weight_bytes) + plan.state_bytes
-    values = {"ranks": ranks, "count": shape.local_trained, "bytes": each, "shards": plan.state_shards}
-    size = ranks * shape.local_trained * each / plan.state_shards
+    values = {"ranks": ranks, "count": shape.split_trained, "bytes": each, "shards": plan.state_shards}
+    size = ranks * shape.split_trained * each / plan.state_shards
     return Term("copy for saves", size, BYTES, "{ranks} ranks x {count} trained x {bytes} B / {shards}", values)
 
 

@@ -331,7 +331,7 @@ def traffic(shape: ModelShape) -> Traffic:
             # TRL gathers the head outside of FSDP, once in a micro batch and beside nothing; FSDP gathers the adapters as well.
             head = shape.head_weights / plan.tp * (plan.other_bytes if shape.quantised else plan.weight_bytes)
             result.exposed.append(Collective("all-gather of the head", "gather", shards, head, 1))
-            size += shape.local_trained * ACTIVATION_BYTES - head
+            size += shape.split_trained * ACTIVATION_BYTES - head
         gathered = Collective(_gather_name(shape), "gather", shards, size, shape.layers + 1)
         result.forward.extend([gathered, gathered] if plan.second_forward else [gathered])
         if plan.reshard:
@@ -360,7 +360,7 @@ def _gradients(shape: ModelShape, result: Traffic) -> None:
     and 3 reduce in every backward pass.
     """
     plan = shape.strategy
-    size = shape.local_trained * plan.reduce_bytes
+    size = shape.split_trained * plan.reduce_bytes
     every = plan.reduce_each or plan.kind in ("ZeRO-2", "ZeRO-3")
     when = result.backward if every else result.last
     layers = shape.layers + 1

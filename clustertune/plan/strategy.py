@@ -17,6 +17,7 @@ from clustertune.recipe import quantization
 from clustertune.recipe.native_rules import MAX_PROMPT, row_tokens
 from clustertune.recipe.parameters import LayerKind, ParameterCount
 from clustertune.recipe.quantization import Quantized
+from clustertune.recipe.sections import Recipe
 from clustertune.resolve import kernels
 from clustertune.resolve.distribution import Distribution
 from clustertune.resolve.resolved import Resolved
@@ -237,6 +238,10 @@ class Rollouts:
     """Optimizer steps that learn from one generation."""
     vllm: float
     """The share of the GPU's memory that vLLM takes; 0: transformers generates."""
+    server_nodes: int = 0
+    """Nodes of vLLM's servers beside the trainer; 0: the ranks generate."""
+    server_gpus: int = 1
+    """GPUs that share each layer of a server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,17 +359,18 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
         answers=2 if resolved.is_dpo else 1,
         eval_batch=0 if args["eval_strategy"] == "no" or resolved.is_grpo else int(args["per_device_eval_batch_size"]),
         reference_bytes=loaded_bytes(args) if compared and resolved.lora is None else 0.0,
-        rollouts=_rollouts(args) if resolved.is_grpo else None,
+        rollouts=_rollouts(args, resolved.recipe) if resolved.is_grpo else None,
     )
 
 
-def _rollouts(args: Mapping[str, Any]) -> Rollouts:
+def _rollouts(args: Mapping[str, Any], recipe: Recipe) -> Rollouts:
     """TRL's rule: without ``steps_per_generation`` a generation is for one optimizer step (GRPOConfig.__post_init__)."""
     accumulation = int(args["gradient_accumulation_steps"])
     parts = int(args["steps_per_generation"] or accumulation)
     answers, steps = int(args["per_device_train_batch_size"]) * parts, parts * int(args["num_iterations"]) / accumulation
     vllm = float(args["vllm_gpu_memory_utilization"]) if args["use_vllm"] else 0.0
-    return Rollouts(answers, int(args[MAX_PROMPT]), int(args["max_completion_length"]), steps, vllm)
+    beside = (recipe.server_nodes, recipe.servers.tensor_parallel_size)
+    return Rollouts(answers, int(args[MAX_PROMPT]), int(args["max_completion_length"]), steps, vllm, *beside)
 
 
 def _sequence(args: Mapping[str, Any]) -> int:
@@ -506,6 +512,23 @@ class ModelShape:
         if not self.strategy.lora:
             return self.parameters
         return self.adapters / (self.strategy.tp * self.strategy.pp)
+
+    @cached_property
+    def split_trained(self) -> float:
+        """The same as FSDP2 splits it: a matrix of LoRA with fewer rows than ranks is padded to one row a rank, and the first
+        ranks hold all there are. Of 512 ranks and a rank of 16, LoRA's A takes 32 times its bytes in each all-gather."""
+        plan, found = self.strategy, self.local_trained
+        if not plan.lora or plan.kind != "FSDP2":
+            return found
+        for kind in self.counted.layers:
+            for linear in kind.linears:
+                is_wrapped = linear.name in self.wrapped
+                if not is_wrapped and (linear.bare or linear.name.split(".")[-1] not in self.targets):
+                    continue
+                rank = self.rank * (linear.copies if is_wrapped else 1)
+                for rows, columns in ((rank, linear.inputs), (linear.outputs, rank)):
+                    found += kind.count * (-rows % plan.weight_shards) * columns / (plan.tp * plan.pp)
+        return found
 
     def experts(self, kind: LayerKind) -> int:
         """Parameters of one layer's experts that LoRA adapts. PEFT runs them from a copy with the update in it (peft 0.20,

@@ -147,7 +147,7 @@ DPO_OWNED = {
 }
 """The same of ``DPOConfig``'s own."""
 
-_SERVERS = "rollout: servers is not built: vLLM generates on the GPUs that train (vllm_mode: colocate)"
+_SERVERS = "rollout: servers has servers of its own in the job; vllm_mode: colocate is that of the GPUs that train"
 _NO_TOOLS = "the model is given no tools"
 
 GRPO_OWNED = {

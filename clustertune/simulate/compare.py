@@ -56,6 +56,7 @@ def _saved(plan: Plan, one: dict[str, Any]) -> Iterator[Compared]:
     """What one rank writes at a save, reads when it resumes, and copies to host memory meanwhile."""
     strategy, saved = plan.strategy, one["save"]
     share = plan.schedule.checkpoint_bytes / (strategy.state_shards * strategy.tp if strategy.kind.startswith("FSDP") else 1)
+    share *= plan.shape.split_trained / plan.shape.local_trained
     yield Compared("checkpoint, written by this rank", share, saved["bytes"])
     if "resume" in one and one["resume"]["checkpoint_bytes"]:
         yield Compared("checkpoint, read by this rank", share, one["resume"]["checkpoint_bytes"])

@@ -135,6 +135,15 @@ def test_a_build_and_what_lies_beside_it(fake: Path) -> None:
     assert {path.name for path in (fake / "work").iterdir()} == {"lock", "wheels"}  # builds gather one at a time
 
 
+def test_an_apptainer_beside_the_system_builds_too(fake: Path) -> None:
+    """What containers/get-apptainer.sh puts into build/apptainer, where PATH has none."""
+    own = fake / "apptainer" / "bin"
+    own.mkdir(parents=True)
+    (fake / "bin" / "apptainer").rename(own / "apptainer")
+    made = image_build.build(BuildRequest("build-sif", base=DIGEST, out=fake / "x.sif"), lambda _: None)
+    assert made["bytes"] == 6 and image_build.find_apptainer() == str(own / "apptainer")
+
+
 def test_an_oci_image_has_its_bill(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Built, tested without a network, described."""
     monkeypatch.setattr(image_build, "ROOT", fake)

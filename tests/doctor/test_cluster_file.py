@@ -34,7 +34,7 @@ FACTS = HostFacts(
     "gpu07",
     gpus=[Gpu(index, "NVIDIA H100 80GB HBM3", numa=index // 4) for index in range(8)],
     numa_cpus={"0": "0-47,96-143", "1": "48-95,144-191"},
-    topology="GPU0 X NV18 NV18",
+    topology="\tGPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X \n",
     nics=[
         Nic("eno1", up=True, mbit=10_000, virtual=False, kind="ethernet", addresses=["10.0.0.17/24"]),
         Nic("docker0", up=True, mbit=400_000, virtual=True, kind="ethernet", addresses=["172.17.0.1/16"]),

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from clustertune.check import report as reports
+from clustertune.check import rule
 from clustertune.check.rule import PASS, UNKNOWN, WARN, Finding, Rule, checks, finding
 from clustertune.cli.app import app
 from clustertune.cluster import ignoring
 from clustertune.cluster.load import load_cluster
-from clustertune.doctor import recipe_findings, wire
+from clustertune.doctor import node_facts, recipe_rules
 from clustertune.host.facts import HostFacts, from_dict
 from tests.command import REPO, run
 from tests.doctor.machine_cases import GOOD, patched
@@ -120,7 +120,7 @@ B = Rule("rule-b", "b", "why b", "https://example.org/b")
 
 def test_the_page_of_the_documents_is_current() -> None:
     """It is written from the rules: clustertune doctor --list --out docs/doctor.md."""
-    assert (REPO / "docs" / "doctor.md").read_text(encoding="utf-8") == recipe_findings.render()
+    assert (REPO / "docs" / "doctor.md").read_text(encoding="utf-8") == recipe_rules.render()
 
 
 def test_a_rule_that_raises_is_told_and_the_others_go_on() -> None:
@@ -133,7 +133,7 @@ def test_a_rule_that_raises_is_told_and_the_others_go_on() -> None:
     def whole(_: Any) -> Iterator[Finding]:
         yield finding(B, WARN, "second", "fix")
 
-    found = list(reports.run([broken, whole], None, "node1"))
+    found = list(rule.run([broken, whole], None, "node1"))
     assert [(item.rule, item.status) for item in found] == [("rule-a", PASS), ("rule-broken", UNKNOWN), ("rule-b", WARN)]
     assert "KeyError: 'x'" in found[1].found and found[1].where == "node1"
 
@@ -143,13 +143,13 @@ def test_a_rule_that_raises_is_told_and_the_others_go_on() -> None:
 
 def test_damaged_facts_are_a_fault_of_the_node() -> None:
     """Never an exception, never half of the facts: lines that are lost, cut or changed, what are no facts, and what is huge."""
-    first, *rest = lines = wire.encode(from_dict(GOOD))
+    first, *rest = lines = node_facts.encode(from_dict(GOOD))
     damaged = [[first, *rest[1:]], [first[:-7], *rest], [first.replace(first.split()[3][:9], first.split()[3][1:10]), *rest]]
-    for text in (b"[1]", b" " * (wire.MAX_BYTES + 10)):
+    for text in (b"[1]", b" " * (node_facts.MAX_BYTES + 10)):
         packed = base64.b64encode(zlib.compress(text)).decode()
         damaged.append([f"clustertune-facts gpu01 1/1 {packed}"])
     for found in damaged:
-        facts, faults, _ = wire.decode(found)
+        facts, faults, _ = node_facts.decode(found)
         assert facts == {} and set(faults) == {"gpu01"} and found != lines
 
 

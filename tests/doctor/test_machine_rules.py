@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from clustertune.check import report
 from clustertune.check.machine_context import Machine
-from clustertune.check.nodes import JobNodes
-from clustertune.check.rule import FAIL, MACHINE, NODES, PASS, WARN, Finding, checks
+from clustertune.check.nodes import JobNodes, machine_findings
+from clustertune.check.rule import FAIL, MACHINE, NODES, PASS, WARN, Finding, checks, rule_broken, run
 from clustertune.cluster.load import load_cluster
 from clustertune.doctor import preflight
 from clustertune.host.facts import from_dict
@@ -18,7 +17,7 @@ from tests.doctor.machine_cases import CASES, COMPARED, EDGES, GOOD, LOGIN, TWO_
 
 RULES = {one.rule.id for one in checks(MACHINE)}
 WELL: Patch = {"slurm_gres": {"gpu01": "gpu:h100:8"}, "slurm_scripts": {"/etc/slurm/prolog.sh": ""}}
-BROKEN = report.rule_broken.rule.id
+BROKEN = rule_broken.rule.id
 
 
 def numbered(cases: list[Any]) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def faults(found: list[Finding]) -> set[tuple[str, str]]:
 
 def looked(facts: Patch | None = None, cluster: Patch | None = None, **expects: Any) -> list[Finding]:
     """What is found on the good node, changed; no rule ends in an error."""
-    found = report.machine_findings(machine(facts, cluster, **expects))
+    found = machine_findings(machine(facts, cluster, **expects))
     assert BROKEN not in {item.rule for item in found}
     return found
 
@@ -97,12 +96,12 @@ def test_facts_without_anything_are_no_fault() -> None:
     m = machine()
     m.facts = from_dict({"hostname": "x", "place": "here"})
     expected = {("gpu-count", FAIL), ("hostname-loopback", WARN)}
-    found = report.machine_findings(m)
+    found = machine_findings(m)
     assert faults(found) == expected, "what the job counts on is not to be seen"
     absent = {"python-path", "library-path", "nccl-settings", "debug-settings", "proxy"}
     assert {item.rule for item in found if item.status == PASS} == absent, "what could not be looked at does not pass"
     m.cluster, m.expects.gpus, m.expects.nodes = {}, None, 1
-    assert faults(report.machine_findings(m)) == set()
+    assert faults(machine_findings(m)) == set()
 
 
 def test_a_login_node_is_no_compute_node() -> None:
@@ -125,7 +124,7 @@ def several(odd: Patch) -> list[Machine]:
 
 
 def between(machines: list[Machine]) -> list[Finding]:
-    return list(report.run(checks(NODES), JobNodes(machines)))
+    return list(run(checks(NODES), JobNodes(machines)))
 
 
 def test_nodes_that_are_alike_pass() -> None:
@@ -153,7 +152,7 @@ def test_clocks_are_judged_by_the_times_of_asking() -> None:
         job = JobNodes(
             [machine({"time": remote}), machine({"hostname": "gpu02", "time": 1001.0})], started=1000.0, ended=1003.0
         )
-        found = [item for item in report.run(checks(NODES), job) if item.rule == "nodes-clock"]
+        found = [item for item in run(checks(NODES), job) if item.rule == "nodes-clock"]
         assert [(item.status, words in item.found) for item in found] == [(status, True)]
 
 
@@ -179,7 +178,7 @@ def test_what_twins_differ_by_is_no_difference(odd: Patch) -> None:
 
 def before_a_job(monkeypatch: pytest.MonkeyPatch, facts: Patch) -> tuple[list[str], list[Any]]:
     """Preflight on one node with these facts: what it says."""
-    found = report.machine_findings(machine(facts))
+    found = machine_findings(machine(facts))
     monkeypatch.setattr(preflight, "look", lambda *_args, **_words: preflight.NodeReports({"gpu01": machine(facts).facts}))
     monkeypatch.setattr(preflight, "findings", lambda *_args: found)
     messages: list[str] = []

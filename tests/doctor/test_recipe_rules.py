@@ -18,9 +18,8 @@ from clustertune import manifest
 from clustertune.check.rule import FAIL, RECIPE, REFUSED, UNKNOWN, WARN, checks
 from clustertune.cluster.load import load_cluster
 from clustertune.containers import pins
-from clustertune.doctor import recipe_context, recipe_findings
-from clustertune.doctor.run_folder import needed
-from clustertune.doctor.stack_faults import holds
+from clustertune.doctor import recipe_context, recipe_rules
+from clustertune.doctor.recipe_rules import bytes_to_write, holds
 from clustertune.host.facts import Mount
 from clustertune.recipe.layers import RECIPES
 from clustertune.resolve.resolve import resolve
@@ -350,7 +349,7 @@ def test_the_newest_checkpoint_is_written_beside_those_that_are_kept(
         write_checkpoint(case, number + 1)
     context = case.context()
     assert context.plan is not None
-    parts = needed(context.plan, case.run)
+    parts = bytes_to_write(context.plan, case.run)
     size = context.plan.schedule.checkpoint_bytes
     found = {name: round(part / size) for name, part in parts.items() if name.endswith("checkpoints")}
     assert found == ({f"{count} checkpoints": count} if count else {})
@@ -390,7 +389,7 @@ def test_the_shipped_recipes(tmp_path: Path) -> None:
     def faults(name: str) -> set[tuple[str, str]]:
         quiet, cluster = {"NLTK_DATA": str(tmp_path), "HF_HOME": "/pool/hf_cache"}, load_cluster("rno-rtxpro6000")
         context = recipe_context.build(resolve(name), cluster, environment=quiet, env_file=tmp_path / ".env")
-        return {(one.rule, one.status) for one in recipe_findings.recipe_findings(context) if one.status in (WARN, FAIL)}
+        return {(one.rule, one.status) for one in recipe_rules.recipe_findings(context) if one.status in (WARN, FAIL)}
 
     expected = "model-absent recipe-warning checkpoint-interval-too-long weights-on-network"
     assert faults("tiny-oasst2") == set() and faults("llama405b-oasst2") == {(rule, WARN) for rule in expected.split()}
@@ -403,10 +402,10 @@ def test_a_login_node_needs_no_torch() -> None:
         "from clustertune.cluster.load import load_cluster\n"
         "from clustertune.resolve.resolve import resolve\n"
         "from clustertune.resolve import view\n"
-        "from clustertune.doctor import recipe_context, recipe_findings\n"
+        "from clustertune.doctor import recipe_context, recipe_rules\n"
         "resolved = resolve('llama405b-oasst2')\n"
         "context = recipe_context.build(resolved, load_cluster('rno-rtxpro6000'))\n"
-        "assert recipe_findings.recipe_findings(context) and view.as_json(resolved)\n"
+        "assert recipe_rules.recipe_findings(context) and view.as_json(resolved)\n"
         "print(sorted({'torch', 'transformers', 'trl', 'peft', 'accelerate', 'datasets', 'nltk'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True, cwd=REPO)

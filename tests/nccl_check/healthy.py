@@ -34,6 +34,7 @@ def node(name: str, number: int, *, infiniband: bool) -> dict[str, Any]:
     ]
     port = {"port": 1, "active": True, "state": "ACTIVE", "physical": "LinkUp", "gbit": 400.0, "link_layer": "InfiniBand"}
     return {
+        "packages": [{"name": "torch", "version": "2.13.0", "location": "/venv"}],
         "hostname": name, "kernel": "5.15.0-119-generic", "driver": "580.95.05", "memlock_bytes": -1,
         "shm_bytes": 500 * GIB, "shm_free_bytes": 499 * GIB, "iommu": False, "acs_redirect": [],
         "gpus": [{"index": index, "name": gpu, **pcie} for index in range(8)],
@@ -67,7 +68,6 @@ def _cluster(*, infiniband: bool) -> dict[str, Any]:
         "per_pair": pairs(between),
         "p2p_probe": [{"node": name, "gpus": [0, 1], "status": "ok"} for name in names],
         "facts": [node(name, number, infiniband=infiniband) for number, name in enumerate(names, 1)],
-        "software": [{"node": name, "torch": "2.13.0", "nccl": "2.28.9", "cuda": "13.0"} for name in names],
         "environment": {"NCCL_DEBUG": "WARN"},
         "expected": {
             "compute": {"gpus": 8, "interconnect": "nvlink4" if infiniband else "pcie4", "nvlink_domain": 0},
@@ -96,7 +96,6 @@ LAPTOP = {
     "results": [*results("world", 1.1, 2), *results("intra", 1.1, 2)],
     "per_node": [{**entry, "node": "laptop"} for entry in results("intra", 1.1, 2)],
     "facts": [{"hostname": "laptop", "shm_bytes": 64 * 2**20, "memlock_bytes": 65536, "nics": [{"name": "lo", "up": True}]}],
-    "software": [{"node": "laptop", "torch": "2.13.0"}],
 }  # fmt: skip
 """Two gloo ranks on a machine without a GPU, as a desktop and its containers are set up."""
 

@@ -97,18 +97,6 @@ def test_a_dry_run_shows_environment_and_command(tmp_path: Path) -> None:
     assert as_json["command"][1:3] == ["-m", "clustertune.nccl_check.link_measure"]
 
 
-def test_recorded_logs_are_judged_alone() -> None:
-    """Nothing is measured; the exit code is the verdict's."""
-    log = Path(__file__).with_name("logs") / "silent-sockets-2.27-slurm.txt"
-    done, shown = run("nccl-check", "--logs", log, "--json"), run("nccl-check", "--logs", log)
-    assert (done.code, done.json["verdict"]["status"], done.json["verdict"]["findings"][0]["rule"]) == (
-        2,
-        "fail",
-        "socket-fallback",
-    )
-    assert (shown.code, shown.out) == (2, "") and "socket-fallback" in shown.err
-
-
 @pytest.mark.parametrize(
     ("gpus", "nodes", "changes", "found"),
     [

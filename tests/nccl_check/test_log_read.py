@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from clustertune.nccl_check import nccl_log
 from clustertune.nccl_check.link_rules import headline_of, judge_log, page
 from clustertune.nccl_check.nccl_log import Log, LoggedDevice, read
 from tests.command import run
+from tests.nccl_check.command_line import judge_files
 from tests.nccl_check.log_maker import PREFIXES, Job, lines, text
 
 VERSIONS = "2.10.3 2.12.12 2.14.3 2.16.5 2.18.6 2.19.3 2.21.5 2.23.4 2.25.1 2.27.5 2.28.9 2.29.7".split()  # noqa: SIM905
@@ -264,17 +266,21 @@ RECORDED = {
 def test_recorded_logs(name: str) -> None:
     """What a person looks for in such a log: version, transport, interface, and the one thing that is wrong."""
     code, version, transport, device, fault = RECORDED[name]
-    done = run("nccl-check", "--logs", LOGS / name, "--json")
-    assert done.code == code
-    said, judged = done.json["log"], done.json["verdict"]
+    done = judge_files(LOGS / name, "--json")
+    assert done.exit_code == code
+    said, judged = json.loads(done.stdout)["log"], json.loads(done.stdout)["verdict"]
     assert list(said["versions"]) == [version]
     assert not transport or transport in said["transports"]
     listed = [*said["sockets"].values(), *said["adapters"].values()]
     assert not device or any(device in entry for devices in listed for entry in devices)
     assert [item["rule"] for item in judged["findings"] if item["status"] == "fail"][:1] == ([fault] if fault else [])
     assert judged["headline"].startswith(("PASS", "WARN", "FAIL")[code])
-    shown = run("nccl-check", "--logs", LOGS / name)
-    assert (shown.code, shown.out) == (code, "") and version in shown.err and fault in shown.err
+
+
+def test_a_recorded_log_is_shown() -> None:
+    """For people nothing is on stdout; the exit code is the verdict's."""
+    shown = run("nccl-check", "--logs", LOGS / "silent-sockets-2.27-slurm.txt")
+    assert (shown.code, shown.out) == (2, "") and "2.27.5" in shown.err and "socket-fallback" in shown.err
 
 
 def test_every_recorded_log_is_read() -> None:
@@ -290,8 +296,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     alien.write_text("epoch 1 loss 0.3\n" * 5)
     binary.write_bytes(bytes(range(256)) * 100)
     for wrong in (tmp_path / "absent", tmp_path, empty, alien, binary):
-        done = run("nccl-check", "--logs", wrong)
-        assert done.code and not done.out and str(wrong) in "".join(done.err.split("\n")), done.err
+        done = judge_files(wrong)
+        assert done.exit_code and not done.stdout and str(wrong) in str(done.exception), done.exception
 
 
 def test_a_log_cannot_steer_the_terminal(tmp_path: Path) -> None:
@@ -322,14 +328,14 @@ def test_a_rule_that_the_cluster_file_ignores_does_not_count(tmp_path: Path) -> 
     while True:
         cluster = tmp_path / "mine.yaml"
         cluster.write_text(f"{body}\ndoctor: {{ignore: [{', '.join(rules)}]}}\n")
-        done = run("nccl-check", "--logs", sockets, "--cluster", cluster, "--json")
-        judged = done.json["verdict"]
+        done = judge_files(sockets, "--cluster", cluster, "--json")
+        judged = json.loads(done.stdout)["verdict"]
         left = [item["rule"] for item in judged["findings"] if item["status"] in ("fail", "warn")]
         assert set(judged["ignored"]) == set(rules) and not set(left) & set(rules)
         if not left:
             break
         rules += left
-    assert len(rules) > 1 and done.code == 0 and judged["headline"].startswith("PASS")
+    assert len(rules) > 1 and done.exit_code == 0 and judged["headline"].startswith("PASS")
 
 
 def test_gdr_that_the_plugin_of_efa_disables() -> None:

@@ -39,7 +39,6 @@ def document(**changes: Any) -> dict[str, Any]:
         "left_out": [],
         "problems": [],
         "facts": [{"hostname": "n1"}],
-        "software": [{"node": "n1", "torch": "2.13.0", "ranks": [0]}],
         "environment": {"NCCL_DEBUG": "WARN"},
         "expected": {"inter": {"nominal_gb_s": 50.0, "expected_gb_s": 45.0}},
         "verdict": {"status": "pass", "headline": "PASS: fine", "findings": []},

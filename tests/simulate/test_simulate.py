@@ -73,7 +73,8 @@ def hold(plan: Plan, found: run.Simulation) -> None:
     assert all(abs(value) < 0.005 for value in sent.values()), off
     assert sent or found.resolved.world_size == 1
     rank = flops(plan.shape, hardware=True) / found.resolved.world_size
-    assert 0.85 <= found.first["flops"] / rank <= 1.15  # without attention of packed rows, which torch has no count of
+    # torch counts no attention of packed rows, of masked ones the whole square, and LoRA's update of experts
+    assert 0.85 <= found.first["flops"] / rank <= 1.35
 
 
 @pytest.mark.parametrize("name", ["llama405b-oasst2", "llama8b-lima"])
@@ -144,10 +145,13 @@ TIED = {"tie_word_embeddings": True, "vocab_size": 50_304, "num_hidden_layers": 
 PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192,
         "num_hidden_layers": 3, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 100_352, "pad_token_id": 0,
         "max_position_embeddings": 4096, "tie_word_embeddings": False, "rms_norm_eps": 1e-5}  # fmt: skip
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2560, "intermediate_size": 6912,
+         "num_hidden_layers": 3, "num_attention_heads": 20, "num_key_value_heads": 5, "vocab_size": 65_536,
+         "max_position_embeddings": 4096, "tie_word_embeddings": False, "rms_norm_eps": 1e-5}  # fmt: skip
 SHAPES: dict[str, tuple[str, list[str], dict[str, Any], str | None]] = {
     "tied, another vocabulary": ("qwen3-8b", [], TIED, None),
     "tied, one GPU": ("llama1b-oasst2", ALONE, {"num_hidden_layers": 3}, None),
-    "not tied, one GPU": ("llama1b-oasst2", ALONE, TIED | {"tie_word_embeddings": False}, None),
+    "not tied, one GPU": ("llama1b-oasst2", ALONE, {"tie_word_embeddings": False, "num_hidden_layers": 3}, None),
     "replicas": ("llama8b-lima", HSDP, {"num_hidden_layers": 3, "vocab_size": 64_000}, None),
     "512 ranks": ("llama405b-oasst2", ["slurm.nodes=64", "train.global_batch_size=512"], {"num_hidden_layers": 3},
                   "64x8xh100-sxm"),
@@ -159,8 +163,8 @@ SHAPES: dict[str, tuple[str, list[str], dict[str, Any], str | None]] = {
     "experts that are frozen": ("qwen3-30b-a3b-lora", ["lora.target_parameters=null"], {"num_hidden_layers": 3}, None),
     "16 experts, all trained": ("mixtral8x7b-tulu3", [], {"num_hidden_layers": 3, "num_local_experts": 16,
                                                           "intermediate_size": 6400}, None),
-    "preferences, with a reference": ("tiny-dpo", ["lora=null", "train.bf16=true"], PHI3, None),
-    "preferences, with an adapter": ("tiny-dpo", ["train.bf16=true"], PHI3, None),
+    "preferences, with a reference": ("tiny-dpo", ["lora=null", "train.bf16=true"], LLAMA, None),
+    "preferences, with an adapter": ("tiny-dpo", ["train.bf16=true"], LLAMA, None),
     "wider heads under tp": ("llama70b-tp-fsdp2", [], {"num_hidden_layers": 3, "intermediate_size": 14_336}, None),
 }  # fmt: skip
 """Of none of the recipes: one of them, overrides, keys of its model.json, GPUs."""

@@ -1,13 +1,20 @@
-"""How a node's facts come through srun: short lines, since srun passes on 1024 bytes of a line as one piece, not more."""
+"""How a node's facts come through srun: short lines, since srun passes on 1024 bytes of a line as one piece, not more.
+
+As a program it prints the facts of one machine in such lines: what ``clustertune doctor`` has run on every node.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 import re
+import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+from clustertune.host.collect import collect
 from clustertune.host.facts import HostFacts, from_dict
 
 _WIDTH = 600
@@ -15,6 +22,12 @@ _WIDTH = 600
 _LINE = re.compile(r"clustertune-facts (\S+) (\d+)/(\d+) (\S*)$")
 MAX_BYTES = 8 << 20
 """A node's facts take some 20 kB; what is packed must not fill memory when it is unpacked."""
+
+
+def command(place: str, seconds: float, **look: Sequence[str]) -> list[str]:
+    """The command that prints the facts of a machine; its arguments as of :func:`clustertune.host.collect.collect`."""
+    given: dict[str, Any] = {"place": place, "seconds": seconds, **look}
+    return [sys.executable, "-m", "clustertune.doctor.node_facts", json.dumps(given)]
 
 
 def encode(facts: HostFacts, name: str = "") -> list[str]:
@@ -46,3 +59,11 @@ def decode(lines: Iterable[str]) -> tuple[dict[str, HostFacts], dict[str, str], 
         except (ValueError, zlib.error) as error:
             faults[name] = f"its facts came damaged: {error}"
     return facts, faults, others
+
+
+if __name__ == "__main__":
+    found = collect(**json.loads(sys.argv[1]))
+    sys.stdout.write("".join(f"{line}\n" for line in encode(found, os.environ.get("SLURMD_NODENAME", ""))))
+    sys.stdout.flush()
+    # Threads that wait for a driver or a server which is gone would keep the interpreter from ending.
+    os._exit(0)

@@ -1,21 +1,98 @@
-"""What the planner foresees and would hurt, and settings of a recipe that run and are wrong, or slow."""
+"""Rules over a resolved recipe: what the planner foresees, its run folder and secrets, and the releases that are installed."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator
+import operator
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Rules, Seen
+import yaml
+from packaging.version import InvalidVersion, Version
+
+from clustertune.check.rule import (
+    FAIL,
+    MACHINE,
+    NODES,
+    RECIPE,
+    REFUSED,
+    RULE_ERRORS,
+    SCRIPT,
+    UNKNOWN,
+    WARN,
+    Check,
+    Finding,
+    Rule,
+    Rules,
+    Seen,
+    checks,
+    render_page,
+    rule_of,
+    run,
+)
+from clustertune.checkpoint import store
 from clustertune.cluster.hardware import load_hardware
 from clustertune.doctor.recipe_context import RecipeContext
+from clustertune.errors import UserError
 from clustertune.host.system import GIB
 from clustertune.launch import serving, shape
 from clustertune.launch import signal_margin as margins
+from clustertune.plan.predict import Plan
 from clustertune.plan.schedule import START_S, TOKENS_PER_CPU_S, tokens_to_prepare
+from clustertune.recipe.eval_tasks import PUNKT, needed
 from clustertune.recipe.library_facts import model_facts
+from clustertune.recipe.parameters import weight_bytes
 from clustertune.resolve.distribution import how_to_load
+from clustertune.resolve.resolved import is_there
+from clustertune.secrets import SECRET
 
 RULES = Rules(RECIPE, __file__)
+
+
+def recipe_findings(context: RecipeContext) -> list[Finding]:
+    """What the rules of recipe, stack, data and run folder find. Reads headers and small files only; imports no torch."""
+    return list(run(checks(RECIPE), context, context.resolved.name))
+
+
+def all_rules() -> tuple[Rule, ...]:
+    """Every rule of the doctor; imports what the recipe's rules need."""
+    return tuple(one.rule for one in checks(MACHINE, NODES, RULE_ERRORS, RECIPE, REFUSED, SCRIPT))
+
+
+@RULES("recipe-refused", REFUSED)
+def recipe_refused(error: UserError) -> Iterator[Seen]:
+    """A recipe that ``resolve`` refuses: keys of another release, batches that do not divide."""
+    for problem in error.problems:
+        where = ": ".join(part for part in (problem.file, problem.key) if part)
+        yield Seen(FAIL, problem.message, problem.fix or "", where)
+
+
+@RULES("recipe-warning")
+def recipe_warning(context: RecipeContext) -> Iterator[Seen]:
+    """Warnings from resolving the recipe."""
+    for warning in context.resolved.warnings:
+        if not warning.startswith("data."):  # a missing input has a rule of its own
+            yield Seen(WARN, warning)
+
+
+def render() -> str:
+    """The text of docs/doctor.md, which lists the rules. Imports what the recipe's rules need."""
+    sections = {
+        "Each machine": (MACHINE,),
+        "Between the nodes of a job": (NODES, RULE_ERRORS),
+        "Recipe, stack, data and runs": (RECIPE, REFUSED),
+        "Batch scripts": (SCRIPT,),
+    }
+    rules = [(title, [one.rule for one in checks(*kinds)]) for title, kinds in sections.items()]
+    return render_page(Path(__file__).with_name("page.md.jinja"), sections=rules)
+
+
+# --- what the planner foresees, and settings that run and are wrong, or slow -------------------------------------------
 
 TIGHT = 0.95
 """Share of a GPU's memory above which a plan is called tight: its activations are predicted within a few per cent
@@ -238,3 +315,168 @@ def packed_state(context: RecipeContext) -> Iterator[Seen]:
     if context.args["packing"] and (states or model_facts(model)["carries_state"]):
         text = f"train.packing, and {model} has layers with a state" + (f" ({', '.join(states)})" if states else "")
         yield Seen(WARN, text)
+
+
+# --- the run folder and the secrets of a run ---------------------------------------------------------------------------
+
+
+@RULES("env-in-git")
+def env_in_git(context: RecipeContext) -> Iterator[Seen]:
+    """Git does not have the .env file."""
+    path = context.env_file
+    if path.parent in context.silent or not path.exists():
+        return
+    command = ["git", "-C", str(path.parent), "ls-files", "--error-unmatch", "--", path.name]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        if subprocess.run(command, capture_output=True, timeout=5, check=False).returncode == 0:
+            fix = f"git rm --cached {path.name}, name it in .gitignore, and renew every token that stood in it"
+            yield Seen(FAIL, "git tracks it", fix, str(path))
+
+
+@RULES("token-in-environment")
+def token_in_environment(context: RecipeContext) -> Iterator[Seen]:
+    """Tokens in the shell's environment."""
+    named = [name for name in SECRET if context.environment.get(name)]
+    if named and context.cluster.slurm is not None:
+        fix = f"unset {' '.join(named)}, and keep them in {context.env_file} with mode 0600"
+        yield Seen(WARN, f"{', '.join(named)} set in this shell", fix, context.resolved.name)
+
+
+SPARE = 1.1
+"""Filling a file system to the last byte slows it down, and others write there too."""
+
+
+def existing(path: Path) -> Path:
+    """The nearest folder above that is there."""
+    return next((folder for folder in (path, *path.parents) if is_there(folder)), Path(path.anchor or "."))
+
+
+def bytes_to_write(plan: Plan, run_dir: Path) -> dict[str, float]:
+    """Bytes that the run has yet to write there, by what they are.
+
+    Retention deletes the oldest checkpoint after the newest is whole: limit + 1 of them are there at once.
+    """
+    schedule = plan.schedule
+    limit = plan.resolved.train_args["save_total_limit"]
+    most = schedule.checkpoints if schedule.checkpoints is not None else (int(limit) if limit else 1)
+    count = min(int(limit) + 1, most) if limit else most
+    there = len(store.list_checkpoints(run_dir / "checkpoints")) if is_there(run_dir / "checkpoints") else 0
+    found = {f"{max(0, count - there)} checkpoints": max(0, count - there) * schedule.checkpoint_bytes}
+    for name, folder in (("adapter", "adapter"), ("merged model", "merged")):
+        if not is_there(run_dir / folder / "MANIFEST.json"):
+            found[name] = schedule.disk.get(name, 0.0)
+    return {name: size for name, size in found.items() if size}
+
+
+@RULES("disk-space")
+def disk_space(context: RecipeContext) -> Iterator[Seen]:
+    """Room for checkpoints, adapter and merged model."""
+    # A path of the cluster's machines: on another one the disk that is here in its place is another one.
+    elsewhere = context.run_dir is not None and not context.is_ours and not is_there(context.run_dir.parent)
+    if context.plan is None or context.run_dir is None or context.silent or elsewhere:
+        return
+    parts = bytes_to_write(context.plan, context.run_dir)
+    need, free = sum(parts.values()), _free(context, existing(context.run_dir))
+    if free is not None and SPARE * need > free:
+        sizes = ", ".join(f"{name} {size / 1e9:,.1f} GB" for name, size in parts.items())
+        text = f"{need / 1e9:,.1f} GB are to be written ({sizes}), {free / 1e9:,.1f} GB are free"
+        yield Seen(FAIL if need > free else WARN, text if need > free else f"tight: {text}", where=str(context.run_dir))
+
+
+def _free(context: RecipeContext, path: Path) -> float | None:
+    """Bytes that a user may still write where ``path`` lies: what was collected of its mount, else what the system says."""
+    for mount in sorted(context.facts.mounts if context.facts else [], key=lambda m: -len(m.point)):
+        if path.is_relative_to(mount.point) and mount.free_bytes is not None and mount.point != "/":
+            return float(mount.free_bytes)
+    with contextlib.suppress(OSError):
+        return float(shutil.disk_usage(path).free)
+    return None
+
+
+# --- what is installed: releases with known faults (releases.yaml), and what differs from the pins ---------------------
+
+COMPARE = {"<": operator.lt, "<=": operator.le, "==": operator.eq, ">": operator.gt, ">=": operator.ge}
+FAULTS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("releases.yaml").read_text(encoding="utf-8"))
+
+
+def holds(version: str, ranges: str) -> bool:
+    """Whether a version lies in ``>=1.2,<1.4``; False for what is not a version.
+
+    Local parts (``+cpu``, ``+cu130``) do not count. A release candidate of 1.4 lies below 1.4, which ``SpecifierSet`` denies
+    (PEP 440): it has the faults of the releases before it.
+    """
+    try:
+        found = Version(Version(version).public)
+    except InvalidVersion:
+        return False
+    parts = [re.fullmatch(r"\s*(<=|>=|==|<|>)\s*(\S+)\s*", part) for part in ranges.split(",")]
+    return all(part is not None and COMPARE[part[1]](found, Version(part[2])) for part in parts)
+
+
+def _init(context: RecipeContext, key: str, default: str) -> str:
+    return str((context.args["model_init_kwargs"] or {}).get(key, default))
+
+
+def _loads_all(c: RecipeContext) -> bool:
+    """Whether all ranks of a node together hold more than the node, if each makes the whole model."""
+    need = (weight_bytes(c.resolved.architecture) or 0) * c.recipe.slurm.gpus_per_node
+    return c.is_real and c.resolved.distribution.efficient_loading and need > c.cluster.compute.memory_gb * GIB
+
+
+CONDITIONS: dict[str, Callable[[RecipeContext], bool]] = {
+    "real": lambda c: c.is_real,
+    "offline": lambda c: c.offline,
+    "lora": lambda c: c.resolved.lora is not None,
+    "full": lambda c: c.resolved.lora is None,
+    "fsdp2": lambda c: c.resolved.distribution.kind == "FSDP2",
+    "full_state_dict": lambda c: c.resolved.distribution.state_dict == "FULL_STATE_DICT",
+    "mixed": lambda c: c.resolved.distribution.mixed_precision != "no",
+    "half": lambda c: _init(c, "dtype", "") in ("bfloat16", "float16"),
+    "loads_all": _loads_all,
+    "packed_by_mask": lambda c: bool(c.args["packing"]) and "flash" not in _init(c, "attn_implementation", "sdpa"),
+    "accumulates": lambda c: int(c.args["gradient_accumulation_steps"]) > 1,
+    "gpus": lambda c: c.cluster.compute.gpus > 0 and c.resolved.world_size > 1,
+    "arm": lambda c: c.arch == "aarch64",
+    "punkt": lambda c: bool(needed(c.recipe.eval.tasks, PUNKT)),
+}
+"""What ``when`` of a row may name."""
+
+
+def _made(name: str, row: Mapping[str, Any]) -> Check:
+    packages = ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if row["package"] == "nccl" else (row["package"],)
+
+    def look(context: RecipeContext) -> Iterator[Seen]:
+        for package in packages:
+            version = context.version(package) or ""
+            status = next((status for ranges, status in row["versions"].items() if holds(version, ranges)), "")
+            if status and all(CONDITIONS[word](context) for word in row.get("when", "").split()):
+                yield Seen(status, f"{package} {version}: {row['found']}", where=context.versions_of)
+
+    title = f"{row['package']} {' or '.join(row['versions'])}"
+    return Check(rule_of(name, {**row, "title": title}), look, RECIPE)
+
+
+@RULES("stack-unseen")
+def stack_unseen(context: RecipeContext) -> Iterator[Seen]:
+    """Whether the ranks' packages can be seen from here."""
+    if not context.versions:
+        yield Seen(UNKNOWN, f"the versions are those of {context.versions_of}", where=context.resolved.name)
+
+
+RULES += [_made(name, row) for name, row in FAULTS.items()]
+
+
+@RULES("versions-differ")
+def versions_differ(context: RecipeContext) -> Iterator[Seen]:
+    """Installed versions against containers/versions.env."""
+    # The reference image has an older stack, whole: it is held against its own pins.
+    differ = min((_differences(context, pins) for pins in (context.pins, context.reference_pins) if pins), key=len, default=[])
+    if differ:
+        yield Seen(WARN, ", ".join(differ), where=context.versions_of)
+
+
+def _differences(context: RecipeContext, pins: Mapping[str, str]) -> list[str]:
+    seen = {name: context.version(name) for name in pins}
+    # torch 2.13.0+cpu is 2.13.0, built for another device.
+    others = {name: version for name, version in seen.items() if version and version.partition("+")[0] != pins[name]}
+    return [f"{name} {version} (pinned {pins[name]})" for name, version in sorted(others.items())]
