@@ -9,11 +9,14 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,13 +31,16 @@ from clustertune.launch.agent import Agent, measured
 from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.judge import Outcome, conclude
 from clustertune.launch.node import ranks_command
+from clustertune.launch.rendezvous import first_port
+from clustertune.launch.serving import rollout_serving
 from clustertune.manifest import hash_file
 from clustertune.megatron import inputs
 from clustertune.monitor import live
+from clustertune.process import die_with_parent, end
 from clustertune.recipe.sections import Push
 from clustertune.report import content, cost, source
 from clustertune.resolve.resolved import Resolved
-from clustertune.rundir import STAGES, RunDir, keep_private
+from clustertune.rundir import ROLLOUT_SERVERS, SCORES, STAGES, RunDir, keep_private
 from clustertune.staging import bundle, needs
 from clustertune.training.event_log import EventLog
 from clustertune.tree import IS_INSTALLED, ROOT
@@ -176,6 +182,8 @@ class Chain:
     resolved: Resolved
     quiet: bool = False
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ring: Path | None = None
+    """What the ranks find the servers of ``rollout: servers`` by, while those run."""
 
     def go(self, first: str = STAGES[0], last: str = STAGES[-1]) -> dict[str, dict[str, Any]]:
         """Run the stages from ``first`` to ``last``; a finished one before ``first`` is taken as it is.
@@ -265,6 +273,26 @@ class Chain:
             return bool(made_from["tokens"]["versions"] == tokens.versions())
         return True
 
+    def run_part(self, stage: str, command: Sequence[str], where: str = "its process") -> dict[str, Any]:
+        """Run one stage in a process of its own, by ``command``; its record. Raises UserError where it fails: its lines said
+        why.
+        """
+        bound = partial(die_with_parent, signal.SIGKILL)  # a stage goes on where it was killed; SIGTERM it may take for a while
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False, preexec_fn=bound).returncode
+        record = self.run.stage(stage)
+        if code or record is None:
+            known = ExitCode(code) if code in set(ExitCode) else ExitCode.FAILED
+            raise UserError(f"{stage} failed in {where} (exit code {code})", fix="the lines above say why", code=known)
+        return record
+
+    def part(self, stage: str) -> list[str]:
+        """The command of :meth:`run_part` on this machine."""
+        return [sys.executable, "-m", "clustertune", "part", stage, "--run-dir", str(self.run.path.resolve())]
+
+    def run_scores(self) -> None:
+        """Score the newest checkpoint, in a process that gives the GPUs back."""
+        self.run_part(SCORES, self.part(SCORES))
+
     def run_stage(self, stage: str) -> None:
         """Run one stage here and record it. Raises what the stage raises."""
         say(f"{stage} ...")
@@ -293,7 +321,7 @@ class Chain:
 
     def _tokens(self, stage: str) -> dict[str, str]:
         """What ``.env`` holds for the Hub, where a stage may load from it. The ranks of the training read it themselves."""
-        return secrets.of_the_hub() if stage in ("prepare", "merge", "eval") else {}
+        return secrets.of_the_hub() if stage in ("prepare", "merge", "eval", SCORES) else {}
 
     def prepare(self) -> dict[str, Any]:
         """The conversations, the base model where the recipe makes its own, and the tokens that the ranks read."""
@@ -329,8 +357,15 @@ class Chain:
 
         Raises UserError where the last one ended otherwise than finished, or where a job makes no progress (exit 93).
         """
+        with contextlib.ExitStack() as stack:
+            return self._attempts(stack)
+
+    def _attempts(self, stack: contextlib.ExitStack) -> dict[str, Any]:
+        """``stack``: where the servers of the answers are entered, with the first attempt."""
         for earlier in itertools.count():
             newest, broken = store.newest_whole(self.run.checkpoints)
+            if self._is_score_due(newest):
+                self.run_scores()
             if newest is not None and _is_final(newest):
                 break
             step = newest.step if newest else 0
@@ -338,6 +373,8 @@ class Chain:
                 progress.check(self.run.path, self.job, step)
             if not earlier:
                 self.get_ready()
+                if self.resolved.recipe.rollout == "servers":
+                    self.ring = stack.enter_context(self.rollout_servers())
             for bad, problems in broken if self.quiet else []:  # the ranks' own messages go to their logs only
                 say(f"checkpoint {bad.path.name} is incomplete or damaged and is skipped: {problems[0]}")
             cost.check(self.run, self.resolved.recipe.budget)
@@ -346,6 +383,10 @@ class Chain:
                 live.refresh(self.run.path)
             if outcome.code is ExitCode.OK:
                 source.write(self.run.read(), self.run.path)
+            newest, _ = store.newest_whole(self.run.checkpoints)
+            if outcome.code in (ExitCode.OK, ExitCode.AGAIN) and not outcome.stop_requested and self._is_score_due(newest):
+                continue
+            if outcome.code is ExitCode.OK:
                 break
             stopped = Problem("stopped on request after saving", file=str(self.run.path), fix="the same command continues")
             problems = outcome.problems or [stopped]
@@ -354,6 +395,89 @@ class Chain:
             show_error(UserError(problems, ExitCode.AGAIN))
             say("the next attempt begins in this allocation")
         return {"checkpoint": Path(store.find_checkpoint(self.run.path)).name}
+
+    def _is_score_due(self, newest: store.Checkpoint | None) -> bool:
+        """Whether the newest checkpoint is to be scored (``eval.during``), and is not yet."""
+        from clustertune.evaluate.during import is_scored
+
+        wanted, saved = self.resolved.recipe.eval.during, self.resolved.recipe.save
+        if wanted is None or newest is None or is_scored(self.run, newest.path.name):
+            return False
+        return _is_final(newest) or wanted.is_due(newest.step, saved.milestones if saved is not None else ())
+
+    def scores(self) -> dict[str, Any]:
+        """The scores of the newest checkpoint, while no rank runs."""
+        from clustertune.evaluate import during
+
+        recipe, (newest, _) = self.resolved.recipe, store.newest_whole(self.run.checkpoints)
+        assert recipe.eval.during is not None and newest is not None
+        began = time.perf_counter()
+        with measured(self.run.path), contextlib.ExitStack() as stack:
+            stack.callback(self.run.evaluating.unlink, missing_ok=True)
+            found = during.take(
+                self.run,
+                recipe.eval.of_checkpoints(recipe.eval.during),
+                self.base_folder(),
+                newest,
+                data=bundle.prompts(self.resolved),
+                benchmark=recipe.model.weights == "hub",
+            )
+        with contextlib.closing(EventLog(self.run.metrics, newest.attempt)) as log:
+            log.write("scores", step=newest.step, **found, seconds=round(time.perf_counter() - began, 3))
+        return {"step": newest.step}
+
+    @contextlib.contextmanager
+    def rollout_servers(self) -> Iterator[Path]:
+        """The servers that generate answers, until the training has ended; the file by which the ranks find them."""
+        from clustertune.evaluate import servers
+
+        nodes, gpus = self.server_nodes()
+        folder = self.run.path.resolve() / "servers" / f"rollouts-{time.time_ns()}"
+        lora = self.resolved.lora or {}
+        job = servers.ServingJob(
+            str(self.base_folder().resolve()),
+            rollout_serving(self.resolved, len(gpus)),
+            servers.dtype_of(self.base_folder()),
+            str(folder),
+            first_port(folder.name, 0),
+            f"{self.scratch()}/clustertune-{folder.name}",
+            nodes=nodes,
+            gpus=gpus,
+            rank=max([int(lora["r"]), *(lora.get("rank_pattern") or {}).values()]),
+            program=self.server_program(),
+            key_file=str(folder / servers.KEY),
+        )
+        with servers.kept(job, partial(self.begin_servers, folder), partial(end, seconds=servers.END_SECONDS + 5)) as ring:
+            yield ring
+
+    def server_nodes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Where they run, and the GPUs of each that they take: here, those that no rank has. Raises UserError without any."""
+        count, ranks = visible_gpus(), self.resolved.world_size
+        if 0 < count <= ranks:
+            text = f"{count} GPUs here, and {ranks} ranks: none is left for servers"
+            raise UserError(text, key="rollout", fix="--ranks with fewer, or rollout=colocate")
+        return ("127.0.0.1",), tuple(map(str, range(ranks, count)))
+
+    def scratch(self) -> str:
+        """A folder on a node's own disk."""
+        return tempfile.gettempdir()
+
+    def server_program(self) -> str | None:
+        """vLLM's program; None: that of this machine."""
+        return None
+
+    def begin_servers(self, folder: Path) -> subprocess.Popen[bytes]:
+        """Start the program of the servers on each of their nodes."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "clustertune.evaluate.servers", str(folder), "0"],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a terminal's Ctrl-C asks the ranks to save first
+            preexec_fn=partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509 - libc only
+        )
+
+    def attempt_environment(self) -> dict[str, str]:
+        """What the ranks are told of this chain's servers."""
+        return {ROLLOUT_SERVERS: str(self.ring)} if self.ring is not None else {}
 
     def run_attempt(self, plan: AttemptPlan) -> Outcome:
         """One attempt at training, from its plan to its outcome."""
@@ -375,12 +499,18 @@ class Chain:
     def make_plan(self, attempt: int, from_step: int) -> AttemptPlan:
         """Who takes part in an attempt: here, all ranks on this machine."""
         nodes = (Node("here", "127.0.0.1"),)
-        return AttemptPlan(attempt=attempt, nodes=nodes, ranks_per_node=self.resolved.world_size, from_step=from_step)
+        return AttemptPlan(
+            attempt=attempt,
+            nodes=nodes,
+            ranks_per_node=self.resolved.world_size,
+            from_step=from_step,
+            environment=self.attempt_environment(),
+        )
 
     def start(self, plan: AttemptPlan) -> bool:
         """Run the ranks of an attempt to their end. Returns whether they were asked to stop in a way that no record says."""
         command = ranks_command(self.run, self.resolved, plan.attempt, quiet=self.quiet)
-        Agent(self.run.path, plan, node=0).run(command, quiet=self.quiet)
+        Agent(self.run.path, plan, node=0).run(command, quiet=self.quiet, environment=plan.environment)
         return False
 
     def may_repeat(self, outcome: Outcome) -> bool:  # noqa: ARG002 - of this machine's
@@ -398,9 +528,21 @@ class Chain:
             )
         if self.resolved.recipe.megatron is not None:
             path = inputs.exported(self.run.path)
+        if (during := self.resolved.recipe.eval.during) is not None and during.keep == "best":
+            path = self._best(path)
         if self.resolved.lora is None:
             return {"summary": export_model(path, self.run.merged, self.base_folder())}
         return {"summary": export(path, self.run.adapter, self.base_folder())}
+
+    def _best(self, last: Path) -> Path:
+        """The checkpoint with the best scores; the last one where none has a difference to the base."""
+        from clustertune.evaluate.during import best
+
+        if (found := best(self.run)) is None:
+            say("warning: eval.during.keep: best: no checkpoint has a paired difference to the base; the last one is exported")
+            return last
+        say(f"export of {found.path.name}: the largest difference to the base")
+        return found.path
 
     def merge(self) -> dict[str, Any]:
         from clustertune.merge import merge

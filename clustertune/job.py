@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from clustertune.launch.rendezvous import first_port
 from clustertune.nccl_check import link_check
 from clustertune.process import STOP_SIGNALS, Stopped, end
 from clustertune.resolve.resolved import Resolved
-from clustertune.rundir import STAGES, Description, RunDir, keep_private
+from clustertune.rundir import SCORES, STAGES, Description, RunDir, keep_private
 from clustertune.staging import bundle, staging_step
 from clustertune.training.event_log import EventLog
 
@@ -89,6 +89,10 @@ class JobInputs:
             traces=traces,
         )
 
+    def split(self) -> JobInputs:
+        """The same with the nodes of the servers of answers set apart, where the job trains."""
+        return replace(self, allocation=self.allocation.split(self.resolved)) if self.trains else self
+
     def describe(self) -> list[str]:
         """What the job is about to do, a line each: nodes, ranks, environment with the reason of each variable, the command."""
         allocation, (first, last) = self.allocation, self.stages
@@ -99,12 +103,14 @@ class JobInputs:
         lines += [f"  {s.name}={s.value}  # {s.reason}" for s in self.variables]
         if not self.trains:
             return lines
-        ranks = self.resolved.world_size // len(allocation.nodes)
+        own = self.split()
+        ranks, spare = self.resolved.world_size // len(own.allocation.nodes), ", ".join(own.allocation.spare)
         return [
             *lines,
             f"{self.resolved.world_size} ranks, {ranks} on each node; cluster {self.cluster.name}",
-            *(f"  {s.name}={s.value}  # {s.reason}" for s in self.settings()),
-            f"on every node: {shlex.join(self.step_command(1))}",
+            *([f"servers of the answers on {spare}"] if spare else []),
+            *(f"  {s.name}={s.value}  # {s.reason}" for s in own.settings()),
+            f"on every node: {shlex.join(own.step_command(1))}",
         ]
 
 
@@ -172,30 +178,30 @@ class JobChain(chain.Chain):
 
     def run_stage(self, stage: str) -> None:
         """In the cluster's container where it has one; the training starts one on every node by itself."""
-        with self.servers() if stage == "eval" else contextlib.nullcontext(None) as servers:
+        with self.servers() if stage in ("eval", SCORES) else contextlib.nullcontext(None) as servers:
             self._run_stage(stage, servers)
 
+    def run_scores(self) -> None:
+        """With the nodes' servers, as the stage ``eval``."""
+        self.run_stage(SCORES)
+
     def _run_stage(self, stage: str, servers: Path | None) -> None:
-        if self.cluster.container.runtime == "none" or stage == "train":
+        contained = self.cluster.container.runtime != "none"
+        if stage == "train" or (stage != SCORES and not contained):
             with secrets.lent({GIVEN: str(servers)} if servers else {}):
                 super().run_stage(stage)
             return
-        command_line = [sys.executable, "-m", "clustertune", "part", stage, "--run-dir", str(self.run.path.resolve())]
-        command_line += ["--servers", str(servers)] if servers else []
         command = srun.on_first_node(
-            command_line,
+            [*self.part(stage), *(["--servers", str(servers)] if servers else [])],
             self.cluster,
             binds=container.paths_of(self.resolved, self.run.path),
             host=self.allocation.nodes[0],
             gpus=bool(self.allocation.gpus_per_node),
             environ=os.environ,
         )
-        code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
-        record = self.run.stage(stage)
-        if code or record is None:
-            known = ExitCode(code) if code in set(ExitCode) else ExitCode.FAILED
-            raise UserError(f"{stage} failed in the container (exit code {code})", fix="the lines above say why", code=known)
-        self.results[stage] = record
+        record = self.run_part(stage, command, "the container" if contained else "its process")
+        if stage in STAGES:
+            self.results[stage] = record
 
     @contextlib.contextmanager
     def servers(self) -> Iterator[Path | None]:
@@ -211,8 +217,6 @@ class JobChain(chain.Chain):
         job = f"{self.allocation.job_id}-{self.allocation.restart}"
         folder = self.run.path.resolve() / "servers" / job
         nodes = self.allocation.nodes[: found.serving.nodes]
-        container_ = self.cluster.container
-        contained = container_.runtime != "none"
         folder.mkdir(parents=True, exist_ok=True)
         ServingJob(
             "",  # the client names it: the merged model, then the base
@@ -224,23 +228,38 @@ class JobChain(chain.Chain):
             nodes=nodes if len(nodes) > 1 else (),
             interface=self.cluster.network.interface,
             gpus=tuple(map(str, range(found.serving.gpus_per_node))) if has_gpus() else (),
-            program=None if contained else container_.vllm,
+            program=self.server_program(),
             start_seconds=2 * found.start_seconds if found.start_seconds else START_SECONDS,
         ).write(folder / JOB)
-        command = srun.in_job(
-            [sys.executable, "-m", "clustertune.evaluate.servers", str(folder)],
-            self.cluster.model_copy(update={"container": container_.model_copy(update={"image": container_.vllm})}),
-            self.allocation,
-            binds=[*container.paths_of(self.resolved, self.run.path), self.base_folder()],
-            nodes=len(nodes),
-            options=[f"--nodelist={','.join(nodes)}"],
-        )
-        child = srun.begin(command)
+        child = srun.begin(self._servers_command(folder, nodes))
         threading.Thread(target=note_end, args=(child, folder), daemon=True).start()
         try:
             yield folder
         finally:
             end(child, srun.END_SECONDS)
+
+    def _servers_command(self, folder: Path, nodes: Sequence[str]) -> list[str]:
+        """``srun`` of vLLM's servers on some of the job's nodes, in vLLM's container where the cluster has one."""
+        settings = self.cluster.container
+        return srun.in_job(
+            [sys.executable, "-m", "clustertune.evaluate.servers", str(folder)],
+            self.cluster.model_copy(update={"container": settings.model_copy(update={"image": settings.vllm})}),
+            self.allocation,
+            binds=[*container.paths_of(self.resolved, self.run.path), self.base_folder()],
+            on=nodes,
+        )
+
+    def server_nodes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return self.allocation.spare, tuple(map(str, range(self.allocation.gpus_per_node if has_gpus() else 0)))
+
+    def scratch(self) -> str:
+        return self.cluster.storage.scratch
+
+    def server_program(self) -> str | None:
+        return None if self.cluster.container.runtime != "none" else self.cluster.container.vllm
+
+    def begin_servers(self, folder: Path) -> subprocess.Popen[bytes]:
+        return srun.begin(self._servers_command(folder, self.allocation.spare))
 
     def make_plan(self, attempt: int, from_step: int) -> AttemptPlan:
         names = self.allocation.nodes
@@ -256,7 +275,7 @@ class JobChain(chain.Chain):
             restart=self.allocation.restart,
             from_step=from_step,
             interface=self.cluster.network.interface if len(names) > 1 else None,
-            environment={setting.name: setting.value for setting in settings},
+            environment={setting.name: setting.value for setting in settings} | self.attempt_environment(),
             stall_seconds=self.resolved.recipe.slurm.stall_seconds,
             port=first_port(self.allocation.job_id, attempt),
         )
@@ -320,6 +339,7 @@ def run(inputs: JobInputs, command: Sequence[str]) -> dict[str, dict[str, Any]]:
 
     Raises UserError as the chain does, or Stopped.
     """
+    inputs = inputs.split()
     resolved, cluster, allocation, path = inputs.resolved, inputs.cluster, inputs.allocation, inputs.path
     chain.check_folder(resolved, path)  # before anything is written there: it may be no run folder at all
     signals: list[int] = []

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 STAGES = ("prepare", "train", "export", "merge", "eval", "report")
 """The chain, in order."""
+SCORES = "scores"
+"""What happens within ``train``, between two attempts, where the recipe asks for scores while training."""
+ROLLOUT_SERVERS = "CLUSTERTUNE_ROLLOUT_SERVERS"
+"""The variable that tells ranks the file with their servers' addresses and key: ``{"urls": [...], "key": ...}``."""
 _BEFORE = ("lock", "owner.json", "requeued.json", "attempts", "jobs", "logs")
 """What a job makes in its run folder before ``run.json``."""
 _TORN = (".run.json.", ".owner.json.", ".requeued.json.")
@@ -111,6 +115,11 @@ class RunDir:
     @property
     def eval(self) -> Path:
         return self.path / "eval"
+
+    @property
+    def scores(self) -> Path:
+        """Evaluations of the base and of checkpoints while the training is under way (``eval.during``)."""
+        return self.path / "scores"
 
     @property
     def evaluating(self) -> Path:

@@ -115,6 +115,35 @@ def test_killed_warned_and_resumed_it_ends_with_the_same_bytes(finished: tuple[P
 
 
 @pytest.mark.jobs
+def test_scores_while_training_lose_nothing(finished: tuple[Path, Done], tmp_path: Path) -> None:
+    """Killed within the first scores: the same command takes them, and the last weights are those of an undisturbed run."""
+    folder = tmp_path / "run"
+    words = ["run", RECIPE, "--run-dir", folder, "--to", "export", *SHORT, "eval.during.every=5", "eval.during.limit=2"]
+
+    def scoring() -> bool:
+        return any(event["stage"] == "scores" for event in events(folder, "stage"))
+
+    killed = run_until(scoring, lambda pid: os.kill(pid, signal.SIGKILL), *words)
+    assert killed.code == -signal.SIGKILL and events(folder, "scores") == []
+    done = run(*words)
+    assert done.code == 0, done.err
+    assert [(event["step"], event["attempt"]) for event in events(folder, "scores")] == [(5, 1), (8, 2)]
+    assert events(folder, "start")[-1]["step"] == 5 and [e["step"] for e in events(folder, "eval")] == [0, 3, 6, 8]
+    assert adapter_sha(folder) == adapter_sha(finished[0])
+    assert not list((folder / "scores").glob("adapter-*"))
+
+    first = folder / "scores" / "step-000005" / "results.json"
+    result = json.loads(first.read_text())
+    for row in result["paired"]["ifeval"].values():
+        row["difference"] = 0.5
+    first.write_text(json.dumps(result))
+    shutil.rmtree(folder / "adapter")
+    best = run(*words, "eval.during.keep=best")
+    assert best.code == 0 and "export of step-000005" in best.err
+    assert json.loads((folder / "adapter" / "MANIFEST.json").read_text())["meta"]["step"] == 5
+
+
+@pytest.mark.jobs
 def test_weights_that_are_not_finite_stop_before_the_first_step(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file

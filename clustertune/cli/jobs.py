@@ -21,7 +21,7 @@ from clustertune.cli.arguments import (
 )
 from clustertune.console import reply, say
 from clustertune.errors import Problem, UserError, raise_if
-from clustertune.rundir import STAGES, RunDir, default_run_dir, require_stage
+from clustertune.rundir import SCORES, STAGES, RunDir, default_run_dir, require_stage
 
 if TYPE_CHECKING:
     from clustertune.resolve.resolved import Resolved
@@ -175,12 +175,13 @@ def node(
 def part(
     stage: Annotated[str, typer.Argument(help="One stage of the chain.")],
     run_dir: Annotated[Path, path_option("A run folder.")],
-    servers: Annotated[Path | None, path_option("The job's vLLM servers, for stage eval.")] = None,
+    servers: Annotated[Path | None, path_option("The job's vLLM servers, for eval and scores.")] = None,
 ) -> None:
     from clustertune import chain
     from clustertune.evaluate import servers as eval_servers
 
-    require_stage(stage)
+    if stage != SCORES:
+        require_stage(stage)
     run = RunDir(run_dir)
     with secrets.lent({eval_servers.GIVEN: str(servers)} if servers else {}):
         chain.Chain(run, run.resolved()).run_stage(stage)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import re
 import shlex
+from typing import Any
 
 import typer
 
@@ -110,6 +112,8 @@ def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedClu
     elif args.why is not None:
         lines = explanation.why(plans[0], args.why)
         reply(args.as_document, {"part": args.why, "arithmetic": lines}, lambda: show("\n".join(lines)))
+    elif args.advise and plans[0].resolved.recipe.server_nodes:
+        _advise_splits(calibrated, plans[0], args, overrides)
     elif args.advise:
         _advise(calibrated, plans[0], bills[0], args, overrides)
     else:
@@ -219,6 +223,34 @@ def _show(
         show("")
         simulation_show.render(*simulated, console.stdout)
     return _end(found.fits)
+
+
+def _advise_splits(calibrated: CalibratedCluster, found: Plan, args: PlanArguments, overrides: list[str]) -> None:
+    """How the nodes of a job with servers may be split: each plan that fits on as many nodes, the fastest first."""
+    recipe, each = found.resolved.recipe, found.machine.gpus_per_node
+    whole, plans = recipe.slurm.nodes + recipe.server_nodes, []
+    for serving_nodes in range(1, whole):
+        for wide in (n for n in range(1, each + 1) if each % n == 0):
+            own = [f"slurm.nodes={whole - serving_nodes}", f"servers.nodes={serving_nodes}"]
+            own.append(f"servers.tensor_parallel_size={wide}")
+            with contextlib.suppress(UserError):  # a batch that does not divide, weights that do not fit
+                plans.append((own, _plan(calibrated, args.names[0], [*overrides, *own], args.tiny, found.lengths)))
+    fitting = sorted((plan.step.seconds, own, plan) for own, plan in plans if plan.fits)
+    rows: list[dict[str, Any]] = [
+        {
+            "overrides": own,
+            "step_s": seconds,
+            "generation_s": plan.step.generation.value if plan.step.generation else 0.0,
+            "gpu_hours": None if plan.hours is None else plan.hours * plan.gpus,
+        }
+        for seconds, own, plan in fitting
+    ]
+    lines = [
+        f"{row['step_s']:8.3g} s a step, {row['generation_s']:.3g} s of it generation: {' '.join(row['overrides'])}"
+        for row in rows
+    ]
+    reply(args.as_document, {"splits": rows}, lambda: show("\n".join([f"{whole} nodes of {each} GPUs, split:", *lines])))
+    _end(bool(rows))
 
 
 def _advise(calibrated: CalibratedCluster, found: Plan, whole: bill.Bill, args: PlanArguments, overrides: list[str]) -> None:

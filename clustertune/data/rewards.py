@@ -12,6 +12,7 @@ import importlib.util
 import math
 import re
 import tempfile
+import time
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ from clustertune.recipe.sections import Reward
 
 SECONDS = 5.0
 """Of CPU for one answer. It is then worth 0."""
+TRIES = 3
+"""Of an answer whose child was killed before its time was over: by the kernel for memory, or by hand."""
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 """What TRL gives a reward function beside the columns of the data."""
 PACKAGES = {"ifeval": "lm_eval", "json_schema": "jsonschema"}
@@ -214,11 +217,16 @@ class Rewards:
 
     def _ask(self, reward: Reward, prompt: str, answer: str, row: Mapping[str, Any]) -> float:
         """What one answer is worth. Raises UserError where a row that ``prepare`` let through cannot be judged."""
-        assert self._child is not None
         self.beat()
-        if self._child.ended:
-            self._child = StandingChild(_judge_one)
-        found = self._child.ask([reward.function, reward.options, prompt, answer, dict(row)]).found
+        found = None
+        for _ in range(TRIES):
+            assert self._child is not None
+            if self._child.ended:
+                self._child = StandingChild(_judge_one)
+            began = time.monotonic()
+            found = self._child.ask([reward.function, reward.options, prompt, answer, dict(row)]).found
+            if found is not None or time.monotonic() - began >= SECONDS:
+                break  # else it was killed from outside: no answer has had its time yet
         if found is None:  # the kernel ended the child
             self._late += 1
             if self._late == 1:

@@ -278,7 +278,7 @@ class _Evaluation:
                 lm = stack.enter_context(opened)
                 raise_if(weights.finish())
             total = sum(one.repeats or 1 for task in self.loaded["tasks"].values() for one in task.instances)
-            report = stack.enter_context(progress(str(folder), total, self.progress_file))
+            report = stack.enter_context(progress(str(self.adapter or folder), total, self.progress_file))
             stack.enter_context(out_of_memory(folder))
             wrapped = RecordedLM(lm, log, size, report, whole=self.backend.name != "hf")
             if self.asked is not None:

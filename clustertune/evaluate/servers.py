@@ -10,17 +10,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,8 @@ VERSION_SECONDS = 300.0
 POLL_SECONDS = 0.5
 END_SECONDS = 10.0
 """Between SIGTERM and SIGKILL: a follower whose head was gone did not end within 5 s."""
+DEATHS = 5
+"""How often a server that is kept may end before it answers again: a reason that stays, such as a GPU that is lost."""
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
 _LOG_LINES = 15
 
@@ -83,6 +88,9 @@ class ServingJob:
     """vLLM's program; None: as :func:`find_program` says."""
     start_seconds: float = START_SECONDS
     """Until all servers answer."""
+    key_file: str | None = None
+    """Of servers that other nodes ask, each node's its own: who has the key in this file may ask, and give them adapters. One
+    that ends is started again. None: of one server over :attr:`nodes`, or this machine's own."""
 
     @property
     def served(self) -> str:
@@ -91,8 +99,9 @@ class ServingJob:
 
     @property
     def urls(self) -> list[str]:
-        """The servers' addresses on the first node."""
-        return [f"http://{HOST}:{self.port + i}" for i in range(self.shape.servers)]
+        """The servers' addresses: those on the first node, or with :attr:`key_file` on all nodes."""
+        hosts = self.nodes if self.key_file else (HOST,)
+        return [f"http://{host}:{self.port + i}" for host in hosts for i in range(self.shape.servers)]
 
     def write(self, path: Path) -> None:
         """Durably, for the nodes."""
@@ -110,6 +119,10 @@ JOB, VERSION, FAILED = "job.json", "version.json", "failed"
 """In the folder of a Slurm job: what all its servers have in common, vLLM's version, and what a node that gave up leaves."""
 ASKED, READY = "model-{}.json", "ready-{}.json"
 """There too: the job of the N-th model that the client asks for, and what is there as soon as its servers answer."""
+RING, KEY = "ring.json", "key"
+"""Of servers beside a trainer: their addresses with the key, and the key alone; both are removed at the end."""
+AGAIN_SECONDS = 5.0
+"""Before what runs on the servers' nodes is started again."""
 GIVEN = "CLUSTERTUNE_SERVERS"
 """The variable that names the folder of a job whose servers are already there: those of a Slurm job."""
 
@@ -128,7 +141,7 @@ class ServerCommand:
 
 def commands(job: ServingJob, node: int, address: str | None = None) -> list[ServerCommand]:
     """What node number ``node`` starts. ``address``: its own on the cluster's network, where there are several nodes."""
-    shape, several = job.shape, len(job.nodes) > 1
+    shape, several, host = job.shape, len(job.nodes) > 1 and not job.key_file, HOST
     both = [
         *("serve", job.model, "--served-model-name", NAME, "--dtype", job.dtype),
         *("--tensor-parallel-size", str(shape.tensor_parallel), "--max-model-len", str(shape.max_model_len)),
@@ -136,11 +149,17 @@ def commands(job: ServingJob, node: int, address: str | None = None) -> list[Ser
     ]
     if job.adapter:
         both += ["--enable-lora", "--lora-modules", f"{job.served}={job.adapter}", "--max-lora-rank", str(lora_rank(job.rank))]
+    guarded = {}
+    if job.key_file:
+        host, lora = job.nodes[node], ["--enable-lora", "--max-lora-rank", str(lora_rank(job.rank)), "--max-loras", "1"]
+        # Of the token that was drawn, temperature and the like included: what the trainer corrects by.
+        both += [*lora, "--logprobs-mode", "processed_logprobs"]
+        guarded = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_API_KEY": Path(job.key_file).read_text()}
     found = []
     for i in range(1 if several else shape.servers):
-        api = ["--host", HOST, "--port", str(job.port + i)]
-        environment = {**QUIET, "VLLM_CACHE_ROOT": f"{job.cache}/{node}-{i}"}
-        name, url = f"server {i}", f"http://{HOST}:{job.port + i}"
+        api = ["--host", host, "--port", str(job.port + i)]
+        environment = {**QUIET, **guarded, "VLLM_CACHE_ROOT": f"{job.cache}/{node}-{i}"}
+        name, url = f"server {i}" + (f" of {host}" if job.key_file else ""), f"http://{host}:{job.port + i}"
         if job.gpus:
             mine = job.gpus[i * shape.tensor_parallel : (i + 1) * shape.tensor_parallel]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
@@ -170,7 +189,7 @@ def own_address(job: ServingJob) -> str | None:
 
     vLLM would open a socket towards a public name server, and without a route take 0.0.0.0.
     """
-    if len(job.nodes) < 2:
+    if len(job.nodes) < 2 or job.key_file:
         return None
     if job.interface and (found := addresses().get(job.interface)):
         return found[0].partition("/")[0]
@@ -213,23 +232,44 @@ class Servers:
         job = replace(self.job, gpus=listed) if listed and self.job.gpus else self.job
         try:
             for command in commands(job, self.node, own_address(job)):
-                log = Path(self.job.folder) / f"{command.name.split(' (')[0].replace(' ', '-')}.log"
-                log.parent.mkdir(parents=True, exist_ok=True)
-                with log.open("wb") as out:
-                    process = subprocess.Popen(
-                        [*program, *command.arguments],
-                        env={**os.environ, **command.environment},
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                        preexec_fn=partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509 - libc only
-                    )
-                self._running.append((command, process, log))
+                self._begin(program, command)
         except BaseException:
             self.stop()
             raise
         return self
+
+    def _begin(self, program: Sequence[str], command: ServerCommand) -> None:
+        log = Path(self.job.folder) / f"{command.name.split(' (')[0].replace(' ', '-')}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                [*program, *command.arguments],
+                env={**os.environ, **command.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509 - libc only
+            )
+        self._running.append((command, process, log))
+
+    def keep(self) -> None:
+        """Start again what ends, until a signal. Raises UserError where one ends :data:`DEATHS` times without an answer."""
+        program, silent = list(self.program) or [self.job.program or require_program()], dict[str, int]()
+        commands_ = {command.name: command for command, _, _ in self._running}
+        while True:
+            self.poll()
+            for name, text in list(self.dead.items()):
+                say(f"{name} {text}\nit is started again")
+                silent[name] = silent.get(name, 0) + 1
+                if silent[name] >= DEATHS:
+                    raise self.died("ended again and again")
+                del self.dead[name]
+                self._begin(program, commands_[name])
+            for command, _, _ in self._running:
+                if silent.get(command.name) and self._answers(str(command.url)):
+                    silent[command.name] = 0
+            time.sleep(POLL_SECONDS)
 
     def __exit__(self, *_error: object) -> None:
         self.stop()
@@ -267,7 +307,8 @@ class Servers:
 
     def _answers(self, url: str) -> bool:
         """Whether our server answers there; another program may have taken the port. Raises UserError."""
-        if (reply := ask(f"{url}/v1/models")) is None:
+        key = Path(self.job.key_file).read_text() if self.job.key_file else None
+        if (reply := ask(f"{url}/v1/models", key=key)) is None:
             return False
         found = {entry.get("id"): entry.get("root") for entry in reply.get("data", [])}
         if found.get(NAME) != self.job.model:
@@ -292,13 +333,15 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """A proxy of the site would be asked for this machine's own servers."""
 
 
-def ask(url: str, seconds: float = 5.0) -> dict[str, Any] | None:
-    """What a server says there; None where it says nothing."""
+def ask(url: str, seconds: float = 5.0, key: str | None = None) -> dict[str, Any] | None:
+    """What a server says there; None where it says nothing. ``key``: with which it is asked."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310 - http, of our own servers
     try:
-        with _DIRECT.open(url, timeout=seconds) as reply:
+        with _DIRECT.open(request, timeout=seconds) as reply:
             found: dict[str, Any] = json.loads(reply.read() or b"{}")
             return found
-    except (OSError, ValueError, RecursionError):
+    except (OSError, HTTPException, ValueError, RecursionError):  # one that ends in the middle of a reply leaves half of it
         return None
 
 
@@ -336,6 +379,8 @@ def run_node(folder: Path, node: int) -> None:
     Raises UserError (exit 1) where no server of this node is left, or its part of the one server over several nodes has ended.
     """
     template, number = ServingJob.read(folder / JOB), 0
+    if template.key_file:
+        _run_kept(template, folder, node)
     if node == 0:
         write_durably(folder / VERSION, json.dumps({"version": _version(template.program)}) + "\n")
     with contextlib.ExitStack() as stack:
@@ -353,6 +398,58 @@ def run_node(folder: Path, node: int) -> None:
                     write_durably(folder / READY.format(number), "{}\n")
                     say(f"serving {servers.job.model}: {', '.join(servers.job.urls)}")
                 _watch(servers, folder / ASKED.format(number + 1))
+
+
+def _run_kept(job: ServingJob, folder: Path, node: int) -> None:
+    """One node's servers for a trainer, until a signal."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove_cache, job.cache, node)
+        stack.enter_context(_stop_on_signals())
+        servers = stack.enter_context(Servers(job, node))
+        servers.wait()
+        write_durably(folder / READY.format(node), "{}\n")
+        servers.keep()
+
+
+@contextlib.contextmanager
+def kept(job: ServingJob, begin: Callable[[], subprocess.Popen[bytes]], end: Callable[[Any], None]) -> Iterator[Path]:
+    """Servers beside a trainer while the context lasts; what its ranks find them by. Raises UserError where one does not start.
+
+    ``begin`` starts ``python -m clustertune.evaluate.servers FOLDER`` on all of ``job.nodes``; where that ends by itself, it is
+    started again. ``end`` ends it.
+    """
+    folder, over = Path(job.folder), threading.Event()
+    assert job.key_file is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    key = secrets.token_hex(16)
+    write_durably(Path(job.key_file), key)
+    write_durably(folder / RING, json.dumps({"urls": job.urls, "key": key}) + "\n")
+    job.write(folder / JOB)
+    children = [begin()]
+
+    def watch() -> None:
+        while not over.wait(POLL_SECONDS):
+            if (code := children[-1].poll()) is not None and all(
+                (folder / READY.format(n)).exists() for n in range(len(job.nodes))
+            ):
+                say(f"the servers' nodes ended with exit code {code}; they are started again")
+                over.wait(AGAIN_SECONDS)
+                if not over.is_set():
+                    children.append(begin())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        for node in range(len(job.nodes)):
+            _await(folder, READY.format(node), job.start_seconds + END_SECONDS, children[0].poll)
+        say(f"servers of the answers: {', '.join(job.urls)}")
+        yield folder / RING
+    finally:
+        over.set()
+        watcher.join()
+        end(children[-1])
+        Path(job.key_file).unlink(missing_ok=True)
+        (folder / RING).unlink(missing_ok=True)
 
 
 def _remove_cache(cache: str, node: int) -> None:
@@ -442,12 +539,16 @@ def _of(job: ServingJob, model: ModelFacts, adapter: Path | None) -> ServingJob:
     return replace(job, model=str(model.folder.resolve()), shape=shape, dtype=dtype_of(model.folder), adapter=named, rank=rank)
 
 
-def _await(folder: Path, name: str, seconds: float) -> dict[str, Any]:
-    """What a node writes. Raises UserError with the message of a node that gave up, or after ``seconds``."""
+def _await(folder: Path, name: str, seconds: float, ended: Callable[[], int | None] = lambda: None) -> dict[str, Any]:
+    """What a node writes. Raises UserError with the message of a node that gave up, after ``seconds``, and where ``ended``
+    gives an exit code.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if found := _given_up(folder):
             raise found
+        if (code := ended()) is not None:
+            raise UserError(f"the servers ended with exit code {code}", file=str(folder), code=ExitCode.FAILED)
         if name in os.listdir(folder):  # noqa: PTH208
             body: dict[str, Any] = json.loads((folder / name).read_bytes())
             return body

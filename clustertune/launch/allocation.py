@@ -48,11 +48,18 @@ class Allocation:
     name: str = ""
     array_job: str | None = None
     """The id of the array that the job is a task of."""
+    spare: tuple[str, ...] = ()
+    """Further nodes of the job, which do not train: those of the servers of answers."""
 
     @property
     def handle(self) -> str:
         """By which Slurm's commands mean this job alone: one task of an array has the id of the whole."""
         return self.job_id if self.array_job is None else f"{self.array_job}_{self.array_task}"
+
+    def split(self, resolved: Resolved) -> Allocation:
+        """The same with the last nodes left to the servers of answers."""
+        at = max(1, len(self.nodes) - resolved.recipe.server_nodes)
+        return replace(self, nodes=self.nodes[:at], spare=self.nodes[at:])
 
 
 def read() -> Allocation:
@@ -151,7 +158,8 @@ def resolve_for(allocation: Allocation, recipe: str, overrides: Sequence[str], *
     """
     resolved = resolve(recipe, overrides, tiny=tiny)
     slurm_section = resolved.recipe.slurm
-    nodes = len(allocation.nodes) if _takes_any(resolved, "slurm.nodes") else slurm_section.nodes
+    has = len(allocation.nodes) - resolved.recipe.server_nodes
+    nodes = has if _takes_any(resolved, "slurm.nodes") else slurm_section.nodes
     ranks = nodes * ranks_per_node(allocation, resolved)
     return resolved if not tiny or ranks == resolved.world_size else resolve(recipe, overrides, tiny=True, ranks=ranks)
 
@@ -171,10 +179,11 @@ def check(
     if not STAGES.index(stages[0]) <= STAGES.index("train") <= STAGES.index(stages[1]):
         return []
     wanted_nodes, wanted_ranks = resolved.recipe.slurm.nodes, resolved.recipe.slurm.gpus_per_node
-    nodes = len(allocation.nodes)
+    nodes = len(allocation.nodes) - resolved.recipe.server_nodes
     faults = []
     if nodes != wanted_nodes and not _takes_any(resolved, "slurm.nodes"):
-        faults.append(("slurm.nodes", f"the job has {_count(nodes, 'node')}, the recipe asks for {wanted_nodes}"))
+        beside = f" beside {_count(resolved.recipe.server_nodes, 'node')} of servers" if resolved.recipe.server_nodes else ""
+        faults.append(("slurm.nodes", f"the job has {_count(nodes, 'node')}{beside}, the recipe asks for {wanted_nodes}"))
     if not _takes_any(resolved, "slurm.gpus_per_node"):
         has = allocation.gpus_per_node
         if has != wanted_ranks and (cluster.compute.gpus or has):

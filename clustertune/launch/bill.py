@@ -140,15 +140,20 @@ class Bill:
 
 def bill(plan: Plan, cluster: Cluster) -> Bill:
     """What the run that was planned takes on a cluster, all its stages together."""
-    scored = serving.evaluation(plan.resolved, cluster)
+    scored, around = serving.evaluation(plan.resolved, cluster), plan.schedule
+    during = serving.while_training(plan.resolved, cluster, around.steps, around.start.value)
     tokens, cores = tokens_to_prepare(plan.resolved), shape.stage_shapes(plan.resolved, cluster)["prepare"].cpus_per_node
     seconds = {
         "prepare": None if tokens is None else tokens / TOKENS_PER_CPU_S / cores,
         "training": None if plan.hours is None else plan.hours * 3600,
+        **({"scores while training": during.seconds} if during is not None else {}),
         "merge": shape.merge_seconds(plan.resolved),
         "evaluation": scored.seconds,
     }
-    training = None if plan.hours is None else plan.hours * plan.strategy.world_size
+    training = None if plan.hours is None else plan.hours * plan.gpus
+    if during is not None:  # all GPUs of the training wait for them
+        hours = None if during.seconds is None else during.seconds / 3600 * plan.gpus
+        training = None if training is None or hours is None else training + hours
     rate = price(plan.machine.gpu)
     return Bill(training, scored.gpu_hours, plan.low, plan.high, seconds, rate, _saving(plan, cluster, scored, rate))
 

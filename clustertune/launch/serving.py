@@ -117,6 +117,13 @@ def serving(size: ModelSize, gpu_bytes: float | None, gpus: int, nodes: int, doc
     return None
 
 
+def rollout_serving(resolved: Resolved, gpus: int) -> Serving:
+    """The servers of one node beside a trainer (``rollout: servers``). ``gpus``: the node's; 0: one server on the CPU."""
+    args, wide = resolved.train_args, resolved.recipe.servers.tensor_parallel_size
+    length = int(args["max_prompt_length"]) + int(args["max_completion_length"])
+    return Serving(max(1, gpus // wide), wide if gpus else 1, 1, length, MOST)
+
+
 def seconds(found: Serving, size: ModelSize, hbm_bytes_s: float, documents: int, answer_tokens: int) -> float:
     """An estimate of an evaluation's wall time: start, reading the weights, and the steps of the longest answers.
 
@@ -207,6 +214,46 @@ def evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     count = f"{settings.limit or like.documents} prompts each"
     assumed = f"assuming the time of {like.title} for {', '.join(others)}, {count}" if others else ""
     return replace(_evaluation(resolved, cluster), assumed=assumed)
+
+
+@dataclass(frozen=True)
+class WhileTraining:
+    """What the scores of checkpoints take while the training is under way (``eval.during``)."""
+
+    times: int | None
+    """How many checkpoints are scored; None: the number of steps is not known."""
+    each_seconds: float | None
+    """That the training stands still for one, its next start included; None: not known."""
+    base_seconds: float
+    """Of the base, with the first."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Of all together; None: not known."""
+        return None if self.times is None or self.each_seconds is None else self.times * self.each_seconds + self.base_seconds
+
+    def __str__(self) -> str:
+        many = "an unknown number of checkpoints" if self.times is None else f"{self.times} checkpoints"
+        each = "" if self.each_seconds is None else f", about {self.each_seconds / 60:.0f} min each, the next start included"
+        return f"scores while training: {many}{each}; the training stands still meanwhile"
+
+
+def while_training(resolved: Resolved, cluster: Cluster, steps: int | None, start_seconds: float) -> WhileTraining | None:
+    """What ``eval.during`` takes; None where the recipe does not ask for it.
+
+    ``steps``: of the training; ``start_seconds``: until its ranks take their first step.
+    """
+    wanted, saved = resolved.recipe.eval.during, resolved.recipe.save
+    if wanted is None:
+        return None
+    asked = resolved.recipe.model_copy(update={"eval": resolved.recipe.eval.of_checkpoints(wanted)})
+    found = evaluation(replace(resolved, recipe=asked), cluster)
+    times = None
+    if steps is not None:
+        milestones = saved.milestones if saved is not None else ()
+        times = sum(wanted.is_due(step, milestones) for step in range(1, steps)) + 1
+    each = None if found.seconds is None else found.seconds + start_seconds
+    return WhileTraining(times, each, found.seconds or 0.0)
 
 
 def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:

@@ -162,7 +162,7 @@ def train_shape(resolved: Resolved, cluster: Cluster) -> JobShape:
     else:
         least = host_bytes(resolved, cluster) / GIB
         memory = _at_most_node(max(math.floor(compute.memory_gb * share), math.ceil(1.1 * least)), cluster)
-    return JobShape(nodes, gpus, ranks, cpus, memory, minutes, *site_fields(cluster))
+    return JobShape(nodes + resolved.recipe.server_nodes, gpus, ranks, cpus, memory, minutes, *site_fields(cluster))
 
 
 def _helper(resolved: Resolved, cluster: Cluster, *, cpus: int, memory: float, minutes: float) -> JobShape:
@@ -237,12 +237,16 @@ def find_problems(resolved: Resolved, cluster: Cluster, *, memory: bool = True) 
     def add(key: str, message: str, fix: str | None = None) -> None:
         problems.append(Problem(message, file=resolved.name, key=key, fix=fix))
 
-    if nodes > have:
+    if (nodes := nodes + resolved.recipe.server_nodes) > have:
         fix = f"slurm.nodes={have}, or --cluster NAME for another cluster" if have else "--cluster NAME for another cluster"
         add("slurm.nodes", f"the recipe needs {nodes} nodes; {called} has {have} compute node{'s' if have != 1 else ''}", fix)
     if compute.gpus and ranks > compute.gpus:
         fix = f"slurm.gpus_per_node={compute.gpus}"
         add("slurm.gpus_per_node", f"the recipe needs {ranks} GPUs per node; {called} has {compute.gpus}", fix)
+    shared = serving.evaluation(resolved, cluster).serving if resolved.recipe.eval.during is not None else None
+    if shared is not None and shared.nodes > nodes:
+        text = f"the model is served over {shared.nodes} nodes, and the training has {nodes}: no place to score checkpoints"
+        add("eval.during", text, "leave it out, or train on as many nodes")
     minutes = parse_minutes(resolved.recipe.slurm.time) or 0
     if not minutes:
         add("slurm.time", f"{resolved.recipe.slurm.time} leaves no time to run", "slurm.time=24:00:00")

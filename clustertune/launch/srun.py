@@ -119,12 +119,13 @@ def in_job(
     *,
     binds: Sequence[str | Path],
     environ: Mapping[str, str] = os.environ,
-    nodes: int | None = None,
+    on: Sequence[str] | None = None,
     options: Sequence[str] = (),
 ) -> list[str]:
-    """:func:`in_step` with what a job has, on all of its nodes or so many of them."""
+    """:func:`in_step` with what a job has, on all of its nodes that train, or those named."""
+    named = on if on is not None else allocation.nodes if allocation.spare else None
+    nodes, options = len(named or allocation.nodes), [*options, *([f"--nodelist={','.join(named)}"] if named else [])]
     cpus, gpus = requested_cpus(environ) or allocation.cpus_per_node, bool(allocation.gpus_per_node)
-    nodes = nodes or len(allocation.nodes)
     return in_step(command, cluster, binds=binds, nodes=nodes, cpus=cpus, gpus=gpus, environ=environ, options=options)
 
 

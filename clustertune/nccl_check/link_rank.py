@@ -78,7 +78,7 @@ class Buffers:
 
     def holds(self, part: torch.Tensor, add: float, scale: float = 1.0, offset: int = 0) -> bool:
         """Whether ``part[i] == scale * ((i + offset) % PERIOD) + add`` everywhere."""
-        return torch.equal(part, _pattern(part, offset).to(torch.float32).mul_(scale).add_(add))
+        return bool(torch.equal(part, _pattern(part, offset).to(torch.float32).mul_(scale).add_(add)))
 
 
 def _pattern(part: torch.Tensor, offset: int = 0) -> torch.Tensor:

@@ -78,7 +78,7 @@ def bottleneck(plan: Plan) -> str:
         "optimizer": "The optimizer: {share} of the time; a larger batch or more ranks spread it.",
         "evaluation": "Evaluation: {share} of the time; evaluate less often or fewer sequences.",
         "checkpoint": "Checkpoints: {share} of the time; save less often or to faster storage.",
-        "generation": "Generating the answers: {share} of the time; shorter ones, or train.use_vllm, take less.",
+        "generation": "Generating the answers: {share} of the time; shorter ones take less, so does vLLM.",
         "load": "Start-up and loading: {share} of the time; the training itself is short.",
     }
     return phrases[name].format(share=f"{share:.0%}")
@@ -269,7 +269,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "hfu": plan.utilisation(hardware=True),
         "hours": hours,
         "hours_range": None if hours is None else [hours * plan.low, hours * plan.high],
-        "gpu_hours": None if hours is None else hours * plan.strategy.world_size,
+        "gpu_hours": None if hours is None else hours * plan.gpus,
         "bottleneck": bottleneck(plan),
         "bandwidth_source": bandwidth_source(plan),
         "communication": [

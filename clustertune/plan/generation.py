@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from clustertune.host.system import GIB
 from clustertune.plan.constants import BYTES, SECONDS, Term
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.strategy import HALF, ModelShape, Rollouts
@@ -22,14 +25,80 @@ NOTE = (
 VLLM = "vLLM's start, its waking and the copies of the weights into it are not counted; it takes its share of the GPU's memory"
 
 
+SERVER_SHARE, SERVER_BYTES, MOST_AT_ONCE = 0.9, 5e9, 256
+"""Of a server, as of the evaluation's (:mod:`clustertune.launch.serving`): vLLM's share of a GPU's memory, what is not cache of
+it, and the answers that are under way at most."""
+
+
 def cache_bytes(shape: ModelShape) -> float:
     """Of one token's keys and values in all layers, 16 bits each."""
     kinds = shape.counted.layers
     return HALF * sum(kind.count * kind.attention.kv_heads * (kind.attention.qk_dim + kind.attention.v_dim) for kind in kinds)
 
 
+@dataclass(frozen=True)
+class RolloutServer:
+    """One of vLLM's servers beside a trainer."""
+
+    count: int
+    """Equal servers, on all of their nodes."""
+    weights: float
+    """Bytes on each of its GPUs."""
+    room: float
+    """Bytes for the cache on each of its GPUs; negative: the weights do not fit."""
+    each: float
+    """Bytes of cache of an answer at its longest, on each GPU."""
+
+    @property
+    def answers(self) -> int:
+        """That it works on at once."""
+        return max(0, min(MOST_AT_ONCE, int(self.room // self.each)))
+
+    def __str__(self) -> str:
+        many = f"{self.count} server{'s' if self.count != 1 else ''}"
+        text = f"{many}: {self.weights / GIB:.1f} GiB of weights on each GPU, and room for {self.answers} answers"
+        return f"{text} at once in {self.room / GIB:.1f} GiB"
+
+
+def server_of(shape: ModelShape, machine: PlanMachine) -> RolloutServer | None:
+    """The servers of ``rollout: servers``; None where the ranks generate."""
+    rollouts = shape.strategy.rollouts
+    if rollouts is None or not rollouts.server_nodes:
+        return None
+    wide = rollouts.server_gpus
+    weights, cache = HALF * shape.parameters / wide, cache_bytes(shape) * (rollouts.prompt + rollouts.completion) / wide
+    count = rollouts.server_nodes * (machine.gpus_per_node // wide)
+    return RolloutServer(count, weights, SERVER_SHARE * machine.usable_bytes - SERVER_BYTES - weights, cache)
+
+
+def find_problem(shape: ModelShape, machine: PlanMachine) -> str | None:
+    """What keeps the servers from holding the model and an answer; None: nothing."""
+    rollouts, found = shape.strategy.rollouts, server_of(shape, machine)
+    if rollouts is None or found is None or found.answers:
+        return None
+    if not found.count:
+        return f"{rollouts.server_gpus} GPUs, and a node has {machine.gpus_per_node}"
+    return (
+        f"{found.weights / GIB:.0f} GiB of weights on each GPU leave no room for an answer of {machine.usable_bytes / GIB:.0f}"
+    )
+
+
+def _of_servers(shape: ModelShape, machine: PlanMachine, answers: int, rollouts: Rollouts, found: RolloutServer) -> Any:
+    """As :func:`seconds`, of the answers of all ranks: each server makes its share, as many at once as it has room for."""
+    mine = math.ceil(answers * shape.strategy.data_parallel_size / found.count)
+    at_once = min(mine, found.answers)
+    each = found.each * (rollouts.prompt + rollouts.completion / 2) / (rollouts.prompt + rollouts.completion)
+    token = (found.weights + at_once * each) / (machine.hbm_bytes_per_s * BANDWIDTH_SHARE)
+    tokens = rollouts.completion * math.ceil(mine / at_once)
+    values = {"tokens": tokens, "answers": at_once, "weights": found.weights / 1e9, "token": token, "cache": each / 1e9}
+    return tokens * token, values
+
+
 def seconds(shape: ModelShape, machine: PlanMachine, answers: int, rollouts: Rollouts) -> tuple[float, Mapping[str, Any]]:
     """Of ``answers`` that one rank generates together, and the numbers that it follows from."""
+    if (server := server_of(shape, machine)) is not None and server.answers:
+        found: tuple[float, Mapping[str, Any]] = _of_servers(shape, machine, answers, rollouts, server)
+        return found
     weights, each = HALF * shape.parameters, cache_bytes(shape) * (rollouts.prompt + rollouts.completion / 2)
     token = (weights + answers * each) / (machine.hbm_bytes_per_s * BANDWIDTH_SHARE)
     if not rollouts.vllm:
@@ -51,7 +120,7 @@ def of_step(shape: ModelShape, machine: PlanMachine) -> Term | None:
 def held(shape: ModelShape) -> list[Term]:
     """Beside what rests: the gathered weights, and the cache of all answers at their longest. Of vLLM nothing: see ``NOTE``."""
     rollouts = shape.strategy.rollouts
-    if rollouts is None or rollouts.vllm:
+    if rollouts is None or rollouts.vllm or rollouts.server_nodes:
         return []
     gathered = shape.gathered if shape.strategy.weight_shards > 1 else 0.0
     each = cache_bytes(shape) * (rollouts.prompt + rollouts.completion)

@@ -82,6 +82,12 @@ class Plan(Footprint):
         return self.needed <= left * self.machine.usable_bytes and self.host_bytes <= self.machine.host_bytes
 
     @property
+    def gpus(self) -> int:
+        """That the training's job holds, those of servers included."""
+        beside = self.strategy.rollouts.server_nodes if self.strategy.rollouts is not None else 0
+        return self.strategy.world_size + beside * self.machine.gpus_per_node
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens of all ranks per second, padding left out where the lengths are known."""
         return self.shape.step_tokens * self.useful / self.step.seconds
@@ -146,6 +152,11 @@ def make_plan(
     notes = [*used.notes, *more, *([one.offload.note] if one.offload.note else [])]
     if used.rollouts is not None:
         notes += [generation.NOTE.format(share=generation.BANDWIDTH_SHARE), *([generation.VLLM] if used.rollouts.vllm else [])]
+        if (text := generation.find_problem(shape, machine)) is not None:
+            fix = "a larger servers.tensor_parallel_size, which divides the GPUs of a node"
+            raise UserError(text, file=resolved.name, key="servers.tensor_parallel_size", fix=fix)
+        if (server := generation.server_of(shape, machine)) is not None:
+            notes.append(f"beside the trainer on {used.rollouts.server_nodes} of the job's nodes {server}")
     copy = save_copy(shape)
     if copy is not None:
         if copy.value <= COPY_SHARE * (machine.host_bytes - room.host_bytes):
@@ -280,8 +291,11 @@ def _packed_length(used: Strategy, lengths: Lengths | None) -> tuple[Strategy, l
 def check_room(resolved: Resolved, used: Strategy, machine: PlanMachine) -> None:
     """More ranks than GPUs, and more nodes than the cluster has, are refused."""
     problems = []
-    if used.nodes > machine.nodes:
-        text = f"{used.nodes}, and {machine.name} has {machine.nodes} compute nodes"
+    beside = used.rollouts.server_nodes if used.rollouts is not None else 0
+    if used.nodes + beside > machine.nodes:
+        text = (
+            f"{used.nodes}{f' and {beside} of servers' if beside else ''}, and {machine.name} has {machine.nodes} compute nodes"
+        )
         fix = f"slurm.nodes={machine.nodes}, or name more in a cluster file"
         problems.append(Problem(text, file=resolved.name, key="slurm.nodes", fix=fix))
     if used.ranks_per_node > machine.gpus_per_node:

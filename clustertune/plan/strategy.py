@@ -17,6 +17,7 @@ from clustertune.recipe import quantization
 from clustertune.recipe.native_rules import MAX_PROMPT, row_tokens
 from clustertune.recipe.parameters import LayerKind, ParameterCount
 from clustertune.recipe.quantization import Quantized
+from clustertune.recipe.sections import Recipe
 from clustertune.resolve import kernels
 from clustertune.resolve.distribution import Distribution
 from clustertune.resolve.resolved import Resolved
@@ -237,6 +238,10 @@ class Rollouts:
     """Optimizer steps that learn from one generation."""
     vllm: float
     """The share of the GPU's memory that vLLM takes; 0: transformers generates."""
+    server_nodes: int = 0
+    """Nodes of vLLM's servers beside the trainer; 0: the ranks generate."""
+    server_gpus: int = 1
+    """GPUs that share each layer of a server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,17 +359,18 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
         answers=2 if resolved.is_dpo else 1,
         eval_batch=0 if args["eval_strategy"] == "no" or resolved.is_grpo else int(args["per_device_eval_batch_size"]),
         reference_bytes=loaded_bytes(args) if compared and resolved.lora is None else 0.0,
-        rollouts=_rollouts(args) if resolved.is_grpo else None,
+        rollouts=_rollouts(args, resolved.recipe) if resolved.is_grpo else None,
     )
 
 
-def _rollouts(args: Mapping[str, Any]) -> Rollouts:
+def _rollouts(args: Mapping[str, Any], recipe: Recipe) -> Rollouts:
     """TRL's rule: without ``steps_per_generation`` a generation is for one optimizer step (GRPOConfig.__post_init__)."""
     accumulation = int(args["gradient_accumulation_steps"])
     parts = int(args["steps_per_generation"] or accumulation)
     answers, steps = int(args["per_device_train_batch_size"]) * parts, parts * int(args["num_iterations"]) / accumulation
     vllm = float(args["vllm_gpu_memory_utilization"]) if args["use_vllm"] else 0.0
-    return Rollouts(answers, int(args[MAX_PROMPT]), int(args["max_completion_length"]), steps, vllm)
+    beside = (recipe.server_nodes, recipe.servers.tensor_parallel_size)
+    return Rollouts(answers, int(args[MAX_PROMPT]), int(args["max_completion_length"]), steps, vllm, *beside)
 
 
 def _sequence(args: Mapping[str, Any]) -> int:
@@ -497,8 +503,12 @@ class ModelShape:
     @property
     def gathered(self) -> float:
         """Bytes of all weights in an all-gather."""
-        plan = self.strategy
-        return self.body * plan.gather_bytes + self.ends * (min(2.0, plan.other_bytes) if self.quantised else plan.gather_bytes)
+        return self.body * self.strategy.gather_bytes + self.ends * self.end_bytes
+
+    @property
+    def end_bytes(self) -> float:
+        """Bytes of a parameter of embedding and head in an all-gather."""
+        return min(2.0, self.strategy.other_bytes) if self.quantised else self.strategy.gather_bytes
 
     @cached_property
     def local_trained(self) -> float:

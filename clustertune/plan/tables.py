@@ -69,7 +69,7 @@ def _rows(plan: Plan, whole: Mapping[str, str]) -> dict[str, str]:
     }
     if plan.hours is not None:
         hours = f"{plan.hours:.2f} h ({plan.hours * low:.2f} to {plan.hours * high:.2f})"
-        found["training"] = f"{hours}, {plan.schedule.steps:,} steps, on {used.world_size} x {plan.machine.gpu}"
+        found["training"] = f"{hours}, {plan.schedule.steps:,} steps, on {plan.gpus} x {plan.machine.gpu}"
     found |= whole
     found["host memory"] = f"{plan.host_bytes / GIB:,.0f} of {plan.machine.host_bytes / GIB:,.0f} GiB per node"
     disk = ", ".join(f"{name} {size / 1e9:,.1f} GB" for name, size in plan.schedule.disk.items())
@@ -199,7 +199,7 @@ def _hours(value: float) -> str:
 def _worth(option: CostedCandidate, plan: Plan, money: Callable[[float | None], float | None], currency: str) -> str:
     """An option's hours and money, and what it saves of the recipe's."""
     seconds, spent = option.step_s, money(_gpu_hours(option))
-    paid = money(None if plan.hours is None else plan.hours * plan.strategy.world_size)
+    paid = money(None if plan.hours is None else plan.hours * plan.gpus)
     worth = f"{quantity(seconds, 's')} a step" if option.hours is None else f"{_hours(option.hours)} h"
     worth += f" of training; the whole run costs {spent:,.2f} {currency}" if spent is not None else " of training"
     if not plan.fits:

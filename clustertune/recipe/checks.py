@@ -63,6 +63,7 @@ def check_schema(values: Mapping[str, Any], location: Callable[[KeyPath], str]) 
             yield path, text, fix if fix or len(path) > 1 else _section_of(path[0])
     yield from _check_scores(values)
     yield from check_reward(values)
+    yield from _check_during(values)
     model, data = values.get("model"), values.get("data")
     if isinstance(model, dict):
         if model.get("weights", "hub") == "hub" and not model.get("path"):
@@ -273,17 +274,41 @@ def check_reward(values: Mapping[str, Any]) -> Iterator[Found]:
         known = ", ".join(REWARD_OPTIONS)
         fix = f"write reward: [{next(iter(REWARD_OPTIONS))}]; there are {known}, and module:function of the recipe folder"
         yield ("reward",), "missing: trainer: grpo learns by rewards", fix
-    for key in ("reward", "rollout") if not grpo else ():
+    for key in ("reward", "rollout", "servers") if not grpo else ():
         if values.get(key) is not None:
             yield (key,), f"trainer: {values.get('trainer') or 'sft'} does not read it", "write trainer: grpo, or leave it out"
-    if values.get("rollout") == "servers":
-        text = "servers: generation on servers beside the trainer is not built"
-        yield ("rollout",), text, "write rollout: colocate; train.use_vllm=true has vLLM generate on the GPUs that train"
+    train = values.get("train")
+    if grpo and values.get("rollout") == "servers":
+        if values.get("lora") is None:
+            text = "servers: they are given adapters; with all parameters trained the whole model would go to them in each step"
+            yield ("rollout",), text, "train an adapter: lora; or write rollout: colocate"
+        if isinstance(train, dict) and train.get("use_vllm"):
+            yield ("train", "use_vllm"), "vLLM would generate on the GPUs that train too", "leave it out with rollout: servers"
     names = [reward.name for reward in read_rewards(given)]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield ("reward",), f"{name} twice: rewards are logged by their names", "give each function a name of its own"
     for at, reward in enumerate(read_rewards(given)):
         yield from ((("reward", str(at)), text, fix) for text, fix in _check_options(reward))
+
+
+def _check_during(values: Mapping[str, Any]) -> Iterator[Found]:
+    """Scores while training: only of an adapter, which is scored without a merge."""
+    found = read_section(Eval, values.get("eval"))
+    if found is None or found.during is None:
+        return
+    at = ("eval", "during")
+    if values.get("megatron") is not None:
+        yield at, "Megatron-Bridge's checkpoints are no adapters: they are exported once, at the end", "leave it out"
+    elif values.get("lora") is None:
+        text = "all parameters are trained: each score would write the whole model once more"
+        yield at, text, "leave it out, or train an adapter: lora"
+    saved = values.get("save")
+    if found.during.every == "milestone" and not (isinstance(saved, dict) and saved.get("milestones")):
+        yield (
+            (*at, "every"),
+            "milestone: the recipe names no milestones",
+            "write save: {milestones: [100, 200]}, or a number of steps",
+        )
 
 
 def read_rewards(given: Any) -> list[Reward]:

@@ -8,6 +8,7 @@ the queue.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -279,6 +280,30 @@ class Slurm(Section):
     that, and what is read is on shared storage."""
 
 
+def _check_scored(value: Any) -> Any:
+    if value != "milestone" and not (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        raise ValueError("is not milestone, nor a number of steps")
+    return value
+
+
+class During(Section):
+    """Scores of the checkpoints while the training is under way: it stands still for them."""
+
+    every: Annotated[Any, AfterValidator(_check_scored)]
+    """A number of optimizer steps, behind which a checkpoint is saved and scored; ``milestone``: the steps of
+    ``save.milestones``. The base, as the reference, and the last step are scored besides."""
+    tasks: Annotated[list[TaskName], Field(min_length=1)] | None = None
+    """Of those in ``eval.tasks``; None: all."""
+    limit: Positive = 64
+    """Documents of each task."""
+    keep: Literal["last", "best"] = "last"
+    """What is exported: the last checkpoint, or the one whose paired difference to the base is the largest."""
+
+    def is_due(self, step: int, milestones: Collection[int]) -> bool:
+        """Whether the checkpoint of a step is to be scored, the last one's aside."""
+        return step in milestones if self.every == "milestone" else step % int(self.every) == 0
+
+
 class Eval(Section):
     """How the model is scored, in lm-eval's names."""
 
@@ -306,15 +331,23 @@ class Eval(Section):
     minutes."""
     base: bool = False
     """Score the base model too, and compare document by document."""
+    during: During | None = None
     pass_mark: Scores = {}
     """Lowest score that passes, by task and metric; the stage fails below."""
     pass_difference: Differences = {}
     """Lowest difference to the base that passes, by task and metric; needs ``base``."""
 
+    def of_checkpoints(self, during: During) -> Eval:
+        """What is asked of each checkpoint that is scored while training, and of the base: the same in all else."""
+        own = {"tasks": during.tasks or self.tasks, "limit": during.limit, "data": None, "base": False}
+        return self.model_copy(update={**own, "pass_mark": {}, "pass_difference": {}})
+
     @model_validator(mode="after")
     def _has_base(self) -> Eval:
         if not self.tasks and self.data is None:
             raise ValueError("nothing is asked: name tasks of lm-eval, or data: a file of prompts")
+        if self.during is not None and not (self.tasks and {*(self.during.tasks or self.tasks)} <= {*self.tasks}):
+            raise ValueError("during.tasks are some of eval.tasks: name them there too")
         if self.pass_difference and not self.base:
             raise ValueError("pass_difference compares with the base: set base: true")
         return self
@@ -492,6 +525,15 @@ class Reward(Section):
         return self
 
 
+class RolloutServers(Section):
+    """vLLM's servers beside the trainer, with ``rollout: servers``."""
+
+    nodes: Annotated[Positive, Field(le=10_000)] = 1
+    """Beside those of ``slurm.nodes``, which train."""
+    tensor_parallel_size: Positive = 1
+    """GPUs of a node that share each layer; a node with more of them has several servers."""
+
+
 class Recipe(Section):
     """The sections of a recipe whose keys are clustertune's own, after its base and the overrides are laid over each other."""
 
@@ -505,7 +547,8 @@ class Recipe(Section):
     reward: Annotated[list[Reward], Field(min_length=1)] | None = None
     """What answers are judged by, with ``trainer: grpo``: names, or ``{function: NAME, weight: 1.0, ...options}``."""
     rollout: Literal["colocate", "servers"] = "colocate"
-    """Where answers are generated: ``colocate`` on the GPUs that train. ``servers`` beside them is not built."""
+    """Where answers are generated: ``colocate`` on the GPUs that train, or on vLLM's ``servers`` in the same job."""
+    servers: RolloutServers = RolloutServers()
     accelerate: Annotated[str, form(rf"{NAME}\.yaml", "the name of a .yaml file in the recipe folder")] = "accelerate.yaml"
     """The distribution: an accelerate configuration file in the recipe folder."""
     activation_checkpointing: ActivationCheckpointing | None = None
@@ -523,6 +566,11 @@ class Recipe(Section):
     budget: Budget | None = None
     push: Push | None = None
     save: Save | None = None
+
+    @property
+    def server_nodes(self) -> int:
+        """Nodes of a training's job beside those of the training."""
+        return self.servers.nodes if self.rollout == "servers" else 0
 
 
 class RecipeFile(Recipe):

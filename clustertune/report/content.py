@@ -15,8 +15,9 @@ from clustertune.console import duration
 from clustertune.errors import ExitCode
 from clustertune.evaluate import scores as evaluation
 from clustertune.recipe.sections import OWN_PROMPTS
-from clustertune.report.metrics import WARM_UP, Metrics
+from clustertune.report.metrics import WARM_UP, Metrics, ScoresRecord
 from clustertune.resolve.resolved import Resolved
+from clustertune.rundir import SCORES
 
 Row = list[str]
 
@@ -135,7 +136,8 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any
     memory = steps.known("memory_bytes")
     if memory:
         add("Peak memory", size(max(memory)), "largest of all ranks")
-    seconds = [record["seconds"] for record in stages.values() if isinstance(record.get("seconds"), int | float)]
+    apart = (record for name, record in stages.items() if name != SCORES)  # those lie within the training
+    seconds = [record["seconds"] for record in apart if isinstance(record.get("seconds"), int | float)]
     if seconds:
         add("Wall time", duration(sum(seconds)), f"training {duration(get(stages, 'train', 'seconds'))}")
     add("Trainable parameters", number(trained))
@@ -274,6 +276,15 @@ def forecast_note(planned: Any) -> str:
     calibrated = get(planned, "calibrated")
     how = "calibrated with earlier runs" if calibrated else "not calibrated: clustertune plan --calibrate learns from this run"
     return f"Bandwidth {get(planned, 'bandwidth_source')}; {how}."
+
+
+def in_words(scored: ScoresRecord) -> str:
+    """``ifeval 0.4063, +0.0312 to the base``, task by task."""
+    parts = []
+    for task, value in scored.tasks.items():
+        difference = scored.differences.get(task)
+        parts.append(f"{task} {score(value)}" + ("" if difference is None else f", {difference:+.4f} to the base"))
+    return "; ".join(parts)
 
 
 def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[Row]:

@@ -104,6 +104,29 @@ class EvalRecord:
 
 
 @dataclass(frozen=True)
+class ScoresRecord:
+    """Scores of a checkpoint, taken while the training was under way, beside the base's."""
+
+    step: int
+    attempt: int
+    time: float | None
+    """Unix seconds."""
+    tasks: dict[str, float | None]
+    """The headline of each task."""
+    differences: dict[str, float | None]
+    """To the base on the same documents; positive is better."""
+    difference: float | None
+    """Their mean."""
+    seconds: float | None
+    """That the training stood still, but for its start."""
+
+    def base(self, task: str) -> float | None:
+        """The base's score on the same documents."""
+        value, difference = self.tasks.get(task), self.differences.get(task)
+        return None if value is None or difference is None else value - difference
+
+
+@dataclass(frozen=True)
 class AnswerRecord:
     """An answer to a held-out prompt."""
 
@@ -192,6 +215,8 @@ class Metrics:
     """By step."""
     evals: list[EvalRecord] = field(default_factory=list)
     """By step."""
+    scores: list[ScoresRecord] = field(default_factory=list)
+    """By step."""
     checkpoints: list[CheckpointRecord] = field(default_factory=list)
     """In file order, removals included."""
     stages: list[StageRecord] = field(default_factory=list)
@@ -227,6 +252,7 @@ class MetricsReader:
     def __init__(self) -> None:
         self.steps: dict[int, StepRecord] = {}
         self.evals: dict[int, EvalRecord] = {}
+        self.scores: dict[int, ScoresRecord] = {}
         self.checkpoints: list[CheckpointRecord] = []
         self.stages: dict[str, StageRecord] = {}
         self.attempts: dict[int, dict[str, Any]] = {}
@@ -237,7 +263,7 @@ class MetricsReader:
         self._place = 0
         self.answers: list[AnswerRecord] = []
         self.alarm: str | None = None
-        names = ("start", "step", "eval", "answer", "alarm", "checkpoint", "startup", "stage", "stop")
+        names = ("start", "step", "eval", "scores", "answer", "alarm", "checkpoint", "startup", "stage", "stop")
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {name: getattr(self, f"_on_{name}") for name in names}
 
     def follow(self, path: Path) -> bytes:
@@ -269,6 +295,7 @@ class MetricsReader:
         return Metrics(
             steps=Steps(sorted(self.steps.values())),
             evals=[self.evals[step] for step in sorted(self.evals)],
+            scores=[self.scores[step] for step in sorted(self.scores)],
             checkpoints=self.checkpoints,
             stages=list(self.stages.values()),
             attempts=[AttemptMetrics(number, **self.attempts[number]) for number in sorted(self.attempts)],
@@ -296,8 +323,9 @@ class MetricsReader:
                 of_one["lost_seconds"] = of_one.get("lost_seconds", 0.0) + max(0.0, ended - since)
         for record in lost:
             del self.steps[record.step]
-        for step in [step for step, record in self.evals.items() if step > start and record.attempt <= number]:
-            del self.evals[step]
+        for records in (self.evals, self.scores):
+            for step in [step for step, record in records.items() if step > start and record.attempt <= number]:
+                del records[step]
 
     def _counts(self, step: int, number: int, before: int | None) -> bool:
         """No later attempt has this step, or resumes from before it. ``before``: the attempt whose record there is."""
@@ -320,9 +348,16 @@ class MetricsReader:
         if self._counts(step, number, self.evals[step].attempt if step in self.evals else None):
             self.evals[step] = EvalRecord(step, number, **{n: _number(event.get(n)) for n in names})
 
+    def _on_scores(self, event: dict[str, Any]) -> None:
+        step, number = _whole(event["step"]), _whole(event.get("attempt", 1))
+        difference, seconds = (_number(event.get(name)) for name in ("difference", "seconds"))
+        tasks, differences = (_named(event.get(name)) for name in ("tasks", "differences"))
+        if self._counts(step, number, self.scores[step].attempt if step in self.scores else None):
+            time = _number(event.get("time"))
+            self.scores[step] = ScoresRecord(step, number, time, tasks, differences, difference, seconds)
+
     def _on_answer(self, event: dict[str, Any]) -> None:
-        step, rewards = _whole(event["step"]), event.get("rewards")
-        named = {str(name): _number(value) for name, value in rewards.items()} if isinstance(rewards, dict) else {}
+        step, named = _whole(event["step"]), _named(event.get("rewards"))
         before = [record for record in self.answers if record.step == step]
         self.answers = [*before, AnswerRecord(step, str(event["prompt"]), str(event["answer"]), named)]
 
@@ -399,3 +434,8 @@ def _number(value: Any) -> float | None:
     if type(value) is float:
         return value
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _named(value: Any) -> dict[str, float | None]:
+    """Numbers by name; none where it is not a mapping."""
+    return {str(name): _number(number) for name, number in value.items()} if isinstance(value, dict) else {}

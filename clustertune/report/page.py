@@ -311,11 +311,20 @@ def training_plots(
         scaled = [None if value is None else value * factor for value in values]
         return plots.Line("eval", at, scaled, plots.SECOND, marked=True)
 
+    scored_at = [one.step for one in metrics.scores]
+    by_task = []
+    for task in dict.fromkeys(task for one in metrics.scores for task in one.tasks):
+        values, base = [one.tasks.get(task) for one in metrics.scores], [one.base(task) for one in metrics.scores]
+        by_task += [
+            plots.Line(task, scored_at, values, plots.SECOND, marked=True),
+            plots.Line(f"{task}, base", scored_at, base),
+        ]
     pairs = bool(metrics.steps.known("reward_margin"))
     rewards = [train("train", "reward_accuracy", 100), evaluated("eval_reward_accuracy", 100)]
     margins = [train("train", "reward_margin"), evaluated("eval_reward_margin")]
     wanted: list[tuple[str, list[plots.Line], str, bool]] = [
         ("Loss", [train("train", "loss"), evaluated("eval_loss")], f"nats per {'pair' if pairs else 'token'}", False),
+        ("Scores while training", by_task, "headline of each task", False),
         ("Reward accuracy", rewards, "% of the pairs", False),
         ("Reward margin", margins, "chosen less rejected", False),
         ("Reward", [train("train", "reward"), evaluated("eval_reward")], "mean of the answers", False),
@@ -461,11 +470,12 @@ def time_axis(metrics: Metrics, attempts: Sequence[AttemptCost], now: float | No
                 faults.append((tries[-1][1], f"{stage.stage} failed"))
     if attempts:
         lanes["train"] = []
+    scored = {record.attempt for record in metrics.scores}  # these ended for it
     for attempt in attempts:
         runs = now is not None and attempt is attempts[-1] and attempt.ended is None
         ended = now if runs and now is not None else attempt.ended or attempt.seen
         lanes["train"].append((attempt.begun, ended, f"attempt {attempt.attempt}"))
-        if not runs and attempt.code != ExitCode.OK:
+        if not runs and attempt.code != ExitCode.OK and not (attempt.code == ExitCode.AGAIN and attempt.attempt in scored):
             what = "no outcome: killed, or still running" if attempt.code is None else f"exit code {attempt.code}"
             faults.append((ended, f"attempt {attempt.attempt} ended with {what}"))
     lanes = {name: tries for name, tries in lanes.items() if tries}
@@ -484,6 +494,11 @@ def time_axis(metrics: Metrics, attempts: Sequence[AttemptCost], now: float | No
         for record in saves[-SAVES:]
         if record.time
     ]
+    marks += [
+        (place(one.time), "score", f"step {number(one.step)} scored: {content.in_words(one)}, {moment(one.time)}")
+        for one in metrics.scores
+        if one.time
+    ]
     marks += [(place(at), "fault", f"{text}, {moment(at)}") for at, text in faults]
     events = [(begun, ended, text) for tries in lanes.values() for begun, ended, text in tries]
     return {
@@ -501,6 +516,7 @@ def time_axis(metrics: Metrics, attempts: Sequence[AttemptCost], now: float | No
         "rows": [[text, moment(begun), duration(end - begun)] for begun, end, text in sorted(events)],
         "faults": [f"{text}, {moment(at)}" for at, text in sorted(faults)],
         "saves": len(saves),
+        "scores": [text for _, kind, text in marks if kind == "score"],
     }
 
 

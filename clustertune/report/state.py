@@ -68,7 +68,9 @@ def evaluation_of(run: RunDir, now: float) -> EvaluationProgress | None:
     try:
         if now - float(found["time"]) > EVALUATION_SILENT_SECONDS:
             return None
-        which = "tuned" if Path(found["model"]).resolve() == run.merged.resolve() else "base"
+        model = Path(found["model"]).resolve()
+        tuned = model == run.merged.resolve() or model.is_relative_to(run.scores.resolve())
+        which = "tuned" if tuned else "base"
         left = found["eta_s"]
         return EvaluationProgress(which, int(found["done"]), int(found["total"]), None if left is None else float(left))
     except (KeyError, TypeError, ValueError):

@@ -190,6 +190,7 @@ class Resolved:
             body["world_size"] = self.world_size
         if self.is_grpo:
             body |= {"reward": recipe["reward"], "reward_code": self.reward_code}
+            body |= {"rollout": "servers"} if self.recipe.rollout == "servers" else {}  # other answers than the ranks' own
         return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def counts(self, key: str) -> bool:

@@ -124,14 +124,20 @@ def tiny_layer(values: dict[str, Any], folder: Path, data_parallel_size: int) ->
         "expect": None,
         **{key: None for key in CHOOSING if isinstance(data, dict) and data.get(key) is not None},
     }
+    during = isinstance(scored := values.get("eval"), dict) and scored.get("during") is not None
     own: dict[str, Any] = data if trainer == "grpo" and isinstance(data, dict) and data.get("input") is not None else {}
     return {
         "model": {"weights": "random", "revision": None, "path": None},
         # A reward of the recipe's own reads columns that no other prompts have.
         "data": {"limit": min(usable(own.get("limit"), MAX_PROMPTS), MAX_PROMPTS), "expect": None} if own else shipped,
+        # Its servers would need vLLM; a command line that has a program in its place asks for them.
+        **({"rollout": "colocate"} if values.get("rollout") == "servers" else {}),
         **({"reward": [FIRST_TASK]} if trainer == "grpo" and not own else {}),
         "train": _train(train, data_parallel_size) if trainer != "grpo" else _rollouts(train, data_parallel_size),
-        "eval": {"tasks": [FIRST_TASK], "max_gen_toks": MAX_NEW_TOKENS, "base": False, "pass_mark": {}, "pass_difference": {}},
+        "eval": {
+            **{"tasks": [FIRST_TASK], "max_gen_toks": MAX_NEW_TOKENS, "base": False, "pass_mark": {}, "pass_difference": {}},
+            **({"during": {"every": EVERY, "tasks": [FIRST_TASK], "limit": 4}} if during else {}),
+        },
         "expect": {},
         "push": None,
         "slurm": {"signal_seconds": SIGNAL_SECONDS},

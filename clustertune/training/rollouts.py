@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,9 @@ from trl.trainer.utils import RepeatSampler
 
 from clustertune.data.rewards import text_of
 from clustertune.replaced import replaced
+from clustertune.rundir import ROLLOUT_SERVERS
 from clustertune.training.recompute import layers_of
+from clustertune.training.rollout_servers import ServerRing
 from clustertune.training.trainer import ReferenceTrainer
 
 SAMPLES = 3
@@ -93,6 +97,13 @@ class RolloutTrainer(ReferenceTrainer, GRPOTrainer):  # type: ignore[misc]
         """Mean reward of each generation of training so far."""
         with replaced(grpo_trainer, prepare_fsdp=lambda model, _: model):  # as in PreferenceTrainer
             super().__init__(*args, **kwargs)
+        self._ring: ServerRing | None = None
+        """The servers that generate; None: the ranks do."""
+        self._served: int | None = None
+        """The step whose adapter they have."""
+        if file := os.environ.get(ROLLOUT_SERVERS):
+            self._ring = ServerRing(Path(file), self.beat)
+            self.use_vllm = True  # from here on TRL corrects for how the servers' probabilities differ from the model's
 
     # -- the order of prompts --------------------------------------------------------------------------------------
 
@@ -125,6 +136,41 @@ class RolloutTrainer(ReferenceTrainer, GRPOTrainer):  # type: ignore[misc]
             made = super()._generate(*args, **kwargs)
         self._total_train_tokens = int(self.state.num_input_tokens_seen)
         return made
+
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._ring is None:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        self._serve(self._ring)
+        # Of torch's generator, as generation in the rank: a checkpoint has its state, and an evaluation its own seed.
+        seeds = torch.randint(0, 2**31 - 1, (len(prompt_ids),)).tolist()
+        sampling = {
+            "max_tokens": self.max_completion_length,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k or -1,
+            "min_p": self.min_p or 0.0,
+            "repetition_penalty": self.repetition_penalty,
+            "stop_token_ids": list(self.eos_token_ids),
+            "skip_special_tokens": False,
+        }
+        answers = self._ring.answer(prompt_ids, seeds, sampling)
+        return [ids for ids, _ in answers], [values for _, values in answers]
+
+    def _serve(self, ring: ServerRing) -> None:
+        """Give the servers the adapter of this step, where they have another. All ranks call it together."""
+        step = int(self.state.global_step)
+        if self._served == step:
+            return
+        model = self.accelerator.unwrap_model(self.model)
+        name, trained = f"adapter-{self.store.attempt}-{step}", {}
+        for key, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                trained[key] = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        if self.group.rank == 0:
+            ring.publish(model, trained, name)
+        self.group.barrier()
+        ring.use(name)
+        self._served = step
 
     @contextmanager
     def _for_generation(self, model: Any, accelerator: Any, **_: Any) -> Iterator[Any]:

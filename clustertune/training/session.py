@@ -464,11 +464,13 @@ class Session:
             self._train(trainer, checkpoint)
             finished = trainer.is_at_end and not trainer.eval_skipped
             code = ExitCode.OK if finished else ExitCode.AGAIN
+            at = max(start, trainer.state.global_step)
             reason = "finished" if finished else f"asked to stop ({self.attempt.stop.signal_name or 'another rank was'})"
-            if not finished:
-                self.tell(
-                    f"stopped at step {max(start, trainer.state.global_step)} as asked; the same command resumes from there"
-                )
+            if not finished and not self.attempt.stop.is_set and at > start and trainer.is_score_due(at):
+                reason = f"stopped at step {at} for its scores"
+                self.tell(reason)
+            elif not finished:
+                self.tell(f"stopped at step {at} as asked; the same command resumes from there")
         except UserError as error:
             code, reason = error.code, error.problems[0].message
             raise

@@ -165,6 +165,8 @@ class RankTrainer(Base):  # type: ignore[misc]
         """Says when to save where the recipe has a section for it; rank 0 asks it."""
         self.save_due = False
         """All ranks save behind this step."""
+        self.is_score_due: Callable[[int], bool] = lambda _: False
+        """Whether the ranks save and end behind a step, so that its checkpoint is scored (``eval.during``)."""
         self._measured: list[list[float]] = []
         """This rank's figures of each step since the last log line."""
         self._losses: list[torch.Tensor] = []
@@ -288,7 +290,9 @@ class RankTrainer(Base):  # type: ignore[misc]
         stop, taken, is_writing, due = map(bool, self.group.maximum([float(flag) for flag in flags]))
         if taken:
             raise superseded or UserError(Problem("a newer attempt of this run is active; stopping this one"), ExitCode.AGAIN)
-        self.stopping, self.save_due = self.stopping or stop, due
+        step = int(self.state.global_step)
+        scored = at_step_end and step < self.state.max_steps and self.is_score_due(step)
+        self.stopping, self.save_due = self.stopping or stop or scored, due
         if self._saving is not None and not is_writing:
             self._commit()
         return self.stopping

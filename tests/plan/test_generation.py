@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from clustertune.cluster.load import load_cluster
+from clustertune.errors import UserError
 from clustertune.plan.generation import BANDWIDTH_SHARE, cache_bytes
 from clustertune.plan.machine import machine
 from clustertune.plan.predict import Plan, make_plan
@@ -68,3 +69,23 @@ def test_the_reference_costs_a_forward_pass_where_beta_is_above_0(plain: Plan) -
     alone = planned("train.use_vllm=false", "train.beta=0")
     assert alone.step.seconds < plain.step.seconds
     assert planned("lora=null", "train.beta=0.01").strategy.reference_bytes > 0 == alone.strategy.reference_bytes
+
+
+def beside(*overrides: str) -> Plan:
+    return make_plan(resolve("llama70b-ifeval-grpo", list(overrides)), machine(load_cluster("dgx-h100")))
+
+
+def test_servers_read_their_share_and_take_nothing_of_the_ranks() -> None:
+    """128 answers on one server of 8 GPUs: each token reads an eighth of the weights and of half of the cache."""
+    found = beside()
+    read = (2 * found.shape.parameters + 128 * cache_bytes(found.shape) * (512 + 256)) / 8
+    assert seconds(found) == pytest.approx(512 * read / (found.machine.hbm_bytes_per_s * BANDWIDTH_SHARE))
+    assert not any(term.name == "cache of the answers" for moment in found.moments for term in moment.parts)
+    assert found.gpus == 24 and any("1 server: 16.4 GiB" in note for note in found.notes)
+
+
+def test_servers_that_do_not_hold_the_model_are_refused() -> None:
+    with pytest.raises(UserError, match="131 GiB of weights"):
+        beside("servers.tensor_parallel_size=1")
+    with pytest.raises(UserError, match="1 and 32 of servers"):
+        beside("servers.nodes=32", "slurm.nodes=1")

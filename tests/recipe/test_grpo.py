@@ -24,7 +24,8 @@ def refused(*overrides: str, recipe: str = "tiny-grpo") -> list[str]:
         (["reward=[{function: regex, pattern: '('}]"], "reward.0"),
         (["reward=[length]"], "reward.0"),
         (["reward=[ifeval, ifeval]"], "reward"),
-        (["rollout=servers"], "rollout"),
+        (["rollout=servers", "lora=null"], "rollout"),
+        (["rollout=servers", "train.use_vllm=true"], "train.use_vllm"),
         (["train.vllm_mode=server"], "train.vllm_mode"),
         (["train.vllm_server_host=a"], "train.vllm_server_host"),
         (["train.max_length=64"], "train.max_length"),
@@ -39,7 +40,29 @@ def test_what_trl_or_the_ranks_would_refuse_is_refused_here(overrides: list[str]
 
 def test_other_trainers_take_no_reward() -> None:
     assert "reward" in refused("reward=[ifeval]", recipe="tiny-oasst2")
+    assert {"rollout", "servers"} <= {*refused("rollout=servers", "servers.nodes=2", recipe="tiny-oasst2")}
     assert "data.format" in refused("data.format=prompt", recipe="tiny-oasst2")
+
+
+def test_servers_are_nodes_beside_those_that_train_and_answer_otherwise() -> None:
+    apart, plain = resolve("llama70b-ifeval-grpo"), resolve("llama70b-ifeval-grpo", ["rollout=colocate"])
+    assert (apart.world_size, apart.recipe.server_nodes, plain.recipe.server_nodes) == (16, 1, 0)
+    assert apart.fingerprint() != plain.fingerprint()
+    assert resolve("llama70b-ifeval-grpo", tiny=True).recipe.rollout == "colocate"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["lora=null"], "eval.during"),
+        (["eval.during.every=milestone"], "eval.during.every"),
+        (["eval.during.tasks=[gsm8k]"], "eval"),
+        (["eval.during.every=0"], "eval.during.every"),
+    ],
+)
+def test_scores_while_training_that_cannot_be_are_refused(overrides: list[str], key: str) -> None:
+    assert key in refused("eval.during.every=5", *overrides, recipe="tiny-oasst2")
+    assert resolve("tiny-oasst2", ["eval.during={every: milestone}", "save.milestones=[4]"]).recipe.eval.during is not None
 
 
 def test_the_run_keeps_the_text_of_its_own_rewards(tmp_path: Path) -> None:
