@@ -29,8 +29,6 @@ from clustertune.plan.calibration import CalibratedCluster
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.predict import Plan
 from clustertune.recipe import layers, native_rules
-from clustertune.report import calibration_run
-from clustertune.report import comparison as runs_page
 from clustertune.resolve import overrides as recipe_source
 from clustertune.resolve import resolve
 from clustertune.simulate import compare as simulation_compare
@@ -70,6 +68,7 @@ def answer(args: PlanArguments) -> None:
 def _compare_clusters(args: PlanArguments, known: Lengths | None) -> None:
     """The recipe on several clusters, a row each. Exit code 2 where it fits none of them."""
     from clustertune.plan import tables
+    from clustertune.report import comparison as runs_page
 
     found = across.choices(args.names[0], args.overrides, across.clusters(args.clusters or "", args.gpus), lengths=known)
     document = {"recipe": args.names[0], "clusters": [one.as_json() for one in found]}
@@ -292,6 +291,7 @@ def _counts(text: str | None, found: Plan) -> list[int]:
 def _calibrate(calibrated: CalibratedCluster, runs: list[str], lengths: Lengths | None, as_document: bool) -> None:
     """Fit the factors to runs of this cluster, store them, show what changed."""
     from clustertune.plan import tables
+    from clustertune.report import calibration_run
 
     if calibrated.calibration is None:
         text = "a cluster found by looking has no file to keep a calibration beside"
