@@ -33,7 +33,14 @@ def links_of(run: Path, restart: int = 0) -> job.JobChain:
     )
     plain = {"container": Container(), "doctor": Doctor(preflight=False), "nccl_check": None, "storage": Storage()}
     cluster: Any = SimpleNamespace(name="here", model_dump=lambda mode: {}, **plain)
-    recipe = SimpleNamespace(staged=None, budget=None, model=SimpleNamespace(path=None))
+    ours = {
+        "model": SimpleNamespace(path=None),
+        "eval": SimpleNamespace(during=None),
+        "save": None,
+        "server_nodes": 0,
+        "rollout": None,
+    }
+    recipe = SimpleNamespace(staged=None, budget=None, **ours)
     resolved: Any = SimpleNamespace(name="r", world_size=2, recipe=recipe, inputs={}, folder=str(chain.ROOT / "recipes/r"))
     return job.JobChain(RunDir(run), resolved, inputs=job.JobInputs(resolved, cluster, allocation, run, ("prepare", "export")))
 
