@@ -99,10 +99,10 @@ def _answer_model(args: PlanArguments, known: Lengths | None) -> None:
 
 
 def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedCluster, plans: list[Plan]) -> None:
-    from clustertune.plan import tables
-
     bills = [bill.bill(plan, calibrated.cluster) for plan in plans]
     if args.compare:
+        from clustertune.plan import tables
+
         documents = [explanation.as_json(plan) | {"total": whole.as_json()} for plan, whole in zip(plans, bills, strict=True)]
         document = {"plans": documents, "speedup": plans[0].step.seconds / plans[1].step.seconds}
         rows = [whole.rows(plan.machine.gpu) for plan, whole in zip(plans, bills, strict=True)]
@@ -197,9 +197,6 @@ def _show(
     scored: serving.Evaluation,
     simulated: tuple[Plan, Simulation] | None = None,
 ) -> None:
-    from clustertune.plan import tables
-    from clustertune.simulate import show as simulation_show
-
     better = [] if found.fits else advisor.remedies(found, given)
     if as_document:
         body = explanation.as_json(found) | {"evaluation": scored.as_json(), "total": whole.as_json()}
@@ -209,6 +206,9 @@ def _show(
             body["remedies"] = [{"change": r.what, "overrides": r.arguments, "step_s": r.plan.step.seconds} for r in better]
         emit_json(body)
         return _end(found.fits)
+    from clustertune.plan import tables  # they load rich, which a document has no use for
+    from clustertune.simulate import show as simulation_show
+
     tables.render(found, whole.headline(), whole.rows(found.machine.gpu), console.stdout)
     show(f"\n{scored}")
     if not found.fits:
