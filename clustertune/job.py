@@ -229,7 +229,7 @@ class JobChain(chain.Chain):
             interface=self.cluster.network.interface,
             gpus=tuple(map(str, range(found.serving.gpus_per_node))) if has_gpus() else (),
             program=self.server_program(),
-            start_seconds=2 * found.start_seconds if found.start_seconds else START_SECONDS,
+            start_seconds=serving.deadline_seconds(found.start_seconds) if found.start_seconds else START_SECONDS,
         ).write(folder / JOB)
         child = srun.begin(self._servers_command(folder, nodes))
         threading.Thread(target=note_end, args=(child, folder), daemon=True).start()

@@ -22,6 +22,7 @@ from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import newest_attempt
 from clustertune.launch.environment import Setting, environment
 from clustertune.megatron import settings, shown
+from clustertune.plan.constants import quantity
 from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
 from clustertune.report import state as states
 from clustertune.resolve.models import find_obstacles
@@ -324,7 +325,8 @@ def _whole(plan: SubmissionPlan) -> list[str]:
         return []
     prediction, whole = planned
     seconds = prediction.step.seconds
-    step = f"planned: {seconds:.3g} s a step (80 % range {seconds * prediction.low:.3g} to {seconds * prediction.high:.3g} s)"
+    low, high = (quantity(seconds * edge, "s") for edge in (prediction.low, prediction.high))
+    step = f"planned: {quantity(seconds, 's')} a step (80 % range {low} to {high})"
     return ["", step, *(f"{name}: {text}" for name, text in whole.rows(prediction.machine.gpu).items())]
 
 

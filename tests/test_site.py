@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 import re
 import subprocess
@@ -17,7 +16,7 @@ from clustertune.cli.app import app
 from clustertune.cluster.schema import ClusterFile
 from clustertune.recipe.sections import Recipe
 from tests.command import REPO
-from tools.pictures import kill_and_resume, plan, svg
+from tools.pictures import plan, svg
 
 
 def build(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -94,17 +93,3 @@ def test_a_line_stays_text() -> None:
 def test_the_picture_of_the_plan_is_what_plan_prints_today() -> None:
     """Else the README shows another program: ``make pictures`` writes it anew."""
     assert (REPO / "docs" / "pictures" / "plan.svg").read_text(encoding="utf-8") == plan()
-
-
-@pytest.mark.jobs
-def test_the_picture_of_a_killed_run_is_what_happens(tmp_path: Path) -> None:
-    """Line by line, but for the numbers and their units."""
-
-    def lines(picture: str) -> list[str]:
-        texts = re.findall(r"<text class=[^>]*>([^<]*)</text>", picture)
-        flat = re.sub(r"\s+", " ", " ".join(html.unescape(text) for text in texts))
-        flat = re.sub(r" about [^$]*? left\b", "", flat)
-        return re.sub(r"[\d.,]+(e[+-]\d+)?( ?(?:ms|s|min|h|[kMGT]?i?B)\b)?", "N", flat).split(" N ")
-
-    committed = (REPO / "docs" / "pictures" / "kill.svg").read_text(encoding="utf-8")
-    assert lines(committed) == lines(kill_and_resume(tmp_path))

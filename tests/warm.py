@@ -33,8 +33,10 @@ READ_AT_IMPORT = re.compile(r"(PYTHON|PYDANTIC|TYPER|LD_|LC_|MALLOC)\w*|LANG|TZ"
 """Variables that Python and the packages of the command read before it runs."""
 KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 """glibc keeps what a rank frees: of the 5 s of CPU that eight steps take, 0.8 s went into handing pages back and forth."""
-READ_BY_COMMANDS = re.compile(r"(CLUSTERTUNE|SLURM|CT|FAKE|PYTEST)_\w*")
-"""Those that nothing of the stack reads when it is imported."""
+READ_BY_COMMANDS = re.compile(
+    r"(CLUSTERTUNE|SLURM|CT|FAKE|PYTEST)_\w*|(CUDA|HIP|ROCR)_VISIBLE_DEVICES|TORCHINDUCTOR_CACHE_DIR|PYTORCH_NVML_\w*"
+)
+"""Those that nothing of the stack reads when it is imported, or that it sets then; CUDA is begun by no import."""
 
 
 class Warm:

@@ -35,12 +35,12 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Use it": {
         "new": ("cli.new:new", "Write a recipe folder for a model and its data."),
         "run": ("cli.stages:run", "Run the whole chain on this machine."),
-        "submit": ("cli.submit:submit", "Run the chain on Slurm: one job per stage."),
+        "submit": ("cli.jobs:submit", "Run the chain on Slurm: one job per stage."),
         "sweep": ("cli.sweep:sweep", "Run a recipe under varied settings and compare."),
         "eval": ("cli.stages:evaluate", "Score a model with lm-eval, alone or next to its base."),
-        "chat": ("cli.talk:chat", "Talk to a model in the terminal, in its own chat template."),
-        "serve": ("cli.talk:serve", "Serve a model with an OpenAI-compatible API."),
-        "push": ("cli.push:push", "Send a run's adapter to the Hub, with its model card."),
+        "chat": ("cli.after_training:chat", "Talk to a model in the terminal, in its own chat template."),
+        "serve": ("cli.after_training:serve", "Serve a model with an OpenAI-compatible API."),
+        "push": ("cli.after_training:push", "Send a run's adapter to the Hub, with its model card."),
     },
     "Look at it": {
         "show": ("cli.look:show", "Print a recipe with every value resolved."),
@@ -60,21 +60,21 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Cluster; images of containers are made by make: build-sif, build-image": {
         "show-cluster": ("cli.look:show_cluster", "Check and show a cluster file, or what this machine has."),
-        "setup": ("cli.setup:setup_app", "Render files that set up a node."),
+        "setup": ("cli.cluster_commands:setup_app", "Render files that set up a node."),
         "nccl-check": ("cli.nccl_check:nccl_check", "Measure the bandwidth between GPUs and nodes, and check it."),
-        "stage": ("cli.stage:stage", "Copy model and data to local disks, or into a bundle."),
-        "demo-slurm": ("cli.setup:demo_slurm", "Run a scaled-down recipe on a temporary Slurm."),
+        "stage": ("cli.cluster_commands:stage", "Copy model and data to local disks, or into a bundle."),
+        "demo-slurm": ("cli.cluster_commands:demo_slurm", "Run a scaled-down recipe on a temporary Slurm."),
         "sky": ("experimental.skypilot:sky", "Print a recipe as a SkyPilot task."),
     },
 }
 """The commands as ``--help`` lists them: module and function, and the first line of the command's own help."""
 HIDDEN = {
-    "train": ("cli.started:train", "Train as one rank: what every launcher starts."),
-    "job": ("cli.job_command:job", "Run inside a Slurm job: what launch/run.sbatch starts."),
-    "node": ("cli.started:node", "Run one node's ranks of an attempt: what srun starts on every node."),
-    "part": ("cli.started:part", "Run one stage inside a job's container; the job itself holds the run's lock."),
+    "train": ("cli.jobs:train", "Train as one rank: what every launcher starts."),
+    "job": ("cli.jobs:job", "Run inside a Slurm job: what launch/run.sbatch starts."),
+    "node": ("cli.jobs:node", "Run one node's ranks of an attempt: what srun starts on every node."),
+    "part": ("cli.jobs:part", "Run one stage inside a job's container; the job itself holds the run's lock."),
     "torchrun-node": (
-        "cli.torchrun_node:torchrun_node",
+        "cli.jobs:torchrun_node",
         "Take part in a run as one node: launch/torchrun.sh calls this, once on each node.",
     ),
 }

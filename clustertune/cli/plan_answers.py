@@ -7,7 +7,6 @@ import datetime
 import json
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -23,19 +22,17 @@ from clustertune.host.system import GIB
 from clustertune.launch import across, bill, serving
 from clustertune.manifest import replace_ours
 from clustertune.plan import advise as advisor
-from clustertune.plan import calibration, explanation, schedule, strategy
+from clustertune.plan import calibration, explanation, schedule
 from clustertune.plan import lengths as known_lengths
 from clustertune.plan import predict as prediction
 from clustertune.plan.calibration import CalibratedCluster
-from clustertune.plan.constants import Constants
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.predict import Plan
 from clustertune.recipe import layers, native_rules
+from clustertune.report import calibration_run
 from clustertune.report import comparison as runs_page
-from clustertune.report import metrics
 from clustertune.resolve import overrides as recipe_source
 from clustertune.resolve import resolve
-from clustertune.resolve.resolved import Resolved
 from clustertune.simulate import compare as simulation_compare
 from clustertune.simulate import drawing as simulation_drawing
 from clustertune.simulate import run as simulator
@@ -299,7 +296,7 @@ def _calibrate(calibrated: CalibratedCluster, runs: list[str], lengths: Lengths 
     if calibrated.calibration is None:
         text = "a cluster found by looking has no file to keep a calibration beside"
         raise UserError(text, file="command line", key="--cluster", fix="write a cluster file: docs/clusters.md")
-    found = calibration.fit([_observe(calibrated, path_argument(run), lengths) for run in runs])
+    found = calibration.fit([calibration_run.observe(calibrated, path_argument(run), lengths) for run in runs])
     calibration.store(calibrated.calibration, calibrated.cluster.name, datetime.date.today().isoformat(), found)
     document = {"file": str(calibrated.calibration), "constants": found.values, "deviation": found.deviation}
     document |= {"not_identified": found.left, "unexplained": calibration.unexplained(found)}
@@ -310,36 +307,3 @@ def _calibrate(calibrated: CalibratedCluster, runs: list[str], lengths: Lengths 
         lambda: tables.calibration(found, console.stdout),
         lambda: show(kept),
     )
-
-
-def _observe(calibrated: CalibratedCluster, folder: Path, lengths: Lengths | None) -> calibration.Observation:
-    """A run folder as an observation: the median step behind the first ones, and the peak of memory."""
-    from clustertune.rundir import RunDir
-
-    run = RunDir(folder)
-    resolved = run.resolved()
-    steps = metrics.read_metrics(run.metrics).steps
-    seconds = steps.step_seconds()
-    if seconds is None or len(steps.steady()) < 3:
-        text = f"has {len(list(steps.timed()))} timed steps; 5 are needed, 20 suffice"
-        raise UserError(text, file=str(run.metrics), key="step", fix="let the run continue, or give another")
-    peaks = [s.memory_bytes for s in steps if s.memory_bytes]
-    where = calibrated.machine(resolved.recipe.slurm.nodes)
-    lengths = lengths or _lengths_seen(resolved, steps)
-
-    def predict(constants: Constants) -> tuple[float, float]:
-        made = prediction.make_plan(resolved, where, constants, lengths=lengths, sure=False)
-        return made.step.seconds, made.peak.bytes
-
-    return calibration.Observation(folder.name, seconds, max(peaks) if peaks else None, predict)
-
-
-def _lengths_seen(resolved: Resolved, steps: list[metrics.StepRecord]) -> Lengths | None:
-    """The mean length of a padded run's conversations, from the tokens that it counted: else its factor of computing would hold
-    the padding that a plan assumes where nothing is known."""
-    counted = [s for s in steps if s.tokens and s.step]
-    if strategy.strategy(resolved).packing or not counted:
-        return None
-    last = max(counted, key=lambda s: s.step)
-    rows = last.step * resolved.global_batch_size
-    return known_lengths.Lengths((max(1, round((last.tokens or 0) / rows)),), "tokens of metrics.jsonl")

@@ -32,7 +32,7 @@ from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.evaluate.model import Backend, ModelFacts, weight_bytes
 from clustertune.host.network import addresses
 from clustertune.launch.rendezvous import first_port, free_port
-from clustertune.launch.serving import ModelSize, Serving, serving, start_seconds
+from clustertune.launch.serving import ModelSize, Serving, deadline_seconds, serving, start_seconds
 from clustertune.manifest import write_durably
 from clustertune.merge.base import check_tensors
 from clustertune.process import Stopped, captured, die_with_parent, stop_signals
@@ -577,7 +577,7 @@ def job_here(model: ModelFacts, adapter: Path | None = None) -> ServingJob:
         text = f"{size.weights / 1e9:,.0f} GB do not fit {gpus} GPUs of {(room or 0) / 1e9:,.0f} GB"
         raise UserError(text, file=str(model.folder), fix="clustertune submit serves it over several nodes")
     port = free_port(first_port(os.getpid(), 0))
-    start = 2 * start_seconds(shape, size) if gpus else START_SECONDS
+    start = deadline_seconds(start_seconds(shape, size)) if gpus else START_SECONDS
     return _of(ServingJob("", shape, "", "", port, "", gpus=tuple(map(str, range(gpus))), start_seconds=start), model, adapter)
 
 

@@ -32,8 +32,14 @@ LONGEST = 16_384
 """Tokens of prompt and answer together at most: few-shot prompts fit, and the cache of one sequence stays small."""
 READ_BYTES_S = 1e9
 """Reading the weights on one node, bytes/s: slow shared storage; assumed."""
-START_S = 600.0
-"""Processes, compilation, CUDA graphs and the client's imports; assumed."""
+IMPORT_S = 60.0
+"""Of a start: processes, the client's and the server's imports, the model without its weights; assumed."""
+LAYER_START_S = 2.5
+"""Of a start of vLLM, for each layer: torch.compile, CUDA graphs, the first request. Published: 205 s of a 70B on eight GPUs
+beside reading (vllm#19824), 91 s of a model of 1,131,008 cached tokens (runai-model-streamer#67), 34 to 59 s of a 1B whose
+graphs were kept (vllm#20264)."""
+LATE_S = 600.0
+"""How long a server may need beyond twice the estimate before it is given up."""
 OWN_LONGEST = 512
 """Tokens of an answer to one of one's own prompts at most, where the recipe does not say."""
 
@@ -50,13 +56,14 @@ class ModelSize:
     """Query heads: tensor parallel ranks share them out evenly."""
     longest: int
     """Tokens that the model was made for."""
+    layers: int
 
     @classmethod
     def of(cls, architecture: Mapping[str, Any], weights: float) -> ModelSize:
         """Of the keys of a ``config.json`` and the bytes of its weights. Cache: 2 (keys, values) x layers x heads x width."""
         values = Values(architecture)
         cache = 2 * values.layers * values.kv_heads * values.head_dim * KV_BYTES
-        return cls(weights, cache, values.heads, int(values.get("max_position_embeddings") or LONGEST))
+        return cls(weights, cache, values.heads, int(values.get("max_position_embeddings") or LONGEST), values.layers)
 
 
 @dataclass(frozen=True)
@@ -139,14 +146,20 @@ def seconds(found: Serving, size: ModelSize, hbm_bytes_s: float, documents: int,
 
 def start_seconds(found: Serving, size: ModelSize) -> float:
     """An estimate of the time until the servers answer: processes, and each node's reading of its weights."""
-    return START_S + found.servers * size.weights / found.pipeline_parallel / READ_BYTES_S
+    reading = found.servers * size.weights / found.pipeline_parallel / READ_BYTES_S
+    return IMPORT_S + LAYER_START_S * size.layers + reading
 
 
-def in_one_process(size: ModelSize, layers: int, hbm_bytes_s: float, documents: int, answer_tokens: int, batch: int) -> float:
+def deadline_seconds(start: float) -> float:
+    """How long servers may take until they answer, by the estimate of :func:`start_seconds`."""
+    return 2 * start + LATE_S
+
+
+def in_one_process(size: ModelSize, hbm_bytes_s: float, documents: int, answer_tokens: int, batch: int) -> float:
     """As :func:`seconds`, of transformers in one process: its GPUs compute in turn, :data:`LAYER_S` a layer at least."""
     cache = batch * size.cache * SEQUENCE_TOKENS / 2
-    step = max((size.weights + cache) / (hbm_bytes_s * BANDWIDTH_SHARE), layers * LAYER_S)
-    return START_S + size.weights / READ_BYTES_S + math.ceil(documents / batch) * answer_tokens * step
+    step = max((size.weights + cache) / (hbm_bytes_s * BANDWIDTH_SHARE), size.layers * LAYER_S)
+    return IMPORT_S + size.weights / READ_BYTES_S + math.ceil(documents / batch) * answer_tokens * step
 
 
 KEY = "container.vllm"
@@ -291,8 +304,7 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
             return Evaluation("hf", why_hf, models=models)
         used = size.weights + settings.batch_size * SEQUENCE_TOKENS * size.cache
         gpus = max(1, math.ceil(used / (gpu.usable_bytes - GPU_OVERHEAD)))
-        layers = Values(resolved.architecture).layers
-        whole = in_one_process(size, layers, gpu.hbm_gb_s * 1e9, documents, tokens, settings.batch_size)
+        whole = in_one_process(size, gpu.hbm_gb_s * 1e9, documents, tokens, settings.batch_size)
         if gpus <= compute.gpus:
             return Evaluation("hf", why_hf, gpus_per_node=gpus, models=models, seconds=models * whole)
         note = f"the model needs {gpus} GPUs of this kind, a node has {compute.gpus}: the other layers are computed from host "

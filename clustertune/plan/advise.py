@@ -14,6 +14,7 @@ from clustertune.host.system import GIB
 from clustertune.plan.constants import Constants
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import PlanMachine
+from clustertune.plan.memory import EVALUATION
 from clustertune.plan.predict import Footprint, Plan, held, make_plan, make_shape, real_length
 from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import ModelShape, Strategy, strategy
@@ -441,6 +442,10 @@ def _pairs(plan: Plan, source: RecipeSource, changes: list[_Change]) -> list[Rem
 
 def _changes(plan: Plan) -> Iterator[_Change]:
     used, start = plan.strategy, plan.resolved
+    if plan.peak.name == EVALUATION:
+        for size in (4, 2, 1):
+            if size < used.eval_batch:
+                yield _Change(f"evaluations of {size} rows a rank", [f"train.per_device_eval_batch_size={size}"])
     for ratio in (0.25, 0.5, 0.75, 1.0):
         if share(start, ratio, used.kind) > used.recompute.share and (ratio == 1 or used.kind != "Megatron"):
             text = f"recompute the activations of {ratio:.0%} of the layers"

@@ -426,6 +426,7 @@ class _Memory(SavedActivations):
             return []
         before = 1.0 if plan.ends_apart or layers < 2 else 2.0
         copied = [self._layers(1.0 + before), self._ends(self.held_ends)]
+        copied.append(Term("gathered layers", self.split_by_columns * HALF, BYTES, "experts split by columns, in order", {}))
         at_work = [self._layers(2.0), copied[1]]
         if not plan.reshard:
             there = self._all_gathered(1.0, self.first_end)
@@ -433,6 +434,15 @@ class _Memory(SavedActivations):
         rows = self._rows(1, self.shape.tokens, "rows of the embedding")
         first = [self._layers(0.0 if plan.ends_apart else 2.0), self._ends(2 * self.first_end), rows]
         return [[self.accumulated(1.0), *rest] for rest in (first, [*kept, *copied], [*kept, *at_work, *working])]
+
+    @property
+    def split_by_columns(self) -> float:
+        """Parameters of a layer's experts where they are fewer than ranks (:func:`clustertune.training.sharding.
+        split_experts_evenly`): FSDP2 copies them once more out of its buffer, into their order."""
+        experts = [one for kind in self.shape.counted.layers for one in kind.linears if one.copies > 1]
+        few = any(one.copies < self.shape.strategy.weight_shards for one in experts)
+        each = (sum(one.parameters for one in kind.linears if one.copies > 1) for kind in self.shape.counted.layers)
+        return max(each) / self.shape.strategy.tp if few else 0.0
 
     def _rows(self, count: int, tokens: float, text: str) -> Term:
         """Rows of the residual sum's width."""
@@ -461,7 +471,12 @@ class _Memory(SavedActivations):
         if self.masked and plan.attention == "sdpa":
             inside += plan.sequence * (plan.eval_batch if plan.packing and plan.isolated else 1)  # the mask of all layers
         held = self._rows(2, tokens, "inputs of the layer at work and of the first one")
-        head = [*self.gathered_at_loss(), self.whole_head(back=False), self.logits(back=False, tokens=tokens), self.cast_head()]
+        head = [
+            *self.gathered_at_loss(),
+            self.whole_head(back=False),
+            self.logits(back=False, tokens=tokens),
+            self.cast_head(1),
+        ]
         values = {"tokens": tokens, "size": 2.0 * FULL * self.shape.counted.hidden if self.passes_norms else 0.0}
         norm = Term("buffers", tokens * values["size"], BYTES, "inside the last norm: {tokens} tokens x {size} B", values)
         rows = self._rows(2, tokens, "rows for the last norm and the head")
@@ -470,19 +485,35 @@ class _Memory(SavedActivations):
 
     def at_loss(self) -> list[list[Term]]:
         """All activations are there: once with the loss going forward, once with its gradient going back."""
-        around = [self.accumulated(1.0), self.buckets(), self.cast_head(), *self.activations(1.0, self.last_norm())]
-        forward = [self.cast_weights(1.0), *self.gathered_at_loss(), self.whole_head(back=False), self.logits(back=False)]
+        around = [self.accumulated(1.0), self.buckets(), *self.activations(1.0, self.last_norm())]
+        forward = [self.cast_weights(1.0), self.cast_head(1), *self.gathered_at_loss(), self.whole_head(back=False)]
+        forward.append(self.logits(back=False))
         back = [*self.gathered_at_loss(back=True), self.whole_head(back=True), self.logits(back=True), self.head_gradient()]
-        return [[*around, *forward], [*around, self.cast_weights(self.kept), *back]]
+        if self.tensor_head and self.shape.strategy.second_forward == "reference":
+            forward += [self._ends(self.head, size=self.stored_end), self._rows(3, self.shape.tokens, "rows of the reference")]
+        return [[*around, *forward], [*around, self.cast_weights(self.kept), self.cast_head(2), *back]]
+
+    @property
+    def tensor_head(self) -> bool:
+        """With LoRA TRL asks for the head's whole tensor, as it is stored (trl/trainer/utils.py, full_tensor), outside of FSDP.
+        Of the reference it asks again, while the model's own waits for its backward pass."""
+        plan = self.shape.strategy
+        return self.gathers and plan.ends_apart and plan.reshard and plan.lora and plan.fused_loss and plan.tiled_loss
+
+    @property
+    def stored_end(self) -> float:
+        """Bytes of a parameter of embedding and head as it is stored."""
+        plan = self.shape.strategy
+        return plan.other_bytes if self.shape.quantised else plan.weight_bytes
 
     def second_forward(self) -> list[list[Term]]:
-        """While the model's activations wait for its backward pass, each layer of the reference is gathered and computed."""
-        values = {"tokens": self.shape.tokens, "bytes": self.largest_saved}
-        text = "one layer of the reference: {tokens} tokens x {bytes} B"
-        working = Term("buffers", self.shape.tokens * self.largest_saved, BYTES, text, values)
+        """While the model's activations, and its head, wait for its backward pass, each layer of the reference is gathered and
+        computed, and keeps nothing."""
+        tokens, head = self.shape.tokens, [self._ends(self.head, size=self.stored_end)]
         held = [self.accumulated(1.0), self.buckets(), self.cast_weights(1.0), *self.activations(1.0, self.last_norm())]
-        held += [self.cast_head(), *self.gathered_at_loss()]
-        return [[*held, *(self.gathered_in_backward(1.0) if self.shape.strategy.reshard else []), working]]
+        layers = [self._layers(2.0)] if self.gathers and self.shape.strategy.reshard else []
+        inside = max(self.passing(kind) for kind in self.shape.counted.layers)
+        return [[*held, *(head if self.tensor_head else self.gathered_at_loss()), *layers, *self._at_work(inside, tokens)]]
 
     def backward(self) -> list[list[Term]]:
         """Beginning and end of a layer's turn: of the last layer (the first one back); of the one before it, when the gradients
@@ -547,12 +578,8 @@ class _Memory(SavedActivations):
         if not plan.ends_apart:
             # ZeRO-3 has asked for the next layer by then.
             return [self._layers(1.0 if plan.is_fsdp else min(2.0, layers)), self._ends(self.shape.ends)]
-        if plan.lora and plan.fused_loss and plan.tiled_loss:
-            # TRL asks for the head's whole tensor, as it is stored (trl/trainer/utils.py, full_tensor), outside of FSDP.
-            return [
-                self._layers(1.0),
-                self._ends(self.head, size=plan.other_bytes if self.shape.quantised else plan.weight_bytes),
-            ]
+        if self.tensor_head:
+            return [self._layers(1.0), self._ends(self.head, size=self.stored_end)]
         if back and plan.fused_loss and plan.tiled_loss:
             return [self._layers(1.0), self._ends(self.head)]  # the last layer is asked for before the tiles begin
         return [self._ends(self.head * (1 if back else 2))]
@@ -588,9 +615,8 @@ class _Memory(SavedActivations):
     def _all_gathered(self, left: float, ends: float) -> list[Term]:
         """Kept from forward to backward; a layer that is through with its backward pass gives its weights back."""
         shape = self.shape
-        half = (shape.gathered - shape.body * shape.strategy.gather_bytes) / shape.ends
-        size = shape.body * shape.strategy.gather_bytes * left + ends * half
-        values = {"left": left, "body": shape.body, "bytes": shape.strategy.gather_bytes, "ends": ends, "half": half}
+        size = shape.body * shape.strategy.gather_bytes * left + ends * shape.end_bytes
+        values = {"left": left, "body": shape.body, "bytes": shape.strategy.gather_bytes, "ends": ends, "half": shape.end_bytes}
         text = "{left} x {body} parameters of layers x {bytes} B + {ends} others x {half} B"
         return [Term("gathered layers", size, BYTES, text, values)]
 
@@ -618,11 +644,11 @@ class _Memory(SavedActivations):
         count = shape.body * left + (shape.largest if again else 0.0) if held else 0.0
         return Term("buffers", count * HALF, BYTES, "{count} parameters x 2 B, autocast's copies", {"count": count})
 
-    def cast_head(self) -> Term:
-        """The same of the head; TRL's tiles cast what one of them takes, while the one before is there."""
+    def cast_head(self, tiles: int) -> Term:
+        """The same of the head; TRL casts what a tile takes, going back while the one before is there."""
         plan, shape = self.shape.strategy, self.shape
-        held = self.autocast and plan.weight_bytes >= FULL
-        tile = 2 * min(TILE_ENTRIES, shape.counted.vocabulary) * shape.counted.hidden
+        held = (self.autocast or (self.tensor_head and self.width == HALF)) and plan.weight_bytes >= FULL
+        tile = tiles * min(TILE_ENTRIES, shape.counted.vocabulary) * shape.counted.hidden
         count = (tile if plan.tiled_loss and plan.fused_loss else self.head) if held else 0.0
         return Term("buffers", count * HALF, BYTES, "{count} parameters of the head x 2 B, cast", {"count": count})
 
@@ -717,7 +743,9 @@ class _Memory(SavedActivations):
         """The end: the embedding's gradient, or the root's with the head's. FSDP2 gives its weights back and copies them for
         their reduction (torch, _fsdp_collectives.py, foreach_reduce)."""
         plan, shape = self.shape.strategy, self.shape
-        if plan.lora or plan.pp > 1:
+        if plan.lora:  # no gradient, but its unit is gathered
+            return [[self._ends(2 * self.first_end)]] if self.gathers and plan.ends_apart and plan.reshard else []
+        if plan.pp > 1:
             return []
         if plan.kind in ("NO", "DDP"):
             copies = (plan.accumulation > 1) + shape.counted.tied  # beside what is held: its own, and the head's

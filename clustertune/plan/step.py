@@ -328,10 +328,12 @@ def traffic(shape: ModelShape) -> Traffic:
     if plan.weight_shards > 1:
         size = shape.gathered
         if plan.kind == "FSDP2" and plan.lora and plan.ends_apart and plan.tiled_loss:
-            # TRL gathers the head outside of FSDP, once in a micro batch and beside nothing; FSDP gathers the adapters as well.
-            head = shape.head_weights / plan.tp * (plan.other_bytes if shape.quantised else plan.weight_bytes)
-            result.exposed.append(Collective("all-gather of the head", "gather", shards, head, 1))
-            size += shape.split_trained * ACTIVATION_BYTES - head
+            # TRL gathers the head outside of FSDP, as it is stored, in each forward pass and beside nothing; FSDP gathers the
+            # adapters as well.
+            head, calls = shape.head_weights / plan.tp, 2 if plan.second_forward == "reference" else 1
+            stored = head * (plan.other_bytes if shape.quantised else plan.weight_bytes)
+            result.exposed.append(Collective("all-gather of the head", "gather", shards, calls * stored, calls))
+            size += shape.split_trained * ACTIVATION_BYTES - head * shape.end_bytes
         gathered = Collective(_gather_name(shape), "gather", shards, size, shape.layers + 1)
         result.forward.extend([gathered, gathered] if plan.second_forward else [gathered])
         if plan.reshard:

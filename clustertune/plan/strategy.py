@@ -503,8 +503,12 @@ class ModelShape:
     @property
     def gathered(self) -> float:
         """Bytes of all weights in an all-gather."""
-        plan = self.strategy
-        return self.body * plan.gather_bytes + self.ends * (min(2.0, plan.other_bytes) if self.quantised else plan.gather_bytes)
+        return self.body * self.strategy.gather_bytes + self.ends * self.end_bytes
+
+    @property
+    def end_bytes(self) -> float:
+        """Bytes of a parameter of embedding and head in an all-gather."""
+        return min(2.0, self.strategy.other_bytes) if self.quantised else self.strategy.gather_bytes
 
     @cached_property
     def local_trained(self) -> float:

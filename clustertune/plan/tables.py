@@ -59,7 +59,7 @@ def _rows(plan: Plan, whole: Mapping[str, str]) -> dict[str, str]:
     used, seconds, low, high = plan.strategy, plan.step.seconds, plan.low, plan.high
     needed, tensors, usable = (size / GIB for size in (plan.needed, plan.peak.bytes, plan.machine.usable_bytes))
     parts = f"{tensors:.1f} tensors + {needed - tensors:.1f} CUDA and fragmentation"
-    around = f"80 % range {seconds * low:.3g} to {seconds * high:.3g} s"
+    around = f"80 % range {quantity(seconds * low, 's')} to {quantity(seconds * high, 's')}"
     found = {
         "fits": f"{'yes' if plan.fits else 'NO'}: {needed:.1f} of {usable:.1f} GiB per GPU ({parts})",
         "step": f"{quantity(seconds, 's')} per step ({around}), {plan.shape.step_tokens:,} tokens per step",
@@ -74,7 +74,7 @@ def _rows(plan: Plan, whole: Mapping[str, str]) -> dict[str, str]:
     found["host memory"] = f"{plan.host_bytes / GIB:,.0f} of {plan.machine.host_bytes / GIB:,.0f} GiB per node"
     disk = ", ".join(f"{name} {size / 1e9:,.1f} GB" for name, size in plan.schedule.disk.items())
     if saves := plan.schedule.checkpoints:
-        disk += f"; {saves} save{'s' * (saves > 1)}: {saves * plan.schedule.checkpoint_bytes / 1e12:,.2f} TB"
+        disk += f"; {saves} save{'s' * (saves > 1)}: {saves * plan.schedule.checkpoint_bytes / 1e9:,.1f} GB"
         if plan.hours:
             disk += f", {saves * plan.schedule.save.value / 36 / plan.hours:.1f} % of the time"
         if plan.schedule.interval is not None:

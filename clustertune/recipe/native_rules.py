@@ -23,7 +23,7 @@ from clustertune.recipe.sections import Number, refuse_bool
 def _steps_or_share(value: float) -> float:
     """A number of steps from 1, or below 1 a share of all steps (``TrainingArguments._validate_args``)."""
     if value <= 0 or (value >= 1 and value != int(value)):
-        raise ValueError("must be above 0, and whole from 1 on")
+        raise ValueError("must be a whole number of steps, or a share of them between 0 and 1")
     return value
 
 
@@ -34,6 +34,9 @@ def _steps_or_all(value: float) -> float:
 
 
 # Bounds of numbers, by key: pydantic's Field, or a function that raises ValueError.
+
+_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+"""In words, what pydantic names them."""
 
 _SHARE = Field(ge=0, lt=1)
 
@@ -421,8 +424,8 @@ class NativeSection:
             try:
                 TypeAdapter(Annotated[float, self.ranges[field.name]]).validate_python(result)
             except ValidationError as error:
-                text = error.errors()[0]["msg"].removeprefix("Value error, ").replace("Input should", "must")
-                raise ValueError(text) from None
+                kind, limit = next(iter(error.errors()[0]["ctx"].items()))
+                raise ValueError(f"must be {_BOUNDS[kind]} {limit:g}" if kind in _BOUNDS else str(limit)) from None
         return result
 
 

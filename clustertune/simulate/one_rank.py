@@ -36,7 +36,7 @@ from clustertune.errors import UserError
 from clustertune.manifest import read_manifest
 from clustertune.plan.memory import BACKWARD, FORWARD, LOSS, REFERENCE, UPDATE
 from clustertune.resolve.resolved import Resolved
-from clustertune.simulate import base_files, fake_cuda, phases, stand_ins
+from clustertune.simulate import fake_cuda, phases, stand_ins
 from clustertune.simulate.fake_cuda import JOURNAL
 from clustertune.simulate.follow import EVALUATION, LOADING, REST, RESUME, SAVE, Counted, Curve, Follow, Memory
 from clustertune.simulate.guard import Guard
@@ -151,7 +151,7 @@ class _Simulated:
 
     def run(self) -> dict[str, Any]:
         """Load, train, save behind each step, evaluate, and return what was counted."""
-        parameters = base_files.write(self._folder / "base", self.resolved.architecture)
+        parameters = phases.write_base(self._folder / "base", self.resolved.architecture)
         self.tell(progress=f"{parameters:,} parameters, {self._spec['world']} ranks")
         with self._ready() as notes:
             self.trainer.train()

@@ -1,4 +1,5 @@
-"""Save and resume of the rank that is simulated: the product's own code, but for bytes, other ranks and this machine's memory.
+"""Files, save and resume of the rank that is simulated: the product's own code, but for bytes, other ranks and this machine's
+memory.
 
 Files are sparse and have their real headers, indices and manifest. The thread that saves is a real one, so that it begins on
 device 0; training waits for it, as two threads cannot dispatch fake tensors at once.
@@ -6,7 +7,9 @@ device 0; training waits for it, as two threads cannot dispatch fake tensors at 
 
 from __future__ import annotations
 
+import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from clustertune.checkpoint import saving, shards, small_states
 from clustertune.manifest import XXH3_128, FileRecord, new_hasher
@@ -33,6 +36,45 @@ from clustertune.simulate.stand_ins import for_real, put
 from clustertune.tensorfile import Tensor, build_header, byte_size
 from clustertune.training import trainer as training
 from clustertune.training.collectives import Group
+
+
+def write_base(folder: Path, architecture: Mapping[str, Any]) -> int:
+    """Write config and weights of an architecture into ``folder``; returns the parameters. 812 GB of a 405B take no room."""
+    folder.mkdir()
+    keys = {key: value for key, value in architecture.items() if key not in ("architectures", "model_type")}
+    config = AutoConfig.for_model(architecture["model_type"], **keys)
+    config.architectures = architecture["architectures"]
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    for tied in getattr(model, "_tied_weights_keys", None) or () if config.tie_word_embeddings else ():
+        shapes.pop(tied, None)
+    files: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for name, shape in shapes.items():
+        files[name.split(".")[2] if ".layers." in name else "ends"][name] = shape
+    index: dict[str, str] = {}
+    size = 0
+    for number, tensors in enumerate(files.values()):
+        path = folder / f"model-{number:05}-of-{len(files):05}.safetensors"
+        size += _sparse(path, tensors)
+        index |= dict.fromkeys(tensors, path.name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": index}))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _entry(name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+    return Tensor(name, kind, shape, Path(), 0, byte_size(kind, shape))
+
+
+def _sparse(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """One file of bfloat16 tensors; returns their bytes."""
+    entries = [_entry(name, "BF16", shape) for name, shape in shapes.items()]
+    header, size = build_header(entries), sum(entry.size for entry in entries)
+    with path.open("wb") as out:
+        out.write(header)
+        out.truncate(len(header) + size)
+    return size
 
 
 @dataclass
@@ -171,8 +213,7 @@ class _Replaced:
         entries = []
         for name, value in unlike.values():
             if not is_adapter or "lora_" in name:
-                kind, shape = shards.NAMES[value.dtype], tuple(value.shape)
-                entries.append(Tensor(name, kind, shape, Path(), 0, byte_size(kind, shape)))
+                entries.append(_entry(name, shards.NAMES[value.dtype], tuple(value.shape)))
         file = Path(folder) / ("adapter_model.safetensors" if is_adapter else "model.safetensors")
         self.write_new(file, iter([build_header(entries), *(_Hole(one.size) for one in entries)]), XXH3_128)
 

@@ -13,7 +13,7 @@ import yaml
 
 from clustertune import chain
 from clustertune import job as program
-from clustertune.cli import job_command as command
+from clustertune.cli import jobs as command
 from clustertune.cluster.load import load_cluster
 from clustertune.evaluate.servers import JOB, ServingJob
 from clustertune.launch import allocation, cluster_paths, progress, serving, srun

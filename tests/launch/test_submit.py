@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from clustertune.cli import submit as command
+from clustertune.cli import jobs as command
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import shape, slurm, stage_jobs
 from clustertune.report import state

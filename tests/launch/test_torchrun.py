@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from clustertune import chain, torchrun
-from clustertune.cli.torchrun_node import resolve_for_nodes
+from clustertune.cli.jobs import resolve_for_nodes
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch import rendezvous
 from clustertune.launch.attempt import AttemptPlan, Node

@@ -237,3 +237,12 @@ def test_two_changes_where_one_is_not_enough(tmp_path: Path, hardware: PlanMachi
     one = replace(hardware, nodes=1, host_bytes=300 * GIB)
     found = check_remedies(planned(tmp_path / "r", one, **recipe), one)
     assert ", and " in found[0].what
+
+
+def test_an_evaluation_that_does_not_fit_is_made_smaller(tmp_path: Path, hardware: PlanMachine) -> None:
+    """Training fits, its first evaluation would not: the smaller batch comes first, as it changes nothing that is learnt."""
+    train = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 32, "max_length": 8192, "eval_strategy": "epoch"}
+    recipe = {"model": LLAMA_70B, "lora": LORA_SECTION, "train": train, "activation_checkpointing": {"ratio": 1}}
+    plan = planned(tmp_path / "r", hardware, **recipe)
+    assert plan.peak.name == "evaluation"
+    assert check_remedies(plan, hardware)[0].arguments == ["train.per_device_eval_batch_size=4"]

@@ -16,6 +16,7 @@ from tests.plan.world import (
     ADAPTERS,
     ENDS,
     HIDDEN,
+    INNER,
     LAYER,
     LAYERS,
     LORA,
@@ -56,14 +57,36 @@ def test_full_fine_tuning_with_fsdp2() -> None:
 
 
 def test_lora_holds_states_of_adapters_alone() -> None:
-    """The base rests in bfloat16, the adapters in their own type; without an optimizer state no root is taken of it."""
+    """The base rests in bfloat16, the adapters in their own type; without an optimizer state no root is taken of it.
+
+    LoRA's A has 8 rows for 16 ranks: the first eight hold one each, and an all-gather carries 16."""
     found = parts(shape(**LORA), UPDATE)
+    split = ADAPTERS + LAYERS * 2 * 8 * HIDDEN
     assert found == near({
-        "weights": TOTAL * 2 / 16, "adapters": ADAPTERS * 4 / 16, "optimizer": ADAPTERS * 8 / 16,
-        "gradients": ADAPTERS * 4 / 16, "buffers": ADAPTERS * 4 / 16,
+        "weights": TOTAL * 2 / 16, "adapters": split * 4 / 16, "optimizer": split * 8 / 16,
+        "gradients": split * 4 / 16, "buffers": split * 4 / 16,
     })  # fmt: skip
     plain = parts(shape(**LORA, trained_bytes=2.0, state_bytes=0.0), UPDATE)
-    assert plain["adapters"] == ADAPTERS * 2 / 16 and not {"optimizer", "buffers"} & set(plain)
+    assert plain["adapters"] == split * 2 / 16 and not {"optimizer", "buffers"} & set(plain)
+
+
+def test_the_last_norm_is_gone_when_layers_go_back() -> None:
+    """Its rows are there at the loss: in float32, normalised, and as the head's input."""
+    last = TOKENS * HIDDEN * (4 + 2 + 2)
+    found = {name: parts(shape(checkpointed=1.0), moment) for name, moment in (("loss", LOSS), ("back", BACKWARD))}
+    assert found["loss"]["activations"] == near(last)
+    assert "activations" not in found["back"]
+
+
+def test_an_evaluation_has_its_own_batch() -> None:
+    """Its layer at work takes rows of its own number; without an evaluation there is no such moment."""
+    sizes = [
+        sum(parts(shape(checkpointed=1.0, eval_batch=batch, tiled_loss=False, fused_loss=True), -1).values())
+        for batch in (64, 128)
+    ]
+    row = 2 * HIDDEN  # bytes of the residual sum: of the embedding, of the layer's input, behind attention, normalised
+    assert sizes[1] - sizes[0] == pytest.approx(64 * 512 * (3 * 2 * INNER + 4 * row))
+    assert memory.moments(shape(), constants())[-1].name == memory.UPDATE
 
 
 def test_a_quantised_base_leaves_embedding_and_head() -> None:

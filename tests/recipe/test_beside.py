@@ -63,8 +63,6 @@ def test_deepspeed_s_file_takes_overrides(deepspeed: Path, refused: Refuse) -> N
     assert resolve(deepspeed, [*words, "lora=null"]).deepspeed == {"zero_optimization": {"stage": 3}, **BATCH}
     assert resolved.fingerprint() != resolve(deepspeed, words[:1]).fingerprint()
     assert view.as_json(resolved)["values"]["deepspeed.zero_optimization.stage"] == {"value": 3, "origin": "override"}
-    both = refused(deepspeed, ["accelerate=ds.yaml", "accelerate.deepspeed_config.zero_stage=3"])[0]
-    assert both.key == "accelerate.deepspeed_config.zero_stage" and "alone" in both.message
     for text in ("[1]", "{", '{"zero_optimization": 3}'):
         (deepspeed / "ds.json").write_text(text)
         assert "ds.json" in str(refused(deepspeed, ["accelerate=ds.yaml"])[0])

