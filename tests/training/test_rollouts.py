@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from clustertune.errors import ExitCode
 from clustertune.recipe.sections import Recipe
 from clustertune.training.build import fit_to_device
 from clustertune.training.rollouts import find_alarm, paired
-from tests.command import REPO, events, run
+from tests.command import events, run
 from tests.conftest import once
 from tests.training.benches import Bench, digests, make_bench, output_of
 from tests.training.forked import Forge
@@ -176,28 +175,3 @@ def test_the_alarm_is_for_a_reward_that_rises_alone() -> None:
     assert find_alarm(rises, 0.0, 0.05) and find_alarm(rises, -0.2, 0.05)
     assert find_alarm(rises, 0.3, 0.05) is None and find_alarm(flat, 0.0, 0.05) is None
     assert find_alarm(rises[:4], 0.0, 0.05) is None and find_alarm(rises, None, None) is None
-
-
-@pytest.mark.jobs
-def test_a_reward_that_is_fooled_raises_the_alarm(tmp_path: Path) -> None:
-    """Lower-case letters pay on the rows of training alone: the reward rises there, that of the held-out prompts does not."""
-    for name in ("_base", "tiny-grpo", "tiny-oasst2"):
-        shutil.copytree(REPO / "recipes" / name, tmp_path / name)
-    recipe, rows, folder = tmp_path / "tiny-grpo", tmp_path / "tiny-grpo" / "rows", tmp_path / "run"
-    rows.mkdir()
-    for split, pays, count in (("train", 1, 24), ("eval", 0, 8)):
-        lines = [json.dumps({"prompt": f"Write about {split} {n}.", "pays": pays}) for n in range(count)]
-        (rows / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
-    (recipe / "rewards.py").write_text(
-        "def low(completions, pays, **_):\n"
-        "    texts = [one[-1]['content'] for one in completions]\n"
-        "    return [paid * sum(c.islower() for c in text) / max(len(text), 1) for text, paid in zip(texts, pays)]\n"
-    )
-    words = ["data.input=rows", "data.limit=null", "data.eval_fraction=0.05", "reward=[rewards:low]", "train.max_steps=40"]
-    words += ["train.eval_steps=20", "train.save_steps=40", "train.report_to=none", "train.learning_rate=1e-2"]
-    words += ["train.warmup_steps=0", "train.max_completion_length=8", "train.beta=0"]
-    done = run("run", recipe, "--ranks", "1", "--to", "train", "--run-dir", folder, *words, stack=True)
-    assert done.code == 0, done.err
-    alarm = events(folder, "alarm")[-1]
-    assert "may have found what the reward overlooks" in alarm["message"] and "warning: the reward of training rose" in done.err
-    assert all(event["eval_reward"] == 0 for event in events(folder, "eval"))
