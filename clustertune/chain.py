@@ -34,7 +34,7 @@ from clustertune.launch.node import ranks_command
 from clustertune.launch.rendezvous import first_port
 from clustertune.launch.serving import rollout_serving
 from clustertune.manifest import hash_file
-from clustertune.megatron import inputs
+from clustertune.megatron import megatron_files
 from clustertune.monitor import live
 from clustertune.process import die_with_parent, end
 from clustertune.recipe.sections import Push
@@ -343,7 +343,7 @@ class Chain:
         found = {"conversations": {split: result[split]["conversations"] for split in ("train", "eval")}}
         from_where, train_args = needs.base_of(self.resolved, self.run).source, self.resolved.train_args
         if recipe.megatron is not None:  # Megatron-Bridge tokenises by itself
-            inputs.make(self.resolved, self.run.path, self.run.data, from_where)
+            megatron_files.make(self.resolved, self.run.path, self.run.data, from_where)
             return found
         base_model.check(*from_where, self.resolved)
         tokenizer = load_tokenizer(*from_where, self.resolved.chat_template, train_args, chats=recipe.data.has_chats)
@@ -527,7 +527,7 @@ class Chain:
                 "is not the final checkpoint; that one is missing or damaged", file=str(path), fix="--from train makes it again"
             )
         if self.resolved.recipe.megatron is not None:
-            path = inputs.exported(self.run.path)
+            path = megatron_files.exported(self.run.path)
         if (during := self.resolved.recipe.eval.during) is not None and during.keep == "best":
             path = self._best(path)
         if self.resolved.lora is None:

@@ -33,8 +33,8 @@ from clustertune.resolve import overrides as recipe_source
 from clustertune.resolve import resolve
 from clustertune.simulate import compare as simulation_compare
 from clustertune.simulate import drawing as simulation_drawing
-from clustertune.simulate import run as simulator
-from clustertune.simulate.run import Simulation
+from clustertune.simulate import simulator
+from clustertune.simulate.simulator import Simulation
 
 GOALS = ("time", "cost", "memory")
 

@@ -39,9 +39,8 @@ def sweep(
     """Runs the grid of all values as one job array. Each point is a separate run; finished ones are not run again."""
     from clustertune.cluster import load
     from clustertune.launch.named_runs import existing_folder
-    from clustertune.sweep import array
+    from clustertune.sweep import array, outcome
     from clustertune.sweep import points as sweep_points
-    from clustertune.sweep import results as outcome
 
     outcome.check_metric(metric)
     if results is not None:
@@ -93,7 +92,7 @@ def _submit(made: Sweep, resolved: list[Resolved], cluster: Cluster, job: Any, a
 
 
 def _show_results(made: Sweep, metric: str, as_json: bool) -> None:
-    from clustertune.sweep import results as outcome
+    from clustertune.sweep import outcome
 
     found = outcome.collect(made, metric)
     reply(as_json, outcome.as_json(made, metric, found), *outcome.lines(made, metric, found))

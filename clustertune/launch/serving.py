@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from clustertune.cluster.hardware import load_hardware
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
-from clustertune.plan.generation import BANDWIDTH_SHARE, LAYER_S
+from clustertune.plan.generation_cost import BANDWIDTH_SHARE, LAYER_S
 from clustertune.recipe.eval_tasks import find_task, first_task
 from clustertune.recipe.parameters import Values, weight_bytes
 from clustertune.resolve.resolved import EVAL_DATA, Resolved

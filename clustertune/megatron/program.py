@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from clustertune import manifest, secrets
 from clustertune.checkpoint.store import KIND, CheckpointStore, close, find_open
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.megatron import bridge, inputs, settings
+from clustertune.megatron import bridge, megatron_files, settings
 from clustertune.training.event_log import EventLog
 from clustertune.training.heartbeat import Attempt
 
@@ -85,7 +85,7 @@ class _Training:
             for note in self.attempt.notes:
                 self.store.tell(f"note: {note}")
             self._fetch()
-            where = inputs.paths(self.attempt.run.path)
+            where = megatron_files.paths(self.attempt.run.path)
             for folder in (Path(self.attempt.source[0]), where["data"], where["tokenizer"]):
                 manifest.require_whole(folder, self.group)
             self._make_base()
@@ -135,7 +135,7 @@ class _Training:
 
     def _make_base(self) -> None:
         """HF's weights as a Megatron checkpoint, by all ranks together, once in a run: each holds its own part only."""
-        out = inputs.paths(self.attempt.run.path)["base"]
+        out = megatron_files.paths(self.attempt.run.path)["base"]
         identity = {"model": self.attempt.resolved.recipe.model.name, "revision": self.attempt.resolved.recipe.model.revision}
         there = None
         if self.group.rank == 0 and not manifest.find_problems(out, BASE_KIND, hashes=False):
@@ -171,7 +171,7 @@ class _Training:
 
     def _configure(self, latest: tuple[Path, dict[str, Any]] | None) -> dict[str, dict[str, Any]]:
         """The sections, complete: the steps are known once rank 0 has packed the data. Each attempt keeps what it ran."""
-        attempt, where = self.attempt, inputs.paths(self.attempt.run.path)
+        attempt, where = self.attempt, megatron_files.paths(self.attempt.run.path)
         named: dict[str, str | None] = {
             "base": str(where["base"]), "data": str(where["data"]), "tokenizer": str(where["tokenizer"]),
             "save": str(self.store.path(int(latest[1]["step"]) if latest else 0)), "load": str(latest[0]) if latest else None,
@@ -259,7 +259,7 @@ class _Training:
             return
         self.attempt.heartbeat("save", self.step)
         self.store.tell("exporting to the form of Hugging Face")
-        out = inputs.exported(self.attempt.run.path)
+        out = megatron_files.exported(self.attempt.run.path)
         self._begin_anew(out)
         self.bridge.export(context.state.cfg.peft, context.model, out)
         self.group.barrier()

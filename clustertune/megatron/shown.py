@@ -11,7 +11,7 @@ from clustertune.cluster.schema import Cluster
 from clustertune.launch import megatron_image, node
 from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.shape import train_shape
-from clustertune.megatron import inputs, program, settings
+from clustertune.megatron import megatron_files, program, settings
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 
@@ -21,7 +21,7 @@ ADDRESS, PORT = "<node 0>", 29500
 
 def document(resolved: Resolved, cluster: Cluster, run_path: Path) -> dict[str, Any]:
     """The same for ``--json``. What depends on the packed data is null."""
-    where = inputs.paths(run_path)
+    where = megatron_files.paths(run_path)
     named: dict[str, str | None] = {key: str(path) for key, path in where.items()}
     named |= {"save": str(run_path.absolute() / "checkpoints"), "load": None}
     shape = train_shape(resolved, cluster)
@@ -38,7 +38,7 @@ def document(resolved: Resolved, cluster: Cluster, run_path: Path) -> dict[str, 
         "conversion": {
             "from": source, "to": str(where["base"]), "ranks": resolved.world_size,
             "cut": {key: value for key, value in section.model_dump().items() if value not in (None, 1, False)},
-            "exported": {"what": exported, "to": str(inputs.exported(run_path))},
+            "exported": {"what": exported, "to": str(megatron_files.exported(run_path))},
         },
         "configuration_file": f"{run_path.absolute()}/attempts/0001/{program.PLAN_FILE}",
         "configuration": settings.build(resolved, named),

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from clustertune.plan import generation
+from clustertune.plan import generation_cost
 from clustertune.plan.constants import BYTES, Constants, Term, total
 from clustertune.plan.strategy import ModelShape
 from clustertune.recipe.parameters import LayerKind, Linear, ParameterCount
@@ -55,7 +55,7 @@ def moments(shape: ModelShape, constants: Constants) -> list[Moment]:
         **({FORWARD: _largest(resting, forward)} if (forward := memory.forward()) else {}),
         LOSS: _largest(resting, memory.at_loss()),
         **({REFERENCE: _largest(resting, memory.second_forward())} if paired else {}),
-        **({GENERATION: [*resting, *answers]} if (answers := generation.held(shape)) else {}),
+        **({GENERATION: [*resting, *answers]} if (answers := generation_cost.held(shape)) else {}),
         BACKWARD: _largest(resting, memory.backward()),
         UPDATE: update,
         **({EVALUATION: _largest(resting, memory.evaluation())} if shape.strategy.eval_batch else {}),

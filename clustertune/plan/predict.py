@@ -8,7 +8,7 @@ from typing import Any
 
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.host.system import GIB
-from clustertune.plan import generation, memory
+from clustertune.plan import generation_cost, memory
 from clustertune.plan.constants import Constants, Term, total
 from clustertune.plan.lengths import Lengths, known_lengths
 from clustertune.plan.machine import PlanMachine
@@ -151,11 +151,14 @@ def make_plan(
     low, high = step_range(shape, machine, constants, one) if sure else (1.0, 1.0)
     notes = [*used.notes, *more, *([one.offload.note] if one.offload.note else [])]
     if used.rollouts is not None:
-        notes += [generation.NOTE.format(share=generation.BANDWIDTH_SHARE), *([generation.VLLM] if used.rollouts.vllm else [])]
-        if (text := generation.find_problem(shape, machine)) is not None:
+        notes += [
+            generation_cost.NOTE.format(share=generation_cost.BANDWIDTH_SHARE),
+            *([generation_cost.VLLM] if used.rollouts.vllm else []),
+        ]
+        if (text := generation_cost.find_problem(shape, machine)) is not None:
             fix = "a larger servers.tensor_parallel_size, which divides the GPUs of a node"
             raise UserError(text, file=resolved.name, key="servers.tensor_parallel_size", fix=fix)
-        if (server := generation.server_of(shape, machine)) is not None:
+        if (server := generation_cost.server_of(shape, machine)) is not None:
             notes.append(f"beside the trainer on {used.rollouts.server_nodes} of the job's nodes {server}")
     copy = save_copy(shape)
     if copy is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clustertune.errors import Problem
-from clustertune.plan import generation
+from clustertune.plan import generation_cost
 from clustertune.plan.constants import SECONDS, Constants, Term, total
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths
 from clustertune.plan.machine import PlanMachine
@@ -310,7 +310,7 @@ def _evaluation(args: dict[str, Any], shape: ModelShape, machine: PlanMachine, c
     text = "{passes} passes ({rows} sequences, {batch} per rank) x the longer of {forward} s computing and {moved} s gathering"
     if plan.rollouts is None:
         return Term("evaluation", passes * max(forward, moved), SECONDS, text, values)
-    made = passes * generation.seconds(shape, machine, batch, plan.rollouts)[0]
+    made = passes * generation_cost.seconds(shape, machine, batch, plan.rollouts)[0]
     text += ", and {made} s for the answers"
     return Term("evaluation", passes * max(forward, moved) + made, SECONDS, text, {**values, "made": made})
 

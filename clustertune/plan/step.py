@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from clustertune.plan import generation
+from clustertune.plan import generation_cost
 from clustertune.plan.constants import SECONDS, Constants, Term, total
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.memory import WHOLE, SavedActivations
@@ -589,7 +589,7 @@ def step(shape: ModelShape, machine: PlanMachine, constants: Constants) -> Step:
         copies.optimizer or _optimizer(shape, machine, constants),
         timer.wires(moved, count),
         copies,
-        generation.of_step(shape, machine),
+        generation_cost.of_step(shape, machine),
     )
 
 

@@ -1,8 +1,8 @@
 """The process that simulates: ``python -m clustertune.simulate.child SPEC`` imports the libraries once and forks each rank,
 and once more the rank that resumes from what it saved.
 
-``SPEC`` is a JSON file that :mod:`clustertune.simulate.run` writes. On stdout come lines of JSON: progress, and of each rank
-what was counted, or where it failed. What libraries print goes to stderr.
+``SPEC`` is a JSON file that :mod:`clustertune.simulate.simulator` writes. On stdout come lines of JSON: progress, and of
+each rank what was counted, or where it failed. What libraries print goes to stderr.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from clustertune.errors import Problem
 from clustertune.plan.memory import EVALUATION, UPDATE, save_copy
 from clustertune.plan.predict import Plan
 from clustertune.plan.step import RankGroup, traffic
-from clustertune.simulate.run import Simulation
+from clustertune.simulate.simulator import Simulation
 
 LAST_STEP = "step 2"
 RESTING = ("weights", "adapters", "optimizer", "reference model")

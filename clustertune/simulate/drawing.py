@@ -9,7 +9,7 @@ from typing import Any
 from clustertune.host.system import GIB
 from clustertune.plan.predict import Plan
 from clustertune.simulate.compare import phases
-from clustertune.simulate.run import Simulation
+from clustertune.simulate.simulator import Simulation
 
 WIDTH, LEFT, RIGHT, CURVE, ROW, BAR = 1040, 250, 120, 220, 46, 15
 COLOURS = (

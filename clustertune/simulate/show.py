@@ -14,7 +14,7 @@ from clustertune.host.system import GIB
 from clustertune.plan.constants import quantity
 from clustertune.plan.predict import Plan
 from clustertune.simulate import compare
-from clustertune.simulate.run import Simulation
+from clustertune.simulate.simulator import Simulation
 
 BAR = 30
 """Characters of the largest moment."""

@@ -20,7 +20,7 @@ from clustertune.data.local_model import make_local_model
 from clustertune.errors import ExitCode, UserError
 from clustertune.export.export import export
 from clustertune.launch.attempt import AttemptPlan, Node
-from clustertune.megatron import inputs, program
+from clustertune.megatron import megatron_files, program
 from clustertune.megatron.bridge import Bridge
 from clustertune.process import StopFlag
 from clustertune.report.metrics import read_metrics
@@ -64,7 +64,7 @@ def go(
     """One attempt; its exit code and what people saw."""
     out, stop = io.StringIO(), stop or StopFlag()
     run.attempt(number).mkdir(parents=True, exist_ok=True)
-    inputs._write_data(run.data, inputs.paths(run.path)["data"])
+    megatron_files._write_data(run.data, megatron_files.paths(run.path)["data"])
     source, tokens = ("hub/base", "c" * 40), {"HF_TOKEN": GIVEN, "WANDB_API_KEY": "w"}
     attempt = Attempt(run, resolved, number, stop, Heartbeat(), fence, out, source, [], tokens)
     bridge = OneRank.load(attempt.source, resolved.recipe.model.name)
@@ -98,7 +98,7 @@ def test_a_run_to_its_end(run: RunDir, resolved: Resolved, loop: Loop, tmp_path:
     assert int(loop.config.train.exit_signal) == 10, "SIGUSR1, which the launcher sends"
     assert loop.config.model.pipeline_dtype is not None
     assert loop.config.checkpoint.pretrained_checkpoint.endswith("megatron/base")
-    summary = export(inputs.exported(run.path), tmp_path / "adapter")
+    summary = export(megatron_files.exported(run.path), tmp_path / "adapter")
     assert summary["step"] == 10 and summary["tensors"] == len(loop.adapter)
     assert manifest.find_problems(tmp_path / "adapter", "adapter") == []
     before = len(loop.calls)
@@ -163,7 +163,7 @@ def test_the_hub_is_asked_by_rank_0_with_the_token(run: RunDir, resolved: Resolv
 
 def test_a_base_of_another_revision_is_converted_anew(run: RunDir, resolved: Resolved, loop: Loop) -> None:
     go(run, resolved)
-    base = inputs.paths(run.path)["base"]
+    base = megatron_files.paths(run.path)["base"]
     manifest.seal(base, program.BASE_KIND, {"source": {"model": "other", "revision": None}})
     shutil.rmtree(run.checkpoints)
     go(run, resolved, 2)
@@ -182,9 +182,9 @@ def test_conversations_and_tokenizer(run: RunDir, resolved: Resolved, model: Pat
     """Of a row the messages alone; the tokenizer masks what the user said, by its own template; whole folders are kept."""
     from transformers import AutoTokenizer
 
-    counts = inputs.make(resolved, run.path, run.data, (str(model), None))
+    counts = megatron_files.make(resolved, run.path, run.data, (str(model), None))
     assert counts == {"train": 1, "eval": 1}
-    where = inputs.paths(run.path)
+    where = megatron_files.paths(run.path)
     assert [set(json.loads(line)) for line in (where["data"] / "training.jsonl").open()] == [{"messages"}]
     assert (where["data"] / "validation.jsonl").is_file()
     tokenizer: Any = AutoTokenizer.from_pretrained(where["tokenizer"])
@@ -194,7 +194,7 @@ def test_conversations_and_tokenizer(run: RunDir, resolved: Resolved, model: Pat
     assert "more words" in tokenizer.decode(learnt) and "word1" not in tokenizer.decode(learnt)
     before = {path: path.stat().st_mtime_ns for path in where["data"].parent.rglob("*") if path.is_file()}
     (where["data"] / "training.jsonl.idx.npy").write_bytes(b"an index that Bridge puts beside it")
-    inputs.make(resolved, run.path, run.data, (str(model), None))
+    megatron_files.make(resolved, run.path, run.data, (str(model), None))
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in before.items())
 
 

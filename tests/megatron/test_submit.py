@@ -93,7 +93,7 @@ class Finder:
             raise ImportError("not in NVIDIA's image: " + name)
 sys.meta_path.insert(0, Finder())
 import clustertune.rank, clustertune.launch.node, clustertune.cli.app, clustertune.job
-from clustertune.megatron import program, bridge, settings, inputs
+from clustertune.megatron import program, bridge, settings, megatron_files
 from clustertune.training import collectives
 """
 

@@ -28,7 +28,7 @@ from clustertune.plan.predict import Plan, make_plan
 from clustertune.plan.step import flops
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
-from clustertune.simulate import compare, drawing, guard, run
+from clustertune.simulate import compare, drawing, guard, simulator
 from tests.tree import REPO
 
 pytestmark = pytest.mark.timeout(900)
@@ -40,7 +40,7 @@ MANY = {"llama70b-tp-fsdp2": "8x8xh100-sxm", "mixtral8x7b-tulu3": "4x8xh100-sxm"
 
 def recipe(name: str, *overrides: str, depth: int | None = DEPTH) -> Resolved:
     found = resolve(str(REPO / "recipes" / name), list(overrides))
-    return found if depth is None else run.with_depth(found, depth)
+    return found if depth is None else simulator.with_depth(found, depth)
 
 
 def plan_of(resolved: Resolved, gpus: str | None = None) -> Plan:
@@ -54,10 +54,10 @@ def plan_of(resolved: Resolved, gpus: str | None = None) -> Plan:
 def simulated(name: str, *overrides: str, depth: int | None = DEPTH, ranks: tuple[int, ...] = (0,)) -> tuple[Plan, Any]:
     resolved = recipe(name, *overrides, depth=depth)
     plan = plan_of(resolved)
-    return plan, run.simulate(resolved, plan.machine, ranks=ranks, tell=lambda _: None)
+    return plan, simulator.simulate(resolved, plan.machine, ranks=ranks, tell=lambda _: None)
 
 
-def hold(plan: Plan, found: run.Simulation) -> None:
+def hold(plan: Plan, found: simulator.Simulation) -> None:
     """What rests, every moment and every byte that is sent are the plan's."""
     terms = {one.term: one for one in compare.terms(plan, found)}
     off = {name: one.difference for name, one in terms.items() if one.difference is not None}
@@ -178,7 +178,7 @@ def of_shape(name: str, folder: Path) -> tuple[Plan, Any]:
     (folder / base / "model.json").write_text(json.dumps(whole | changes))
     resolved = resolve(folder / base, overrides)
     plan = plan_of(resolved, gpus)
-    return plan, run.simulate(resolved, plan.machine, tell=lambda _: None)
+    return plan, simulator.simulate(resolved, plan.machine, tell=lambda _: None)
 
 
 @pytest.mark.jobs
@@ -236,7 +236,7 @@ def damaged(tmp_path: Path, *changes: tuple[str, str, str], rank: int = 0) -> li
     resolved = recipe("tiny-oasst2", depth=None)
     library, _ = guard.build()
     spec = tmp_path / "spec.json"
-    spec.write_text(json.dumps(run.specification(resolved, plan_of(resolved).machine, [rank], library)))
+    spec.write_text(json.dumps(simulator.specification(resolved, plan_of(resolved).machine, [rank], library)))
     done = subprocess.run(
         [sys.executable, "-m", "clustertune.simulate.child", str(spec)],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=850, check=False,
@@ -267,7 +267,7 @@ def test_weights_that_are_not_gathered_again_are_found(tmp_path: Path) -> None:
     new = line.replace("    plugin", "    accelerator.state.fsdp_plugin.reshard_after_forward = False\n    plugin")
     found = counted(damaged(tmp_path, ("training/sharding.py", line, new)))
     plan, whole = simulated("tiny-oasst2", depth=None)
-    broken = run.Simulation(whole.resolved, {0: found}, "")
+    broken = simulator.Simulation(whole.resolved, {0: found}, "")
     terms = [{one.term: one for one in compare.terms(plan, each)} for each in (whole, broken)]
     good, bad = (each["all-gather, 2 ranks"].counted for each in terms)
     assert bad < 0.7 * good
@@ -295,7 +295,7 @@ def test_what_a_save_does_wrong_on_gpus_is_found(tmp_path: Path) -> None:
         rank=1,
     ))  # fmt: skip
     resolved = recipe("tiny-oasst2", depth=None)
-    texts = [str(problem) for problem in compare.faults(run.Simulation(resolved, {1: found}, ""))]
+    texts = [str(problem) for problem in compare.faults(simulator.Simulation(resolved, {1: found}, ""))]
     assert any("save_0" in text and "cuda:0" in text for text in texts)
     assert any("has not waited" in text for text in texts)
     _, good = simulated("tiny-oasst2", depth=None, ranks=(1,))
@@ -347,8 +347,8 @@ def test_options_that_say_nothing_are_refused(words: list[str], key: str | None)
 
 def test_ranks_by_name() -> None:
     resolved = recipe("llama405b-oasst2")
-    assert run.read_ranks(None, resolved) == [0]
-    assert run.read_ranks("first,last,each-node,3", resolved) == [0, 15, 8, 3]
+    assert simulator.read_ranks(None, resolved) == [0]
+    assert simulator.read_ranks("first,last,each-node,3", resolved) == [0, 15, 8, 3]
 
 
 def test_the_document_and_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:

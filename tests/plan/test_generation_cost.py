@@ -8,7 +8,7 @@ import pytest
 
 from clustertune.cluster.load import load_cluster
 from clustertune.errors import UserError
-from clustertune.plan.generation import BANDWIDTH_SHARE, cache_bytes
+from clustertune.plan.generation_cost import BANDWIDTH_SHARE, cache_bytes
 from clustertune.plan.machine import machine
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.resolve.resolve import resolve
