@@ -157,6 +157,11 @@ def shared_class_names(package: Mapping[str, str]) -> dict[str, list[str]]:
     return {name: sorted(found) for name, found in modules.items() if len(found) > 1}
 
 
+def test_no_file_name_stands_in_two_rooms() -> None:
+    names = [path.rpartition("/")[2] for path in tree.sources("clustertune/")]
+    assert sorted({name for name in names if names.count(name) > 1}) == ["__init__.py", "__main__.py"]
+
+
 def test_no_class_name_stands_in_two_modules() -> None:
     """A class name means one thing, so a search for it finds one class."""
     assert shared_class_names(tree.sources("clustertune/")) == {}
