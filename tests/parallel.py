@@ -24,7 +24,12 @@ from tests.command import warm
 
 common_folder: Path | None = None
 """In a worker: the temporary folder of all of them."""
-FIRST = ("tests/test_chain.py", "tests/testbed/test_cluster.py", "tests/training/test_saving.py")
+FIRST = (
+    "tests/test_chain.py",
+    "tests/simulate/test_simulate.py",
+    "tests/testbed/test_cluster.py",
+    "tests/training/test_saving.py",
+)
 """Files that take longest: begun last they would keep one worker while the others have nothing left to do.
 
 Not tests/test_readme.py: it would wait for the run that tests/test_chain.py makes at the same time."""
