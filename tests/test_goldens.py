@@ -100,7 +100,8 @@ def test_every_job_has_the_shape_of_its_recipe(name: str, tiny: bool) -> None:
         assert ("--dependency=afterok:7" in command) == (before is not None)
         assert "hf_" not in job.script.replace("hf_cache", "") and f"#SBATCH --partition={job.shape.partition}" in job.script
     train = found.jobs[1]
-    assert train.shape.nodes * train.shape.ranks_per_node == found.resolved.world_size
+    trains = train.shape.nodes - found.resolved.recipe.server_nodes
+    assert trains * train.shape.ranks_per_node == found.resolved.world_size
     assert train.shape.gpus_per_node <= found.cluster.compute.gpus
     assert f"#SBATCH --nodes={train.shape.nodes}\n" in train.script
     given = signal_margin.given_in(train.script)

@@ -121,8 +121,9 @@ def test_the_commands_of_a_readme_are_run(folder: Path) -> None:
         seen.append(words[0] if words[0] == "sbatch" else words[1])
         if words[0] == "sbatch":
             options, given = words[1 : words.index("launch/run.sbatch")], words[words.index("launch/run.sbatch") + 1 :]
-            wanted = resolve(given[0]).recipe.slurm
-            sizes = {"--nodes": wanted.nodes, "--gpus-per-node": wanted.gpus_per_node, "--time": wanted.time}
+            recipe = resolve(given[0]).recipe
+            wanted = recipe.slurm
+            sizes = {"--nodes": wanted.nodes + recipe.server_nodes, "--gpus-per-node": wanted.gpus_per_node, "--time": wanted.time}
             assert options == [f"{name}={value}" for name, value in sizes.items()], line
             words = ["", "submit", *given, "--dry-run"]
         elif words[1] == "nccl-check":

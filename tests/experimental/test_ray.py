@@ -92,7 +92,7 @@ def test_a_rank_dies_with_its_worker(tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "from clustertune.launch.attempt import AttemptPlan\n"
         "from clustertune.rundir import RunDir\n"
-        "from tests.launch import test_ray as t\n"
+        "from tests.experimental import test_ray as t\n"
         "run = RunDir(Path(sys.argv[1])); t.Worker(run, AttemptPlan.read(run.attempt(1)), Path('none')).join()\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(REPO)], cwd=REPO) as worker:
