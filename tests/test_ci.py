@@ -37,4 +37,6 @@ def test_jobs_that_are_left_out_are_named(begun: int, jobs: str, code: int, tmp_
 def test_a_part_that_fails_is_a_failure(tmp_path: Path) -> None:
     """Of those that run two at a time; the others go on, and its own exit code is said."""
     done = ci(tmp_path, 0, "exit 3")
-    assert done.returncode and "exit code 3: WORKERS=2 .ci/bare" in done.stdout and "10 of 10 jobs ran" in done.stderr
+    assert (
+        done.returncode and "exit code 3: WORKERS=2 .ci/bare" in done.stdout and re.search(r"(\d+) of \1 jobs ran", done.stderr)
+    )

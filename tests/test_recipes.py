@@ -122,8 +122,8 @@ def test_the_commands_of_a_readme_are_run(folder: Path) -> None:
         if words[0] == "sbatch":
             options, given = words[1 : words.index("launch/run.sbatch")], words[words.index("launch/run.sbatch") + 1 :]
             recipe = resolve(given[0]).recipe
-            wanted = recipe.slurm
-            sizes = {"--nodes": wanted.nodes + recipe.server_nodes, "--gpus-per-node": wanted.gpus_per_node, "--time": wanted.time}
+            wanted, nodes = recipe.slurm, recipe.slurm.nodes + recipe.server_nodes
+            sizes = {"--nodes": nodes, "--gpus-per-node": wanted.gpus_per_node, "--time": wanted.time}
             assert options == [f"{name}={value}" for name, value in sizes.items()], line
             words = ["", "submit", *given, "--dry-run"]
         elif words[1] == "nccl-check":
