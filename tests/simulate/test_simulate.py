@@ -72,10 +72,11 @@ def hold(plan: Plan, found: simulator.Simulation) -> None:
     sent = {term: value for term, value in off.items() if term.startswith(("all-gather", "reduce-scatter", "all-reduce"))}
     assert all(abs(value) < 0.005 for value in sent.values()), off
     assert sent or found.resolved.world_size == 1
-    # torch counts no attention of packed rows, of masked ones the whole square, and LoRA's update of experts
+    # torch counts no attention of packed rows and none of a CPU (where no compiler is), of masked ones the whole square, and
+    # LoRA's update of experts
     rank = flops(plan.shape, hardware=True) / found.resolved.world_size
     if plan.strategy.tp == 1:  # else each rank computes the whole head
-        assert 0.85 <= found.first["flops"] / rank <= 1.35
+        assert 0.8 <= found.first["flops"] / rank <= 1.35
 
 
 @pytest.mark.parametrize("name", ["llama405b-oasst2", "llama8b-lima"])
