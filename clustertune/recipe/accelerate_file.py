@@ -51,7 +51,8 @@ _FSDP1_ONLY = {
     "fsdp_forward_prefetch": "leave it out: accelerate refuses it with FSDP2",
 }
 """Keys that mean nothing under ``fsdp_version: 2``."""
-_RECOMPUTING = ("fsdp_activation_checkpointing", "fsdp_activation_checkpointing_offload")
+RECOMPUTING = "fsdp_activation_checkpointing"
+"""Read as the recipe's ``activation_checkpointing: {ratio: 1}``, its default. transformers recomputes then, not accelerate."""
 
 
 def section(body: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -287,9 +288,8 @@ def _check_fsdp(config: Mapping[str, Any], kind: str | None) -> Iterator[Found]:
         return
     for full, (key, value) in values.items():
         path = ("fsdp_config", key)
-        if full in _RECOMPUTING and str(value).lower() != "false":
-            fix = "leave it out: activation_checkpointing.ratio=1 recomputes all layers, train.activation_offloading moves them"
-            yield path, "the recipe's section activation_checkpointing says what is recomputed", fix
+        if full == f"{RECOMPUTING}_offload" and str(value).lower() != "false":
+            yield path, "is not carried", "leave it out: train.activation_offloading moves activations to host memory"
         elif full in _FSDP1_ONLY:
             yield path, f"has no meaning under {FSDP2}", _FSDP1_ONLY[full]
     yield from _check_wrap(values, kind)

@@ -385,6 +385,10 @@ class _Resolution:
             count = len(recomputed_layers(section.ratio, layers))
             saved = f"; of them {', '.join(section.save)} kept" if section.save else ""
             value, reason = bool(count), f"{_SECTION}.ratio {section.ratio:g}: {count} of {layers} layers{saved}"
+            written = acc.section(self.accelerate.data if self.accelerate else {}, "fsdp_config").get(acc.RECOMPUTING)
+            if str(written).lower() == "true" and (count < layers or section.save):
+                text = f"it recomputes all layers, and the recipe's section {_SECTION} other ones"
+                self.report([(("accelerate", "fsdp_config", acc.RECOMPUTING), text, "leave one of the two out")])
         self.derived.append(Derived(f"train.{_SECTION}", value, reason))
 
     def _check_megatron(self, section: Megatron, ratio: float | None) -> Iterator[Found]:

@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from clustertune.errors import UserError
 from clustertune.recipe.accelerate_file import find_problems
+from clustertune.resolve.resolve import resolve
+from clustertune.training.accelerate_env import accelerate_environment
 
 FSDP2: dict[str, Any] = {
     "fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -67,7 +71,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     (fsdp({"version": 2}), "fsdp_config.version", "write fsdp_version"),
     (fsdp(offload_params=True), "fsdp_config.offload_params", "write fsdp_offload_params"),
     (fsdp(fsdp_auto_wrap_policy="NO_WRAP"), f"fsdp_config.{WRAP}", "TRANSFORMER_BASED_WRAP"),
-    (fsdp(fsdp_activation_checkpointing=True), "fsdp_config.fsdp_activation_checkpointing", "activation_checkpointing.ratio"),
+    (fsdp(fsdp_activation_checkpointing_offload=True), "fsdp_config.fsdp_activation_checkpointing_offload", "offloading"),
     *((fsdp() | {key: 1}, key, "derived") for key in ("num_processes", "machine_rank", "main_process_port", "use_cpu")),
     (fsdp() | {"mixed_precison": "bf16"}, "mixed_precison", "did you mean mixed_precision"),
     (fsdp() | {"mixed_precision": "bf17"}, "mixed_precision", "bf16"),
@@ -91,3 +95,15 @@ def test_what_accelerate_would_misread(body: dict[str, Any], key: str, says: str
     found = problems(body)
     assert key in found, found
     assert says in found[key]
+
+
+def test_accelerates_own_switch_of_recomputation_is_that_of_the_recipe(tmp_path: Path) -> None:
+    """It stands in most files that people have. Where the recipe says something else, neither is taken silently."""
+    switch = "accelerate.fsdp_config.fsdp_activation_checkpointing=true"
+    assert resolve("tiny-oasst2", [switch]).distribution == resolve("tiny-oasst2", []).distribution
+    with pytest.raises(UserError, match="recomputes all layers"):
+        resolve("tiny-oasst2", [switch, "activation_checkpointing.ratio=0.5"])
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(yaml.safe_dump(fsdp(fsdp_activation_checkpointing=True)))
+    variables = accelerate_environment(file, 2)
+    assert variables["FSDP_VERSION"] == "2" and "FSDP_ACTIVATION_CHECKPOINTING" not in variables
