@@ -26,7 +26,7 @@ def apply(config_file: Path, world_size: int, *, alone: bool = False) -> None:
 def accelerate_environment(config_file: Path, world_size: int) -> dict[str, str]:
     """The variables that ``accelerate launch --config_file`` sets from the file, by accelerate 1.15's own code.
 
-    Left out is what a launcher decides (addresses, ports and threads), and accelerate's recomputation: transformers' own is
+    Left out is what a launcher decides: addresses, ports and threads. Off is accelerate's recomputation: transformers' own is
     at work (:mod:`clustertune.training.recompute`), and with both every layer would be recomputed twice.
     Raises UserError where accelerate refuses the file.
     """
@@ -52,5 +52,4 @@ def accelerate_environment(config_file: Path, world_size: int) -> dict[str, str]
     except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
         raise UserError(Problem(f"accelerate refuses it: {error}", file=str(config_file))) from None
     kept = {key: str(value) for key, value in found.items() if key.startswith(PREFIXES)}
-    kept.pop(acc.RECOMPUTING.upper(), None)
-    return kept
+    return kept | {name: "false" for name in (acc.RECOMPUTING.upper(),) if name in kept}
