@@ -476,7 +476,7 @@ class Chain:
         )
 
     def attempt_environment(self) -> dict[str, str]:
-        """What the ranks are told of this chain's servers."""
+        """Variables for the ranks: the file that names the servers, where some run."""
         return {ROLLOUT_SERVERS: str(self.ring)} if self.ring is not None else {}
 
     def run_attempt(self, plan: AttemptPlan) -> Outcome:

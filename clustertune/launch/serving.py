@@ -13,21 +13,17 @@ from pydantic import TypeAdapter, ValidationError
 from clustertune.cluster.hardware import load_hardware
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
-from clustertune.plan.generation_cost import BANDWIDTH_SHARE, LAYER_S
+from clustertune.plan.generation_cost import BANDWIDTH_SHARE, GPU_OVERHEAD, GPU_SHARE, LAYER_S, MOST
 from clustertune.recipe.eval_tasks import find_task, first_task
 from clustertune.recipe.parameters import Values, weight_bytes
 from clustertune.resolve.resolved import EVAL_DATA, Resolved
 
-GPU_SHARE = 0.9
-"""vLLM's own ``--gpu-memory-utilization``."""
-GPU_OVERHEAD = 5e9
-"""Activations, CUDA graphs and NCCL's buffers of one GPU, bytes; assumed, rounded up."""
 KV_BYTES = 2
 """Of one element of the key-value cache: bfloat16, as the weights."""
 SEQUENCE_TOKENS = 1400
 """Tokens of a prompt and its answer that the cache is counted for: 120 and 1,280."""
-FEWEST, MOST = 16, 256
-"""Sequences that a server must hold at once, so that its GPUs are worth their price; and those that it is sent at most."""
+FEWEST = 16
+"""Sequences that a server must hold at once, so that its GPUs are worth their price."""
 LONGEST = 16_384
 """Tokens of prompt and answer together at most: few-shot prompts fit, and the cache of one sequence stays small."""
 READ_BYTES_S = 1e9

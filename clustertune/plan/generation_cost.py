@@ -1,4 +1,4 @@
-"""The model's own answers, made on the GPUs that train: seconds, and what is held meanwhile."""
+"""The model's own answers, made on the GPUs that train or by servers beside them: seconds, and what is held meanwhile."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ NOTE = (
 )
 VLLM = "vLLM's start, its waking and the copies of the weights into it are not counted; it takes its share of the GPU's memory"
 
-
-SERVER_SHARE, SERVER_BYTES, MOST_AT_ONCE = 0.9, 5e9, 256
-"""Of a server, as of the evaluation's (:mod:`clustertune.launch.serving`): vLLM's share of a GPU's memory, what is not cache of
-it, and the answers that are under way at most."""
+GPU_SHARE = 0.9
+"""vLLM's own ``--gpu-memory-utilization``."""
+GPU_OVERHEAD = 5e9
+"""Activations, CUDA graphs and NCCL's buffers of one GPU of a server, bytes; assumed, rounded up."""
+MOST = 256
+"""Sequences that a server is sent at once."""
 
 
 def cache_bytes(shape: ModelShape) -> float:
@@ -52,7 +54,7 @@ class RolloutServer:
     @property
     def answers(self) -> int:
         """That it works on at once."""
-        return max(0, min(MOST_AT_ONCE, int(self.room // self.each)))
+        return max(0, min(MOST, int(self.room // self.each)))
 
     def __str__(self) -> str:
         many = f"{self.count} server{'s' if self.count != 1 else ''}"
@@ -68,7 +70,7 @@ def server_of(shape: ModelShape, machine: PlanMachine) -> RolloutServer | None:
     wide = rollouts.server_gpus
     weights, cache = HALF * shape.parameters / wide, cache_bytes(shape) * (rollouts.prompt + rollouts.completion) / wide
     count = rollouts.server_nodes * (machine.gpus_per_node // wide)
-    return RolloutServer(count, weights, SERVER_SHARE * machine.usable_bytes - SERVER_BYTES - weights, cache)
+    return RolloutServer(count, weights, GPU_SHARE * machine.usable_bytes - GPU_OVERHEAD - weights, cache)
 
 
 def find_problem(shape: ModelShape, machine: PlanMachine) -> str | None:

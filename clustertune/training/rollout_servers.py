@@ -26,14 +26,13 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.plan.generation_cost import MOST
 
 HEALTH_SECONDS, LOAD_SECONDS = 5.0, 300.0
 ANSWER_SECONDS = 1800.0
 """As ``eval.stall_seconds``: 1,280 steps of a 405B model at 0.32 s are 7 minutes."""
 PATIENCE_SECONDS = 1800.0
 """Without any server for so long, the rank gives up: one that died is started again, and reads its weights."""
-CONCURRENT = 256
-"""Requests of a rank that are under way at once to each server: vLLM's ``--max-num-seqs`` at most."""
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """A proxy of the site would be asked for this job's own servers."""
 GONE = (OSError, HTTPException)
@@ -120,7 +119,7 @@ class ServerRing:
         """One answer to each prompt, in order. Raises UserError where no server is left for :data:`PATIENCE_SECONDS`, or one
         refuses a request.
         """
-        with ThreadPoolExecutor(min(len(prompts), CONCURRENT * len(self.urls))) as pool:
+        with ThreadPoolExecutor(min(len(prompts), MOST * len(self.urls))) as pool:
             asked = [pool.submit(self._ask, list(ids), seed, sampling) for ids, seed in zip(prompts, seeds, strict=True)]
             left = set(asked)
             try:
