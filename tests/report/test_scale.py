@@ -49,12 +49,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 def parsing(runs: dict[int, Path]) -> float:
     """CPU seconds that one JSON pass takes for what the long file has more than the short one."""
     code = "import json, sys\nfor line in open(sys.argv[1], 'rb'): json.loads(line)"
-    few, many = (used(["-c", code, str(runs[steps] / "metrics.jsonl")]) for steps in (SHORT, LONG))
+    few, many = (min(used(["-c", code, str(runs[steps] / "metrics.jsonl")]) for _ in range(2)) for steps in (SHORT, LONG))
     return many - few
 
 
 @pytest.mark.parametrize("command", [["report"], ["watch", "--once", "--json"]])
-def test_a_long_run_takes_three_json_passes_at_most(command: list[str], runs: dict[int, Path], parsing: float) -> None:
-    """From what 60,000 steps add: less depends on the start of Python and its packages."""
+def test_a_long_run_takes_a_few_json_passes(command: list[str], runs: dict[int, Path], parsing: float) -> None:
+    """1.5 to 2.4 passes on a quiet machine; 3.01 were seen beside other jobs. A reader that parses once a page would need ten.
+
+    Measured is what 60,000 steps add: less depends on the start of Python and its packages.
+    """
     short, long = (min(used(["-m", "clustertune", *command, str(runs[steps])]) for _ in range(2)) for steps in (SHORT, LONG))
-    assert long - short < 3 * parsing
+    assert long - short < 6 * parsing
