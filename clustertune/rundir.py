@@ -31,6 +31,8 @@ SCORES = "scores"
 """What happens within ``train``, between two attempts, where the recipe asks for scores while training."""
 ROLLOUT_SERVERS = "CLUSTERTUNE_ROLLOUT_SERVERS"
 """The variable that tells ranks the file with their servers' addresses and key: ``{"urls": [...], "key": ...}``."""
+UNSAVED = "CLUSTERTUNE_UNSAVED"
+"""The variable with which ranks save no checkpoint: those of a benchmark."""
 _BEFORE = ("lock", "owner.json", "requeued.json", "attempts", "jobs", "logs")
 """What a job makes in its run folder before ``run.json``."""
 _TORN = (".run.json.", ".owner.json.", ".requeued.json.")
