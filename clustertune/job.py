@@ -431,13 +431,10 @@ def has_gpus() -> bool:
 def start(inputs: JobInputs, script: Path | None, command: Sequence[str]) -> None:
     """Say what the job is about to do, and run it. ``script``: the batch script of a job by hand. Raises UserError, Stopped."""
     cluster_paths.make()
-    margin = inputs.resolved.recipe.slurm.signal_seconds
     late = None
-    if script is not None:
-        take_log(inputs.path, inputs.allocation.name, inputs.allocation.job_id)
-        if inputs.trains:  # the other stages continue file by file, and need less
-            stated = signal_margin.given_in(script.read_text(errors="replace"))
-            late = signal_margin.warning(stated, margin, inputs.allocation.limit_minutes)
+    if script is not None and inputs.trains:  # the other stages continue file by file, and need less
+        stated = signal_margin.given_in(script.read_text(errors="replace"))
+        late = signal_margin.warning(stated, inputs.resolved.recipe.slurm.signal_seconds, inputs.allocation.limit_minutes)
     for line in inputs.describe():
         say(line)
     for text in filter(None, (late, *inputs.resolved.warnings)):
@@ -489,25 +486,3 @@ def collected(resolved: Resolved, cluster: Cluster) -> Path | None:
     for note in notes:
         say(f"note: {note}")
     return found
-
-
-def take_log(run: Path, name: str, job: str) -> None:
-    """Move the log of a job by hand from the checkout, where the header of launch/run.sbatch has it begin, to the run's others.
-
-    A log of another name was chosen, and stays as it is. The batch script is asked to follow (SIGUSR2).
-    """
-    written, wanted = Path.cwd() / f"{name}-{job}.log", run.resolve() / "logs" / f"{name}-{job}.log"
-    try:
-        if written.is_symlink() or not written.is_file() or not written.samefile("/proc/self/fd/1"):
-            return
-        wanted.parent.mkdir(parents=True, exist_ok=True)
-        sys.stdout.flush()
-        handle = os.open(wanted, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # of an earlier start too: requeued jobs append
-        os.write(handle, written.read_bytes())
-        for stream in (1, 2):
-            os.dup2(handle, stream)
-        os.close(handle)
-        os.kill(os.getppid(), signal.SIGUSR2)
-        written.unlink()
-    except OSError as error:
-        say(f"note: the log stays at {written}: {error}")
