@@ -124,11 +124,7 @@ def job(
         arguments += ["--to", last] if last != STAGES[-1] else []
     path = run_dir or default_run_dir(resolved, cluster_paths.runs(on))
     inputs = program.JobInputs(resolved, on, given, path, (first, last), variables, evaluation)
-    problems = allocation.check(given, resolved, on, arguments, (first, last))
-    problems += allocation.first_node_problems(
-        on, nodes=len(given.nodes), trains="train" in STAGES[STAGES.index(first) : STAGES.index(last) + 1]
-    )
-    raise_if(problems)
+    raise_if(allocation.check(given, resolved, on, arguments, (first, last)))
     program.start(inputs, script, chain.command_line())
 
 

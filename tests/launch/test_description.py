@@ -43,7 +43,6 @@ def start_job(monkeypatch: pytest.MonkeyPatch, given: allocation.Allocation, *wo
     """What Slurm starts, in an allocation, for the evaluation and the report."""
     monkeypatch.setattr(allocation, "read", lambda: given)
     monkeypatch.setattr(cluster_paths, "enter", lambda *words: [])
-    monkeypatch.setattr(allocation, "first_node_problems", lambda *words, **named: [])
     command.job(*words, tiny=True, env=None, first="eval", last="report", **named)
 
 
