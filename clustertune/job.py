@@ -443,35 +443,30 @@ def start(inputs: JobInputs, script: Path | None, command: Sequence[str]) -> Non
     say(f"done: {inputs.path}")
 
 
-def begun(job: str, folders: Iterable[Path]) -> tuple[Path, int] | None:
-    """Run folder and description of a job by hand that is started again; None if its first start recorded none.
+def begun(job: str, folders: Iterable[Path]) -> Path | None:
+    """The run folder of a job by hand that is started again; None if its first start recorded nothing.
 
     Recipe and cluster file may have been edited since: another recipe would be another run, from its first step.
     """
-    for folder in folders:
-        if read_object(folder / progress.OWNER).get("job") == job and RunDir(folder).run_json.exists():
-            body = RunDir(folder).read()
-            return (folder, int(body["description"])) if body.get("cluster") else None
-    return None
+    return next((one for one in folders if read_object(one / progress.OWNER).get("job") == job and _is_recorded(one)), None)
 
 
-def recorded(run_dir: Path | None, number: int | None, *, of_sweep: bool) -> Description | None:
-    """What ``submit``, or ``sweep`` for a point, decided; None for a job by hand.
+def _is_recorded(folder: Path) -> bool:
+    return bool(read_object(RunDir(folder).run_json).get("cluster"))
+
+
+def recorded(run_dir: Path | None, *, of_sweep: bool) -> Description | None:
+    """What ``submit``, or ``sweep`` for a point, decided; None for a point that was not submitted.
 
     Raises UserError where the run folder does not say it.
     """
-    if of_sweep and run_dir is not None and RunDir(run_dir).run_json.exists():
-        body = RunDir(run_dir).read()
-        number = body.get("description") if body.get("cluster") else None
-    if number is None:
-        return None
     if run_dir is None:
-        raise UserError("--description needs --run-dir", file="command line", key="--description", fix="add --run-dir")
-    found = RunDir(run_dir).description(number)
-    if found.cluster is None:
-        text = f"description {number} has no cluster"
-        raise UserError(text, file=str(RunDir(run_dir).run_json), key="cluster", fix="clustertune submit again")
-    return found
+        raise UserError("--recorded needs --run-dir", file="command line", key="--recorded", fix="add --run-dir")
+    if _is_recorded(run_dir):
+        return RunDir(run_dir).description()
+    if of_sweep:
+        return None
+    raise UserError("has no cluster", file=str(RunDir(run_dir).run_json), key="cluster", fix="clustertune submit again")
 
 
 def collected(resolved: Resolved, cluster: Cluster) -> Path | None:
