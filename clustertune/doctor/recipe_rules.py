@@ -44,7 +44,6 @@ from clustertune.launch import serving
 from clustertune.launch import signal_margin as margins
 from clustertune.plan.predict import Plan
 from clustertune.plan.schedule import START_S
-from clustertune.recipe.eval_tasks import PUNKT, needed
 from clustertune.recipe.library_facts import model_facts
 from clustertune.recipe.parameters import weight_bytes
 from clustertune.resolve.distribution import how_to_load
@@ -417,7 +416,7 @@ CONDITIONS: dict[str, Callable[[RecipeContext], bool]] = {
     "accumulates": lambda c: int(c.args["gradient_accumulation_steps"]) > 1,
     "gpus": lambda c: c.cluster.compute.gpus > 0 and c.resolved.world_size > 1,
     "arm": lambda c: c.arch == "aarch64",
-    "punkt": lambda c: bool(needed(c.recipe.eval.tasks, PUNKT)),
+    "punkt": lambda c: "ifeval" in c.recipe.eval.tasks,
 }
 """What ``when`` of a row may name."""
 

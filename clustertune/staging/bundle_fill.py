@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +15,6 @@ from typing import Any
 from clustertune import manifest
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say
-from clustertune.data import punkt
 from clustertune.data.prompts import read_prompts
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storing
 from clustertune.evaluate.inputs import TaskRows, fetch_benchmark
@@ -26,7 +23,7 @@ from clustertune.evaluate.tasks import snapshot as cached_data
 from clustertune.launch import image as images
 from clustertune.launch.container import enroot_name
 from clustertune.manifest import SHA256, FileRecord
-from clustertune.recipe.eval_tasks import PUNKT, needed, reader_of, with_rows
+from clustertune.recipe.eval_tasks import reader_of, with_rows
 from clustertune.recipe.layers import find_elsewhere
 from clustertune.resolve.resolved import EVAL_DATA, Resolved
 from clustertune.staging import bundle, hashed_copy, needs
@@ -45,7 +42,7 @@ class BundlePart:
     """One thing that goes into the folder."""
 
     what: str
-    """``model``, ``data``, ``own prompts``, ``benchmark``, ``task``, ``nltk``, ``container`` or ``recipe``."""
+    """``model``, ``data``, ``own prompts``, ``benchmark``, ``task``, ``container`` or ``recipe``."""
     name: str
     target: str
     """Its folder below the bundle."""
@@ -55,8 +52,8 @@ class BundlePart:
     revision: str | None = None
     path: str | None = None
     """What of it a run reads, below the bundle, where that is not found by its name."""
-    fetch: Callable[[], Path | None] | None = None
-    """Loads it from the network to this machine, and says where it lies then; None: it cannot be had."""
+    fetch: Callable[[], Path] | None = None
+    """Loads it from the network to this machine, and says where it lies then."""
 
     @property
     def bytes(self) -> int | None:
@@ -82,7 +79,7 @@ class Collector:
         parts: list[BundlePart] = []
         problems: list[Problem] = []
         local = (self._model, self._data, self._prompts, self._benchmark)
-        for find in (*local, self._task_data, self._nltk, self._container, self._recipe):
+        for find in (*local, self._task_data, self._container, self._recipe):
             with collect_problems(problems):
                 parts += find()
         raise_if(problems)
@@ -175,15 +172,6 @@ class Collector:
             found.append(replace(self._repository("dataset", name, cached.name if cached else None), what="task"))
         return found
 
-    def _nltk(self) -> list[BundlePart]:
-        if not needed(self._tasks, PUNKT):
-            return []
-        target = (Path(bundle.NLTK) / punkt.FOLDER).as_posix()
-        if (site := punkt.locate_site_copy()) is None:
-            return [BundlePart("nltk", "punkt_tab", target, fetch=fetch_punkt)]
-        root = site / punkt.FOLDER
-        return [BundlePart("nltk", "punkt_tab", target, root, hashed_copy.survey(root, "nltk", self._stall))]
-
     def _container(self) -> list[BundlePart]:
         settings = self._cluster.container
         if settings.runtime == "none" or settings.image is None:
@@ -216,7 +204,11 @@ class Collector:
     def go(self, parts: Sequence[BundlePart], overrides: Sequence[str]) -> dict[str, Any]:
         """Fill the folder and seal it; what an earlier try left there is removed. Raises UserError."""
         began = time.perf_counter()
-        parts = [part for part in parts if self._fetch(part)]
+        for part in parts:
+            if part.fetch is not None:
+                say(as_words(part.as_json()))
+                part.root = part.fetch()
+                part.files = hashed_copy.survey(part.root, part.what, self._stall)
         records: dict[str, FileRecord] = {}
         with storing("cannot be written", self._out, named=True):
             self._begin_folder()
@@ -237,19 +229,6 @@ class Collector:
         size = sum(record.size for record in records.values())
         summary = {"dir": str(self._out), "bytes": size, "files": len(records), "notes": self.notes}
         return {**summary, "seconds": round(time.perf_counter() - began, 3), "parts": [part.as_json() for part in parts]}
-
-    def _fetch(self, part: BundlePart) -> bool:
-        """Have a part on this machine. Returns whether it is."""
-        if part.fetch is None:
-            return True
-        say(as_words(part.as_json()))
-        part.root = part.fetch()
-        if part.root is None:
-            text = f"{part.name} is not available: answers will be scored with a splitter trained here"
-            self.notes.append(f"warning: {text} -> NLTK_DATA=DIR names a folder that has it")
-            return False
-        part.files = hashed_copy.survey(part.root, part.what, self._stall)
-        return True
 
     def check(self) -> None:
         """The folder is new, empty, or one that we began for this recipe; the prompts are some. Writes nothing.
@@ -309,7 +288,7 @@ def _one(path: Path) -> SourceFile:
     return SourceFile(path.name, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
 
 
-# --- the Hub, and NLTK's data ----------------------------------------------------------------------------------------
+# --- the Hub --------------------------------------------------------------------------------------------------------
 
 
 ANSWER_SECONDS = 10.0
@@ -346,23 +325,6 @@ def _asking(kind: str, name: str) -> Iterator[None]:
         fix = "run this on a machine with network; a gated model needs HF_TOKEN in .env; or name a local copy"
         key = "model.path=DIR" if kind == "model" else "data.input=PATH"
         raise UserError(f"{name} is not available from the Hub: {message}", fix=f"{fix}: {key}") from None
-
-
-def fetch_punkt() -> Path | None:
-    """NLTK's ``punkt_tab``, loaded into NLTK's own folder of this machine; None where its site does not answer."""
-    import nltk
-
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(ANSWER_SECONDS)
-    try:
-        output = io.StringIO()  # takes the text of its errors; the caller says what failed
-        nltk.download("punkt_tab", quiet=True, print_error_to=output)
-    except (OSError, ValueError):
-        return None
-    finally:
-        socket.setdefaulttimeout(before)
-    site = punkt.locate_site_copy()
-    return site and site / punkt.FOLDER
 
 
 def note_revision(cache: Path, kind: str, name: str, revision: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -154,7 +153,6 @@ def parcel_of(**model: str) -> Spoil:
         (folder / "hub").mkdir(parents=True)
         (case.root / "model").rename(folder / "model")
         (case.folder / "chats.jsonl").rename(folder / "chats.jsonl")
-        shutil.copytree(case.root / "nltk", folder / "nltk_data")
         meta = {
             "model": {"name": HUB["name"], "revision": None, "path": "model", **model},
             "data": {"name": "chats", "revision": None, "path": "chats.jsonl"},
@@ -219,7 +217,6 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("staged-inputs", FAIL, both(parcel_of(revision="1" * 40), hub)),
     ("task-data", WARN, environment(HF_HUB_OFFLINE="1")),
     ("task-data", FAIL, both(environment(HF_HUB_OFFLINE="1"), override("eval.pass_mark.ifeval.prompt_level_strict_acc=0.6"))),
-    ("punkt-data", WARN, environment(NLTK_DATA="")),
     ("versions-differ", WARN, versions(wandb="0.30.0")),
     ("stack-unseen", UNKNOWN, lambda c: setattr(c, "place", "login")),
     ("adapter-of-rank-0-only", FAIL, both(full_dicts, versions(accelerate="1.14.0"))),
