@@ -83,11 +83,12 @@ def _counters() -> dict[str, float | None]:
 
 
 GPU_COLUMNS = {
-    "utilisation": 0, "memory_gib": 2, "power_w": 0, "temperature_c": 0, "sm_mhz": 0, "throttle": 0, "ecc": 0, "xid": 0, "energy_j": 0,
+    "utilisation": 0, "memory_gib": 2, "power_w": 0, "temperature_c": 0, "sm_mhz": 0, "throttle": 0, "ecc": 0, "xid": 0,
+    "energy_j": 0,
 }  # fmt: skip
 """Of a GPU, with the decimals that are kept. ``utilisation`` in %; ``throttle``: NVML's bits of clock event reasons; ``ecc``:
-uncorrected errors since the driver was loaded; ``xid``: the newest critical error; ``energy_j``: joules since the sampler began.
-What a link carries is measured by NVIDIA's dcgm-exporter."""
+uncorrected errors since the driver was loaded; ``xid``: the newest critical error; ``energy_j``: joules since the sampler
+began. What a link carries is measured by NVIDIA's dcgm-exporter."""
 SLOWED = {4: "power cap", 8: "hardware slowdown", 32: "too warm", 64: "hardware: too warm", 128: "hardware: power brake"}
 """Bits of ``throttle`` that slow a GPU under load (nvml.h, nvmlClocksEventReason*)."""
 
