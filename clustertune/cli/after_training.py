@@ -98,7 +98,6 @@ def push(
 
     run = RunDir(existing_run(run_dir))
     name = hub.check_name(repo or secrets.read_env(secrets.DEFAULT, lambda _note: None).get("HF_REPO_ID"))
-    packing.refuse_models(run)
     upload = hub.upload_for(run, name, licence)
     for left in upload.left_out:
         say(f"note: {left} stays here: only the adapter and its card are pushed")

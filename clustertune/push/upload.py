@@ -84,7 +84,7 @@ def pack(run: RunDir, repo: str, licence: str | None, secrets: Iterable[str] = (
     files = [File(name, sealed.files[name].size, sealed.files[name].sha256, run.adapter / name) for name in names]
     text = card.encode()
     files.append(File(CARD, len(text), hashlib.sha256(text).hexdigest(), data=text))
-    raise_if([problem for file in files for problem in look_through(file, run, secrets)])
+    raise_if([problem for file in files for problem in look_through(file, secrets)])
     left = sorted({*list_files(run.adapter), *sealed.files} - {*names, MANIFEST})
     return Upload(tuple(files), card, tuple(left))
 
@@ -99,21 +99,14 @@ def _refusals(run: RunDir, resolved: Resolved) -> list[Problem]:
     return [Problem("has no adapter yet", file=str(run.path), fix="clustertune run RECIPE --to export")]
 
 
-def look_through(file: File, run: RunDir, secrets: Iterable[str] = ()) -> list[Problem]:
-    """Tokens and paths of this machine in what would go: all of a text, and the header of the tensors."""
+def look_through(file: File, secrets: Iterable[str] = ()) -> list[Problem]:
+    """Tokens in what would go: all of a text, and the header of the tensors."""
     text = _text_of(file)
-    where = str(file.path or file.name)
-    problems = []
     known = [value for value in secrets if len(value) >= 8]
-    if any(value in text for value in known) or holds_secret(text):
-        fix = "take it out where it came from, and make a new token: this one is known to a file now"
-        problems.append(Problem("holds what looks like a token (not shown)", file=where, fix=fix))
-    base = json.loads(text).get("base_model_name_or_path") if file.name == "adapter_config.json" else None
-    paths = [str(run.path.resolve()), *([base] if isinstance(base, str) and base.startswith("/") else [])]
-    if shown := next((path for path in paths if path in text), None):
-        fix = "name the model by its Hub id, and data by its name, in the recipe"
-        problems.append(Problem(f"names a path of this machine: {shown}", file=where, fix=fix))
-    return problems
+    if not any(value in text for value in known) and not holds_secret(text):
+        return []
+    fix = "take it out where it came from, and make a new token: this one is known to a file now"
+    return [Problem("holds what looks like a token (not shown)", file=str(file.path or file.name), fix=fix)]
 
 
 def _text_of(file: File) -> str:
@@ -137,7 +130,6 @@ def _text_of(file: File) -> str:
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _LOCAL = (("data", "input"), ("model", "path"), ("staged",))
 """Keys of a recipe that hold a path: left out of the card, which is for other machines."""
-_TEMPLATE_HERE = "\0chat template\0"
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]{1,60}")
 """The form of the Hub's licence identifiers."""
 
@@ -158,7 +150,7 @@ def build_card(
     recipe = resolved.recipe.model_dump(mode="json")
     metrics = read_metrics(run.metrics)
     scored = _read_scores(run)
-    model, template = recipe["model"], resolved.chat_template
+    model = recipe["model"]
     notes = content.warnings_of(resolved, metrics, {"meta": sealed.meta})
     if model["weights"] != "hub":
         notes.append("The base model has random weights and was made by the run itself: nobody else can load this adapter.")
@@ -170,9 +162,7 @@ def build_card(
         ("reward of the held-out prompts", content.held_out_rewards(metrics)),
     )
     losses = [(f"{name}, {loss[0]}", ", ".join(f"{value:.4f}" for value in loss[1])) for name, loss in found if loss]
-    # Of all tries that ended: the stage's own record has the last one only.
-    tries = next((stage.seconds for stage in metrics.stages if stage.stage == "train"), None)
-    seconds = tries or get(run.stage("train"), "seconds")
+    seconds = next((stage.seconds for stage in metrics.stages if stage.stage == "train"), None)  # of all tries that ended
     values = {
         "metadata": _metadata(recipe, scored, licence, repo),
         "title": repo.partition("/")[2],
@@ -185,23 +175,20 @@ def build_card(
         "distribution": format_distribution(distributed),
         "ranks": ranks,
         "nodes": source.nodes_of(run.path, document),
-        "gpus": _gpus(document, ranks),
+        "gpus": distributed.get("gpu0"),
         "sealed": sealed,
         "losses": losses,
-        "hours": f"{seconds / 3600:.2f}" if is_number(seconds) else None,
+        "hours": f"{seconds / 3600:.2f}" if seconds is not None else None,
         **_scores(scored),
         "repo": repo,
-        "chat_template": None if template is None else _TEMPLATE_HERE,
-        # Backquotes that end nowhere in the template.
-        "fence": "`" * max([3, *(len(ticks) + 1 for ticks in re.findall(r"`+", str(template)))]),
+        "own_template": resolved.chat_template is not None,
         "recipe": _recipe_text(resolved),
         "get": get,
     }
     environment = Environment(autoescape=False, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # noqa: S701
     environment.filters["cell"] = _cell
     text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(values)
-    text = re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
-    return text.replace(_TEMPLATE_HERE, str(template).rstrip("\n"))  # behind the line above: its blank lines are tokens
+    return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
 def _metadata(recipe: Mapping[str, Any], scored: Mapping[str, Any] | None, licence: str | None, repo: str) -> str:
@@ -238,17 +225,6 @@ def _benchmark_results(scored: Mapping[str, Any] | None) -> list[dict[str, Any]]
         task = {"type": "text-generation", "name": "Text Generation"}
         found.append({"task": task, "dataset": {"type": data[0], "name": name}, "metrics": metrics})
     return found
-
-
-def _gpus(document: Mapping[str, Any], ranks: int | None) -> str | None:
-    """What the ranks ran on, one GPU each: a node may have more than they took. None: the run does not say."""
-    distributed = document.get("distributed")
-    if get(distributed, "device") == "cpu":
-        return "none: trained on CPUs"
-    kind = get(distributed, "gpu0") or get(document, "cluster", "compute", "gpu")
-    if kind is None and get(distributed, "device") is None:
-        return None
-    return f"{ranks} x {kind or 'GPU'}" if ranks else None
 
 
 def _scores(scored: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -303,16 +279,6 @@ def _read_scores(run: RunDir) -> dict[str, Any] | None:
 def _cell(value: Any) -> str:
     """A value in a table: one line, and nothing that ends a cell."""
     return "-" if value is None or value == "" else re.sub(r"\s+", " ", str(value)).replace("|", "\\|")
-
-
-def refuse_models(run: RunDir) -> None:
-    """Raise UserError for a folder that is a model or an adapter by itself, given in the place of the run that made it."""
-    if run.run_json.exists():
-        return
-    merged = any(run.path.glob("model*.safetensors"))
-    if merged or (run.path / "adapter_config.json").exists():
-        what = "is a whole model: only adapters are pushed" if merged else "is the adapter's own folder"
-        raise UserError(what, file=str(run.path), fix="give the run folder: the card is made from what it holds")
 
 
 def show(upload: Upload, name: str, public: bool, as_json: bool) -> None:
