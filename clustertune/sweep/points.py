@@ -210,27 +210,6 @@ class Axis:
     """As they stand on the command line: YAML."""
 
 
-def split_values(text: str) -> list[str]:
-    """The parts between commas; those inside of brackets or quotes do not split. Raises ValueError in one line."""
-    parts, depth, quote = [""], 0, ""
-    for char in text:
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"" and not parts[-1].strip(" [{(,"):
-            quote = char
-        elif char in "[{(":
-            depth += 1
-        elif char in "]})":
-            depth -= 1
-        elif char == "," and depth == 0:
-            parts.append("")
-            continue
-        parts[-1] += char
-    if quote or depth:
-        raise ValueError(f"a {quote or 'bracket'} is not closed")
-    return [part.strip() for part in parts]
-
-
 def parse_axes(arguments: Sequence[str]) -> list[Axis]:
     """The axes of ``key=value,value`` arguments. Raises UserError with everything that is wrong."""
     axes: list[Axis] = []
@@ -258,16 +237,12 @@ def parse_axes(arguments: Sequence[str]) -> list[Axis]:
 
 
 def _axis(key: str, text: str) -> Axis:
-    values = split_values(text)
-    if "" in values and len(values) > 1:
-        raise ValueError("an empty value between commas")
-    known: list[object] = []
-    for value in values:
-        parsed = parse_value(value)
-        if any(parsed == other and type(parsed) is type(other) for other in known):
-            raise ValueError(f"{value} appears twice")
-        known.append(parsed)
-    return Axis(key, tuple(values))
+    """The values between commas, as a list of YAML: those inside of brackets or quotes do not split. Raises ValueError."""
+    values = parse_value(f"[{text}]") if "," in text else [parse_value(text)]
+    words = [value if isinstance(value, str) and parse_value(value) == value else json.dumps(value) for value in values]
+    if len(set(words)) < len(words):
+        raise ValueError(f"{next(word for word in words if words.count(word) > 1)} appears twice")
+    return Axis(key, tuple(words))
 
 
 def combinations(axes: Sequence[Axis]) -> list[tuple[str, ...]]:
