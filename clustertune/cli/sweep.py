@@ -11,7 +11,7 @@ import typer
 from clustertune.cli.arguments import AsJson, ClusterOption, OptionalRecipe, Tiny, path_option
 from clustertune.console import reply, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
-from clustertune.rundir import require_stage
+from clustertune.rundir import Stage
 
 if TYPE_CHECKING:
     from clustertune.cluster.schema import Cluster
@@ -27,8 +27,8 @@ def sweep(
     cluster: ClusterOption = None,
     here: Annotated[bool, typer.Option("--here", help="Run on this machine, one after the other, without Slurm.")] = False,
     last: Annotated[
-        str | None,
-        typer.Option("--to", metavar="STAGE", help="End each after this stage. Default: the stage that produces --metric."),
+        Stage | None,
+        typer.Option("--to", help="End each after this stage. Default: the stage that produces --metric."),
     ] = None,
     metric: Annotated[str, typer.Option("--metric", help="Sort by: eval_loss, loss, or a score: TASK.METRIC.")] = "eval_loss",
     sweep_dir: Annotated[Path | None, path_option("Sweep folder. Default: below runs/.")] = None,
@@ -48,8 +48,6 @@ def sweep(
         return
     if recipe is None:
         raise UserError("a recipe is missing", file="command line", fix="clustertune sweep RECIPE section.key=a,b")
-    if last is not None:
-        require_stage(last, "--to")
     last = last or ("train" if metric in ("eval_loss", "loss", "eval_token_accuracy") else "eval")
     options: dict[str, Any] = {"tiny": tiny, "last": last, "path": sweep_dir}
     if here:

@@ -54,12 +54,12 @@ STAND_IN = """
 import json, pathlib, sys
 words = sys.argv[1:]
 run = pathlib.Path(words[words.index("--run-dir") + 1])
-if "lora.r=16" in words and "train.learning_rate=1e-3" in words and not (run.parent / "fixed").exists():
+if "lora.r=16" in words and "train.learning_rate=0.001" in words and not (run.parent / "fixed").exists():
     print("error: planted: this point fails")
     sys.exit(1)
 (run / "stages").mkdir(parents=True)
 (run / "run.json").write_text("{}")
-loss = 1.0 if "train.learning_rate=5e-3" in words else 2.0
+loss = 1.0 if "train.learning_rate=0.005" in words else 2.0
 (run / "metrics.jsonl").write_text(json.dumps({"event": "eval", "step": 1, "attempt": 1, "eval_loss": loss}) + "\\n")
 (run / "stages" / "train.json").write_text(json.dumps({"status": "done"}))
 """
@@ -122,7 +122,7 @@ def test_the_job_array_of_the_reference_cluster(call: Call) -> None:
     ("arguments", "message"),
     [
         ([], "a recipe is missing"),
-        (["tiny-oasst2", *WORDS, "--here", "--to", "bake"], "there is no stage 'bake'"),
+        (["tiny-oasst2", *WORDS, "--here", "--to", "bake"], "'bake' is not one of"),
         (["tiny-oasst2", *WORDS, "--metric", "vibes"], "there is no metric 'vibes'"),
         (["tiny-oasst2", *WORDS, "--here", "--max-parallel", "2"], "--max-parallel: has no meaning with --here"),
         (["tiny-oasst2", "train.learning_rate=1e-3,9", "lora.r=0,8", "--here"], "lora.r: 0: must be at least 1"),
