@@ -27,7 +27,7 @@ from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
 from clustertune.report import state as states
 from clustertune.resolve.models import find_obstacles
 from clustertune.resolve.resolved import Resolved, expand_home, is_there
-from clustertune.rundir import STAGES, RunDir, default_run_dir, keep_private, require_stage
+from clustertune.rundir import STAGES, RunDir, default_run_dir, keep_private
 from clustertune.staging import bundle
 from clustertune.tree import ROOT
 
@@ -71,9 +71,6 @@ def plan_submission(
     last: str,
 ) -> SubmissionPlan:
     """Resolve and derive. Raises UserError."""
-    for key, stage in (("--from", first), ("--to", last)):
-        if stage is not None:
-            require_stage(stage, key)
     resolved, shaped = shape.resolve_on(recipe, overrides, cluster, tiny=tiny)
     variables = cluster_paths.of_jobs(cluster)
     collected, notes = bundle.offered(resolved, cluster_paths.folder(cluster, "models"))
@@ -116,7 +113,7 @@ def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], image.
     wrong = bundle.find_problems(plan.resolved)
     problems += wrong
     if plan.trains and plan.cluster.container.runtime == "none" and plan.resolved.recipe.megatron is None:
-        problems += image.trackers(plan.resolved.train_args)
+        problems += image.lacking_here(plan.resolved.train_args, gpus=False)
     if plan.trains:
         minutes = shape.train_shape(plan.resolved, plan.cluster).minutes
         problems += signal_margin.find_problems(plan.resolved.recipe.slurm.signal_seconds, minutes, file=plan.resolved.name)

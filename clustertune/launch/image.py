@@ -237,9 +237,11 @@ def own() -> Stack:
     return Stack(str(found["python"]), found["packages"])
 
 
-def trackers(train: Mapping[str, Any]) -> list[Problem]:
-    """The trackers of a recipe's ``train`` section that this Python lacks."""
-    return lacking(own(), train, "this Python", gpus=False) if train["report_to"] not in ([], "none", "wandb") else []
+def lacking_here(train: Mapping[str, Any], *, gpus: bool) -> list[Problem]:
+    """The packages that a recipe's ``train`` section asks for and this Python lacks."""
+    if not any(kernels.needed(train, gpus=gpus)):
+        return []
+    return lacking(own(), train, "this Python", gpus=gpus)
 
 
 def _differences(stack: Stack, wanted: Mapping[str, str]) -> list[str]:
