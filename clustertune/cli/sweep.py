@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from clustertune.cli.arguments import AsJson, ClusterOption, OptionalRecipe, Tiny, path_option
-from clustertune.console import reply, say
+from clustertune.console import reply
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.rundir import Stage
 
@@ -61,8 +61,6 @@ def sweep(
     else:
         on = load.load_cluster(cluster)
         made, resolved, job = array.plan_array(recipe, settings or [], at_once, on, options, dry_run)
-    for warning in sweep_points.same_weights(made, resolved):
-        say(f"warning: {warning}")
     if dry_run:
         array.show_plan(made, None if here else job, None if here else array.total(made, resolved, on), as_json)
     elif here:

@@ -171,18 +171,6 @@ def _identity(chosen: Sequence[Sequence[str]], resolved: Sequence[Resolved], tin
     return hashlib.sha256(json.dumps(body).encode()).hexdigest()[:12]
 
 
-def same_weights(sweep: Sweep, resolved: Sequence[Resolved]) -> list[str]:
-    """Warnings where points would train the very same weights: what varies there is only how they are scored or kept."""
-    by_print: dict[str, list[int]] = {}
-    for item, one in zip(resolved, sweep.points, strict=True):
-        by_print.setdefault(item.fingerprint(), []).append(one.index)
-    twins = [numbers for numbers in by_print.values() if len(numbers) > 1]
-    if not twins:
-        return []
-    numbers = ", ".join(map(str, twins[0][:10]))
-    return [f"{sum(map(len, twins))} points train the same weights as another one (such as {numbers})"]
-
-
 def missing_inputs(sweep: Sweep, resolved: Sequence[Resolved]) -> list[Problem]:
     """The files and folders of ``data.input`` that are not there, of the points that have not read them yet."""
     found: dict[Problem, None] = {}
