@@ -25,7 +25,7 @@ from clustertune.rundir import STAGES, RunDir, Stage, default_run_dir
 
 if TYPE_CHECKING:
     from clustertune.resolve.resolved import Resolved
-    from clustertune.sweep.points import Point
+    from clustertune.sweep import Point
 
 
 def submit(
@@ -127,12 +127,12 @@ def job(
 
 def _point(sweep: Path) -> Point:
     """What this task of a job array works on."""
-    from clustertune.sweep import points
+    from clustertune.sweep import point
 
     text = os.environ.get("SLURM_ARRAY_TASK_ID", "")
     if not text.isdigit():
         raise UserError("--sweep runs as a task of a job array", fix="clustertune sweep submits it")
-    return points.point(sweep, int(text))
+    return point(sweep, int(text))
 
 
 def train(

@@ -16,7 +16,7 @@ from clustertune.rundir import Stage
 if TYPE_CHECKING:
     from clustertune.cluster.schema import Cluster
     from clustertune.resolve.resolved import Resolved
-    from clustertune.sweep.points import Sweep
+    from clustertune.sweep import Sweep
 
 
 def sweep(
@@ -37,14 +37,13 @@ def sweep(
     as_json: AsJson = False,
 ) -> None:
     """Runs the grid of all values as one job array. Each point is a separate run; finished ones are not run again."""
+    from clustertune import sweep as sweeps
     from clustertune.cluster import load
     from clustertune.launch.named_runs import existing_folder
-    from clustertune.sweep import array, outcome
-    from clustertune.sweep import points as sweep_points
 
-    outcome.check_metric(metric)
+    sweeps.check_metric(metric)
     if results is not None:
-        _show_results(sweep_points.read_sweep(existing_folder(results, "a sweep")), metric, as_json)
+        _show_results(sweeps.read_sweep(existing_folder(results, "a sweep")), metric, as_json)
         return
     if recipe is None:
         raise UserError("a recipe is missing", file="command line", fix="clustertune sweep RECIPE section.key=a,b")
@@ -57,12 +56,12 @@ def sweep(
             if value is not None
         ]
         raise_if(problems)
-        made, resolved = array.plan_here(recipe, settings or [], options)
+        made, resolved = sweeps.plan_here(recipe, settings or [], options)
     else:
         on = load.load_cluster(cluster)
-        made, resolved, job = array.plan_array(recipe, settings or [], at_once, on, options, dry_run)
+        made, resolved, job = sweeps.plan_array(recipe, settings or [], at_once, on, options, dry_run)
     if dry_run:
-        array.show_plan(made, None if here else job, None if here else array.total(made, resolved, on), as_json)
+        sweeps.show_plan(made, None if here else job, None if here else sweeps.total(made, resolved, on), as_json)
     elif here:
         _run_here(made, metric, as_json)
     else:
@@ -70,25 +69,25 @@ def sweep(
 
 
 def _run_here(made: Sweep, metric: str, as_json: bool) -> None:
-    from clustertune.sweep import array
+    from clustertune import sweep as sweeps
 
-    failed = array.run_all(made)
+    failed = sweeps.run_all(made)
     _show_results(made, metric, as_json)
     if failed:
         raise typer.Exit(int(ExitCode.FAILED))
 
 
 def _submit(made: Sweep, resolved: list[Resolved], cluster: Cluster, job: Any, as_json: bool) -> None:
-    from clustertune.sweep import array
+    from clustertune import sweep as sweeps
 
-    number = array.send(made, resolved, cluster, job) if job else None
+    number = sweeps.send(made, resolved, cluster, job) if job else None
     document = {"sweep_dir": str(made.path), "job": number, "points": len(made.points), "left": len(made.left())}
     text = f"job {number}: {document['left']} of {document['points']} points" if number else "every point is finished"
     reply(as_json, document, text, f"clustertune sweep --results {shlex.quote(str(made.path))}")
 
 
 def _show_results(made: Sweep, metric: str, as_json: bool) -> None:
-    from clustertune.sweep import outcome
+    from clustertune import sweep as sweeps
 
-    found = outcome.collect(made, metric)
-    reply(as_json, outcome.as_json(made, metric, found), *outcome.lines(made, metric, found))
+    found = sweeps.collect(made, metric)
+    reply(as_json, sweeps.as_json(made, metric, found), *sweeps.lines(made, metric, found))

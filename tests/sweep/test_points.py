@@ -9,7 +9,7 @@ import pytest
 
 from clustertune.errors import UserError
 from clustertune.resolve.resolve import resolve
-from clustertune.sweep.points import SWEEP, Sweep, make_sweep, point, read_sweep
+from clustertune.sweep import SWEEP, Sweep, make_sweep, point, read_sweep
 
 WORDS = ["train.learning_rate=1e-3,5e-3", "lora.target_modules=[q_proj,k_proj],all-linear", "train.max_steps=8"]
 

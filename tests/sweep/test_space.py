@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clustertune.errors import UserError
-from clustertune.sweep.points import combinations, parse_axes
+from clustertune.sweep import combinations, parse_axes
 
 
 @pytest.mark.parametrize(
