@@ -16,7 +16,7 @@ from clustertune.cluster.load import reference
 from clustertune.cluster.schema import Cluster
 from clustertune.console import aligned, duration, emit_json, reply, say
 from clustertune.errors import Problem, UserError
-from clustertune.launch import bill, cluster_paths, container, image, megatron_image, serving, shape, signal_margin
+from clustertune.launch import bill, cluster_paths, container, image, serving, shape, signal_margin
 from clustertune.launch import stage_jobs as launch
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import newest_attempt
@@ -105,7 +105,7 @@ def plan_submission(
 def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], image.Image | None, list[str]]:
     """Everything that keeps it from being submitted, at once; the cluster's image as it is here, and what to warn of."""
     problems = shape.find_problems(plan.resolved, plan.cluster) if plan.trains else []
-    problems += megatron_image.find_problems(plan.resolved, plan.cluster)
+    problems += image.megatron_problems(plan.resolved, plan.cluster)
     if plan.resolved.recipe.megatron is not None:
         problems += settings.find_problems(plan.resolved)
     problems += find_obstacles(plan.resolved) + _base_problems(plan)

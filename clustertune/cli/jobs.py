@@ -48,7 +48,7 @@ def submit(
     """Every sbatch option is derived from the recipe and the cluster file. Finished stages are not submitted again."""
     from clustertune import submission
     from clustertune.cluster.load import load_cluster
-    from clustertune.launch.named_runs import existing_run
+    from clustertune.launch.cluster_paths import existing_run
 
     if status is not None:
         submission.show_status(existing_run(status), as_json)

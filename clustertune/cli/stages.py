@@ -120,7 +120,7 @@ def export(
 ) -> None:
     """Exports the adapter of a LoRA run, or the model if all parameters were trained."""
     from clustertune import chain
-    from clustertune.launch.named_runs import existing_run
+    from clustertune.launch.cluster_paths import existing_run
 
     _summarise(chain.export_trained(existing_run(source, "a run folder or a checkpoint"), out, base), as_json)
 
@@ -175,7 +175,7 @@ def evaluate(
     from clustertune.evaluate import scores
     from clustertune.evaluate.by_command import eval_folder, eval_settings
     from clustertune.launch import cluster_paths
-    from clustertune.launch.named_runs import existing_folder, merged_or_model, newest_merged
+    from clustertune.launch.cluster_paths import existing_folder, merged_or_model, newest_merged
     from clustertune.recipe import sections
 
     below = cluster_paths.enter_local()
@@ -209,7 +209,7 @@ def report(
     out: Annotated[Path | None, path_option("Page to write. Default: RUN/report.html.", "--out", metavar="FILE")] = None,
     as_json: AsJson = False,
 ) -> None:
-    from clustertune.launch.named_runs import existing_run
+    from clustertune.launch.cluster_paths import existing_run
     from clustertune.report import page
 
     run_dir = existing_run(run_dir)
@@ -234,7 +234,7 @@ def verify(path: Annotated[Path, path_given("A checkpoint folder, or a run.", "P
     Reads no pickle. Given a run, checks every checkpoint that has a manifest; one without was never finished.
     """
     from clustertune.checkpoint import store
-    from clustertune.launch.named_runs import existing_run
+    from clustertune.launch.cluster_paths import existing_run
 
     try:
         checkpoint, problems, notes = store.verify_all(existing_run(path, "a checkpoint or a run folder"))

@@ -39,7 +39,7 @@ def sweep(
     """Runs the grid of all values as one job array. Each point is a separate run; finished ones are not run again."""
     from clustertune import sweep as sweeps
     from clustertune.cluster import load
-    from clustertune.launch.named_runs import existing_folder
+    from clustertune.launch.cluster_paths import existing_folder
 
     sweeps.check_metric(metric)
     if results is not None:

@@ -150,14 +150,16 @@ def test_other_files_of_the_folder_stay_here(push: Push, hub: FakeHub, trained: 
     [
         ({"note": "hf_" + "Ab1" * 8}, None, "looks like a token"),
         ({"note": "x AKIA" + "Q" * 16}, None, "looks like a token"),
+        ({"base_model_name_or_path": "/lustre/models/llama"}, None, "names a path of this machine: /lustre/models/llama"),
+        (None, {"format": "pt", "from": "RUN/data"}, "names a path of this machine: "),
         (None, {"format": "pt", "key": "sk-" + "a1" * 12}, "looks like a token"),
     ],
 )
-def test_tokens_do_not_leave(
+def test_tokens_and_paths_do_not_leave(
     push: Push, hub: FakeHub, trained: RunDir, config: dict[str, Any] | None, metadata: dict[str, str] | None, says: str
 ) -> None:
     """Neither in a text nor in the tensors' own words."""
-    reseal(trained, config, metadata)
+    reseal(trained, config, {k: v.replace("RUN", str(trained.path)) for k, v in (metadata or {}).items()})
     done = push("--publish")
     assert done.code == 2 and says in done.err and hub.asked == []
     assert "Ab1" not in done.err and "AKIA" not in done.err
