@@ -39,8 +39,7 @@ def chat(
     from clustertune.launch.named_runs import merged_or_model
 
     facts = serve_model.facts(merged_or_model(model), max_new_tokens)
-    with facts.within_limits() as tokenizing:
-        chatting.converse(chatting.Talk(facts, tokenizing, device, max_new_tokens, greedy), facts.folder, prompt, system)
+    chatting.converse(chatting.Talk(facts, device, max_new_tokens, greedy), facts.folder, prompt, system)
 
 
 def serve(

@@ -235,27 +235,6 @@ def price_of(document: Mapping[str, Any], names: Sequence[str] = ()) -> Price | 
     return price(gpu) if gpu else None
 
 
-def of_points(cost: Cost, paired: Any) -> list[dict[str, Any]]:
-    """For each score of an evaluation with its base: the difference, and what the run took for each point that it rose.
-
-    A point is a hundredth of the score. Null where the score is not higher, or where the cost is not known.
-    """
-    total, found = cost.total, []
-    for task, rows in paired.items() if isinstance(paired, Mapping) else ():
-        for key, row in rows.items():
-            points = 100 * row["difference"]
-            each = {
-                f"{name}_per_point": value / points if value is not None and points > 0 else None
-                for name, value in (
-                    ("usd", total.usd),
-                    ("kwh", total.kwh if cost.all_energy else None),
-                    ("gpu_hours", total.gpu_hours),
-                )
-            }
-            found.append({"task": task, "score": key, **row, **each})
-    return found
-
-
 # --- the budget --------------------------------------------------------------------------------------------------------
 
 

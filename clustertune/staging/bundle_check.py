@@ -23,7 +23,6 @@ from clustertune.data.prompts import read_prompts
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import SHA256
 from clustertune.process import captured
-from clustertune.recipe.eval_tasks import PUNKT
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import EVAL_DATA, Resolved
 from clustertune.staging import bundle, hashed_copy
@@ -180,26 +179,21 @@ def load_model(resolved: Resolved) -> str:
 
 
 def load_tasks(resolved: Resolved, scratch: Path) -> str:
-    """lm-eval's tasks on the prompts that the chain will score, with the sentence splitter."""
-    from clustertune.data import punkt
+    """lm-eval's tasks on the prompts that the chain will score."""
     from clustertune.evaluate import inputs, run, tasks
 
     evaluation, published = resolved.recipe.eval, resolved.recipe.model.weights == "hub"
-    folder, prompts = Path(str(resolved.recipe.staged)), bundle.prompts(resolved)
+    prompts = bundle.prompts(resolved)
     texts = []
-    with run.quiet(), inputs.opened(evaluation.tasks, prompts, published, scratch) as own:
-        splitter = own.splitter
-        if splitter and splitter.source != punkt.TRAINED and not splitter.path.is_relative_to(folder):
-            text = f"the sentence splitter came from {splitter.path}, not from the folder"
-            raise UserError(text, fix="stage the recipe where NLTK_DATA names the data")
+    with run.quiet():
+        own = inputs.read_inputs(evaluation.tasks, prompts, published)
         asked = read_prompts(path, EVAL_DATA) if (path := bundle.eval_data(resolved)) else None
         loaded, _ = tasks.load(evaluation.tasks, own.write_tasks(evaluation, scratch / "task"), evaluation, asked)
         raise_if(own.find_differences(loaded["tasks"]))
         for rows in own.rows.values():
             hub, source = rows.task.hub, rows.called
             lacks = f" (the folder has no {hub.name})" if published and hub and prompts is None and source != hub.name else ""
-            words = f", sentence splitter: {splitter.source}" if splitter and PUNKT in rows.task.needs else ""
-            texts.append(f"{len(rows.rows)} prompts of {source}{words}{lacks}")
+            texts.append(f"{len(rows.rows)} prompts of {source}{lacks}")
         others = {name: len(task.eval_docs) for name, task in loaded["tasks"].items() if name not in own.rows}
     others_text = ", ".join(f"{count} documents of {name}" for name, count in others.items())
     return "; ".join([*texts, *([others_text] if others else [])])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +15,6 @@ from typing import Any
 from clustertune import console, manifest
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say
-from clustertune.data import punkt
 from clustertune.data.prompts import read_prompts
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storing
 from clustertune.evaluate.inputs import TaskRows, fetch_benchmark
@@ -26,7 +23,7 @@ from clustertune.evaluate.tasks import snapshot as cached_data
 from clustertune.launch import image as images
 from clustertune.launch.container import enroot_name
 from clustertune.manifest import SHA256, FileRecord
-from clustertune.recipe.eval_tasks import PUNKT, needed, reader_of, with_rows
+from clustertune.recipe.eval_tasks import reader_of, with_rows
 from clustertune.recipe.layers import find_elsewhere
 from clustertune.resolve.resolved import EVAL_DATA, Resolved
 from clustertune.staging import bundle, hashed_copy, needs
@@ -45,7 +42,7 @@ class BundlePart:
     """One thing that goes into the folder."""
 
     what: str
-    """``model``, ``data``, ``own prompts``, ``benchmark``, ``task``, ``nltk``, ``container`` or ``recipe``."""
+    """``model``, ``data``, ``own prompts``, ``benchmark``, ``task``, ``container`` or ``recipe``."""
     name: str
     target: str
     """Its folder below the bundle."""
@@ -84,7 +81,7 @@ class Collector:
         parts: list[BundlePart] = []
         problems: list[Problem] = []
         local = (self._model, self._data, self._prompts, self._benchmark)
-        for find in (*local, self._task_data, self._nltk, self._container, self._recipe):
+        for find in (*local, self._task_data, self._container, self._recipe):
             with collect_problems(problems):
                 parts += find()
         raise_if(problems)
@@ -175,23 +172,6 @@ class Collector:
             cached = cached_data(name)
             found.append(replace(self._repository("dataset", name, cached.name if cached else None), what="task"))
         return found
-
-    def _nltk(self) -> list[BundlePart]:
-        if not needed(self._tasks, PUNKT):
-            return []
-        target = (Path(bundle.NLTK) / punkt.FOLDER).as_posix()
-        site = punkt.locate_site_copy()
-        if site is not None:
-            root = site / punkt.FOLDER
-            files = [_one(root / name) for name in punkt.FILES if (root / name).is_file()]
-            return [BundlePart("nltk", "punkt_tab", target, root, files)]
-
-        def fetch(_out: Path) -> None:
-            if not fetch_punkt(self._out / bundle.NLTK):
-                text = "NLTK's punkt_tab is not available: answers will be scored with a splitter trained here"
-                self.notes.append(f"warning: {text} -> NLTK_DATA=DIR names a folder that has it")
-
-        return [BundlePart("nltk", "punkt_tab", target, names=list(punkt.FILES), fetch=fetch)]
 
     def _container(self) -> list[BundlePart]:
         settings = self._cluster.container
@@ -287,8 +267,6 @@ class Collector:
         assert part.fetch is not None
         root = self._out / part.target
         part.fetch(root)
-        if not part.target.startswith(bundle.HUB):  # NLTK's: hashed where the folder is sealed
-            return {}
         files = hashed_copy.survey(root, part.what, self._stall)
         known = [FileRecord(file.size, file.digest or "", file.algorithm or SHA256) for file in files]
         pairs = [(root / file.name, record if record.digest else None) for file, record in zip(files, known, strict=True)]
@@ -311,7 +289,7 @@ class Collector:
         return {file.name: answer for file, answer in records if isinstance(answer, FileRecord) and answer.algorithm == SHA256}
 
     def _seal(self, parts: Sequence[BundlePart], records: dict[str, FileRecord], overrides: Sequence[str]) -> None:
-        """What lies there and is none of the parts', as NLTK's other languages, goes with them; then sums and manifest."""
+        """What lies there and is none of the parts' goes with them; then sums and manifest."""
         (self._out / bundle.SUMS).unlink(missing_ok=True)
         other = [name for name in manifest.list_files(self._out) if name not in records]
         for name, record in manifest.record_files(self._out, other).items():
@@ -339,7 +317,7 @@ def _one(path: Path) -> SourceFile:
     return SourceFile(path.name, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
 
 
-# --- the Hub, and NLTK's data ----------------------------------------------------------------------------------------
+# --- the Hub --------------------------------------------------------------------------------------------------------
 
 
 ANSWER_SECONDS = 10.0
@@ -386,21 +364,6 @@ def _asking(kind: str, name: str) -> Iterator[None]:
         fix = "run this on a machine with network; a gated model needs HF_TOKEN in .env; or name a local copy"
         key = "model.path=DIR" if kind == "model" else "data.input=PATH"
         raise UserError(f"{name} is not available from the Hub: {message}", fix=f"{fix}: {key}") from None
-
-
-def fetch_punkt(out: Path) -> bool:
-    """Load NLTK's ``punkt_tab`` into an NLTK data folder; False where its site does not answer."""
-    import nltk
-
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(ANSWER_SECONDS)
-    try:
-        output = io.StringIO()  # takes the text of its errors; the caller says what failed
-        return bool(nltk.download("punkt_tab", download_dir=str(out), quiet=True, print_error_to=output))
-    except (OSError, ValueError):
-        return False
-    finally:
-        socket.setdefaulttimeout(before)
 
 
 def note_revision(cache: Path, kind: str, name: str, revision: str) -> None:

@@ -121,7 +121,7 @@ def test_a_folder_that_is_not_ours_is_not_written_to(tmp_path: Path) -> None:
     fill(mine, {"mine": 10})
     before = sorted(tmp_path.rglob("*"))
     done = run("stage", "recipes/tiny-oasst2", "--to", tmp_path / "new", "--dry-run", "--json", network=False)
-    assert done.code == 0 and {part["what"] for part in done.json["parts"]} >= {"data", "nltk", "recipe"}
+    assert done.code == 0 and {part["what"] for part in done.json["parts"]} >= {"data", "recipe"}
     for out in (file, mine, other):
         refused = CliRunner().invoke(app, ["stage", "recipes/tiny-oasst2", "--to", str(out)])
         assert isinstance(refused.exception, UserError) and "--to" in str(refused.exception), out
@@ -129,15 +129,14 @@ def test_a_folder_that_is_not_ours_is_not_written_to(tmp_path: Path) -> None:
 
 
 def test_entered_every_library_reads_the_parcel(parcel_of_all: Path, hub_recipe: tuple[Path, Path]) -> None:
-    """And a data folder of NLTK that the site names stays behind it."""
     staged = parcel_of_all
     resolved = resolve(str(hub_recipe[0]), [f"staged={staged}"])
-    environ = {"NLTK_DATA": "/site/nltk", "WANDB_MODE": "disabled"}
+    environ = {"WANDB_MODE": "disabled"}
     assert resolve(str(hub_recipe[0])).fingerprint() == resolved.fingerprint(), "where its inputs lie changes no weight"
     bundle.enter(resolved, environ)
     bundle.enter(resolved, environ)
     assert environ["HF_HUB_OFFLINE"] == "1" and environ["HF_HUB_CACHE"] == str(staged / "hub")
-    assert environ["NLTK_DATA"] == f"{staged / 'nltk_data'}{os.pathsep}/site/nltk" and environ["WANDB_MODE"] == "disabled"
+    assert environ["WANDB_MODE"] == "disabled"
 
 
 @pytest.mark.jobs
