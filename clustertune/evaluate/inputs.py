@@ -39,7 +39,7 @@ class TaskRows:
             if isinstance(row, BadRow):
                 found: list[Wrong] = [(None, f"{row.reason}: {row.detail}", None)]
             else:
-                found = list(self._check_columns(row)) or list(self.check(row, at.line))
+                found = list(self._check_columns(row)) or list(self.check(row))
                 self.rows.append(row)
             problems += [Problem(text, f"{path}:{at.line}", key, fix) for key, text, fix in found]
         if not self.rows and not problems:
@@ -60,7 +60,7 @@ class TaskRows:
         except (ValueError, RecursionError) as error:  # NaN and infinity; thousands of levels
             yield None, f"not JSON: {error}", None
 
-    def check(self, row: Mapping[str, Any], line: int) -> Iterable[Wrong]:  # noqa: ARG002
+    def check(self, row: Mapping[str, Any]) -> Iterable[Wrong]:  # noqa: ARG002
         """What is wrong with a row that has every column."""
         return ()
 
