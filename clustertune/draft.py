@@ -25,8 +25,8 @@ from clustertune.plan.calibration import CalibratedCluster, find_calibrated
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, of_counts
 from clustertune.plan.predict import fewest_nodes
 from clustertune.plan.schedule import FEW_STEPS
-from clustertune.recipe.accelerate_file import ALONE, REPLICATED, SHARDED, merged
-from clustertune.recipe.layers import RECIPES, did_you_mean, read_overrides
+from clustertune.recipe.accelerate_file import ALONE, REPLICATED, SHARDED
+from clustertune.recipe.layers import RECIPES, did_you_mean, laid_over, read_overrides
 from clustertune.recipe.native_rules import filled, train_defaults
 from clustertune.recipe.parameters import count, parameter_count
 from clustertune.recipe.sections import NAME
@@ -140,7 +140,7 @@ def drafted(
     found: Draft | None = None
     for nodes in at.sizes:
         made = draft(model, method, data, nodes, at.gpus)
-        made = replace(made, recipe=merged(made.recipe, stated))
+        made = replace(made, recipe=laid_over(made.recipe, stated, null_removes=True))
         with folder_of(made, name) as folder:
             try:
                 chosen, burdens = choose(made, folder, at.calibrated, method)
@@ -186,7 +186,7 @@ def on_cpus(
     made = draft(model, method, data, 1, RANKS, longest)
     made.recipe["train"].pop("model_init_kwargs", None)  # bfloat16, which many CPUs emulate
     own = {"train": {"bf16": False, "report_to": "none"}, "activation_checkpointing": {"ratio": 0}, "eval": CPU_EVAL}
-    recipe = merged(merged(made.recipe, own), stated)
+    recipe = laid_over(laid_over(made.recipe, own), stated, null_removes=True)
     train, size = recipe["train"], parameter_count(model.architecture)
     seconds, measured = None, []
     if data.tokens and size and (flops := product_flops()):
@@ -381,7 +381,7 @@ def choose(made: Draft, folder: Path, calibrated: CalibratedCluster, method: str
         raise NothingFits(f"nothing fits on {machine.name}: {why}", file="command line", key="--gpus", fix=fix)
     arguments = found.candidate.arguments(source.resolved)
     document, _, _ = read_overrides(arguments)
-    recipe = merged(made.recipe, document.data)
+    recipe = laid_over(made.recipe, document.data, null_removes=True)
     accelerate = {key: value for key, value in source.changed(arguments).accelerate.items() if value is not None}
     reason = f"{found.candidate.family} is the fastest that fits on {machine.name}: {found.step_s:.3g} s a step, "
     reason += f"{found.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB"

@@ -15,7 +15,7 @@ from clustertune import chain, lock
 from clustertune.cluster.load import reference
 from clustertune.cluster.schema import Cluster
 from clustertune.console import aligned, duration, emit_json, reply, say
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import Problem, UserError
 from clustertune.launch import bill, cluster_paths, container, image, megatron_image, serving, shape, signal_margin
 from clustertune.launch import stage_jobs as launch
 from clustertune.launch.allocation import Allocation
@@ -52,8 +52,6 @@ class SubmissionPlan:
     shapes: dict[str, shape.JobShape]
     """Of the job of each stage, also of those that are finished."""
     evaluation: serving.Evaluation
-    number: int
-    """Of the description in ``run.json`` that the jobs read."""
     notes: list[str]
     """What else to warn of."""
 
@@ -87,7 +85,6 @@ def plan_submission(
     stages = launch.left_to_do(finished, first, last)
     shapes = shape.stage_shapes(resolved, cluster)
     evaluation = serving.evaluation(resolved, cluster)
-    number = RunDir(path).describe(resolved, cluster, shapes, evaluation, write=False)
     jobs = []
     if stages:
         jobs = launch.make_jobs(
@@ -101,11 +98,11 @@ def plan_submission(
                 "--cluster",
                 reference(cluster),
                 *cluster_paths.flags(variables),
-                *("--description", str(number)),
+                "--recorded",
             ],
             signal_seconds=resolved.recipe.slurm.signal_seconds,
         )
-    return SubmissionPlan(resolved, cluster, path, stages, jobs, variables, shapes, evaluation, number, notes)
+    return SubmissionPlan(resolved, cluster, path, stages, jobs, variables, shapes, evaluation, notes)
 
 
 def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], image.Image | None, list[str]]:
@@ -361,9 +358,7 @@ def send(plan: SubmissionPlan, found: image.Image | None, as_json: bool) -> None
         launch.require_none_live(plan.path, "jobs of this run", "clustertune submit --status")
         opened.update(environment=[vars(setting) for setting in plan.variables])
         opened.write_own_files(plan.resolved)
-        if opened.describe(plan.resolved, plan.cluster, plan.shapes, plan.evaluation) != plan.number:
-            text = "another command has changed this run meanwhile"
-            raise UserError(text, file=str(opened.run_json), fix="submit again", code=ExitCode.AGAIN)
+        opened.describe(plan.resolved, plan.cluster, plan.shapes, plan.evaluation)
         sent = launch.submit_all(opened.path, plan.jobs)
     if as_json:
         emit_json({"run_dir": str(plan.path), "jobs": sent})

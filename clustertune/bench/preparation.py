@@ -1,120 +1,88 @@
-"""The options of a benchmark, and the recipe that its ranks train: the given one with its steps and no saves in between."""
+"""What a benchmark trains: the given recipe with its own number of steps and nothing in between, on made-up data if asked."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from clustertune import chain
-from clustertune.errors import Problem, UserError
+from clustertune.errors import UserError
 from clustertune.plan.lengths import SIGMA, Lengths
 from clustertune.recipe.sections import CHOOSING
-from clustertune.report.source import counted_share
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
-from clustertune.resolve.tiny import ranks as tiny_ranks
-from clustertune.training.bench_schedule import BenchSchedule
 
 HELD_OUT = 0.05
 """Share of made-up conversations that the eval split takes (the recipe's default)."""
 CONVERSATIONS = "synthetic.jsonl"
-
-
-@dataclass(frozen=True)
-class BenchRequest:
-    """The command line."""
-
-    recipe: str
-    run_path: Path
-    schedule: BenchSchedule
-    overrides: tuple[str, ...] = ()
-    tiny: bool = False
-    ranks: int | None = None
-    synthetic: bool = False
-    """Random weights at the recipe's full size, made-up conversations: nothing comes from the Hub."""
+_NOTHING_ELSE = (
+    "train.logging_steps=1", "train.eval_strategy=no", "train.eval_on_start=false", "train.save_strategy=no",
+    "train.report_to=none",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Bench:
     """A benchmark as it is run."""
 
-    request: BenchRequest
+    run_path: Path
+    warmup: int
+    """Optimizer steps that are not timed: compilation, first connections, allocator."""
+    steps: int
+    """Timed."""
     whole: Resolved
-    """The recipe as it was given: what is projected."""
+    """The recipe as it was given: what is planned."""
     measured: Resolved
     """What the ranks train."""
-    made: tuple[float, int] | None
-    """Tokens and conversations that are made up; None: the recipe's own data."""
-
-    @property
-    def share(self) -> float:
-        """What of the ranks' tokens counts."""
-        return counted_share(self.measured.data_parallel_size, self.measured.world_size)
+    overrides: tuple[str, ...] = ()
+    """As they were given."""
+    synthetic: bool = False
+    """Random weights at the recipe's full size, made-up conversations: nothing comes from the Hub."""
 
     @property
     def lengths(self) -> Lengths | None:
         """Lengths of made-up conversations, for the plan; None: what the recipe says."""
-        if self.made is None:
+        if not self.synthetic:
             return None
-        longest = _longest(self.whole)
-        drawn = lengths(_mean(self.whole), longest, _seed(self.whole))
+        drawn = lengths(_mean(self.whole), _longest(self.whole), _seed(self.whole))
         return Lengths(tuple(sorted(next(drawn) for _ in range(1000))), "made-up conversations")
 
 
-def make(request: BenchRequest) -> Bench:
+def make(
+    recipe: str,
+    overrides: Sequence[str],
+    run_path: Path,
+    warmup: int,
+    steps: int,
+    *,
+    tiny: bool = False,
+    ranks: int | None = None,
+    synthetic: bool = False,
+) -> Bench:
     """Resolve the recipe twice: as it is, and as it is measured. Raises UserError with all problems of the recipe."""
-    given = list(request.overrides)
-    ranks = request.ranks
-    whole = resolve(request.recipe, given, tiny=request.tiny, ranks=ranks)
-    whole.require_startable()
+    whole = chain.resolve_here(recipe, overrides, tiny=tiny, ranks=ranks, made_up=synthetic)
     if whole.recipe.trainer != "sft":
         fix = "clustertune run RECIPE train.max_steps=20: the report has its step times"
-        raise UserError(
-            Problem(
-                f"{whole.recipe.trainer}: bench measures supervised fine-tuning", file=request.recipe, key="trainer", fix=fix
-            )
-        )
-    if ranks is None and (shrunk := _ranks_here(whole, request)) is not None:
-        ranks = shrunk
-        whole = resolve(request.recipe, given, tiny=request.tiny, ranks=ranks)
-    made = _to_make(request.schedule, whole) if request.synthetic else None
-    own = [*_steps(request), *(_made_up(whole, request.run_path) if made else [])]
+        text = f"{whole.recipe.trainer}: bench measures supervised fine-tuning"
+        raise UserError(text, file=recipe, key="trainer", fix=fix)
+    own = [f"train.max_steps={warmup + steps}", *_NOTHING_ELSE, *(_made_up(whole, run_path) if synthetic else [])]
     keys = {text.partition("=")[0] for text in own}
-    others = [text for text in given if text.partition("=")[0] not in keys]
-    return Bench(request, whole, resolve(request.recipe, [*others, *own], tiny=request.tiny, ranks=ranks), made)
-
-
-def _ranks_here(whole: Resolved, request: BenchRequest) -> int | None:
-    """How many ranks a small or made-up model gets on this machine, where that is fewer than the recipe's; None: its own."""
-    gpus = chain.visible_gpus()
-    few = gpus or tiny_ranks(whole.accelerate)
-    if whole.world_size <= few:
-        return None
-    if request.tiny or request.synthetic or whole.recipe.model.weights == "random":
-        return few
-    fix = (
-        f"it needs {whole.world_size} GPUs: --tiny or --ranks N here, clustertune submit RECIPE train.max_steps=20 on a cluster"
-    )
-    raise UserError(Problem(f"this machine has {gpus} GPUs", file=request.recipe, key="slurm", fix=fix))
-
-
-def _steps(request: BenchRequest) -> list[str]:
-    """So many steps, and nothing else that would take time."""
-    off = ["train.eval_strategy=no", "train.eval_on_start=false", "train.save_strategy=no", "train.report_to=none"]
-    return [f"train.max_steps={request.schedule.total}", *off]
+    others = [text for text in overrides if text.partition("=")[0] not in keys]
+    measured = resolve(recipe, [*others, *own], tiny=tiny, ranks=whole.world_size)
+    return Bench(run_path, warmup, steps, whole, measured, tuple(overrides), synthetic)
 
 
 def _made_up(whole: Resolved, run_path: Path) -> list[str]:
     """Random weights and a local tokenizer for the recipe's own architecture, and conversations of our own."""
-    found = ["model.weights=random", "model.revision=null", "model.path=null", "data.format=messages", "data.language=null"]
-    found += [f"data.input={made_file(run_path)}", "data.revision=null", "data.expect=null"]
-    found += [f"data.{key}=null" for key in ("limit", *CHOOSING) if getattr(whole.recipe.data, key) is not None]
+    names = ["model.weights=random", "model.revision=null", "model.path=null", "data.format=messages", "data.language=null"]
+    names += [f"data.input={made_file(run_path)}", "data.revision=null", "data.expect=null"]
+    names += [f"data.{key}=null" for key in ("limit", *CHOOSING) if getattr(whole.recipe.data, key) is not None]
     # The tokenizer is trained locally and brings its own special tokens.
-    return [*found, *(f"train.{key}=null" for key in ("pad_token", "eos_token") if whole.train_args[key] is not None)]
+    return [*names, *(f"train.{key}=null" for key in ("pad_token", "eos_token") if whole.train_args[key] is not None)]
 
 
 def made_file(run_path: Path) -> Path:
@@ -136,26 +104,15 @@ def _seed(whole: Resolved) -> int:
     return int(whole.train_args["seed"])
 
 
-def _to_make(schedule: BenchSchedule, whole: Resolved) -> tuple[float, int]:
+def needed(bench: Bench) -> tuple[float, int]:
     """Tokens and conversations that every step needs a new one of: a second epoch would begin with a smaller step."""
-    rows = schedule.total * whole.global_batch_size
-    packed = bool(whole.train_args["packing"])
+    rows = (bench.warmup + bench.steps) * bench.whole.global_batch_size
     spare = 1.1 / (1 - HELD_OUT)
-    return (rows * _longest(whole) * spare, 2) if packed else (0.0, math.ceil(rows * spare) + 2)
+    packed = bool(bench.whole.train_args["packing"])
+    return (rows * _longest(bench.whole) * spare, 2) if packed else (0.0, math.ceil(rows * spare) + 2)
 
 
-def make_conversations(bench: Bench) -> int:
-    """Write the made-up conversations, where there are to be any. Returns how many. Raises OSError."""
-    if bench.made is None:
-        return 0
-    tokens, count = bench.made
-    path, whole = made_file(bench.request.run_path), bench.whole
-    return write(path, _mean(whole), _longest(whole), tokens=tokens, count=count, seed=_seed(whole))
-
-
-# --- synthetic ------------------------------------------------------------------------------------------------------------
-
-# Conversations made up for a benchmark that has no data at hand: as long as real ones, of words that are a token each.
+# --- made-up conversations: as long as real ones, of words that are a token each ------------------------------------------
 
 WORDS = 1000
 SHORTEST = 8
@@ -177,28 +134,19 @@ def lengths(mean: float, longest: int, seed: int) -> Iterator[int]:
         yield max(SHORTEST, min(longest, round(center * math.exp(draw.gauss(0, SIGMA)))))
 
 
-def conversations(mean: float, longest: int, *, tokens: float, count: int, seed: int) -> Iterator[list[dict[str, str]]]:
-    """At least ``count`` conversations with at least ``tokens`` tokens together; each answers one question."""
-    draw, known = random.Random(seed + 1), vocabulary()  # noqa: S311 - nothing secret
-    made, total = 0, 0
-    for length in lengths(mean, longest, seed):
-        if made >= count and total >= tokens:
-            return
-        body = max(2, length - TEMPLATE_TOKENS)
-        text = draw.choices(known, k=body)
-        cut = max(1, body // 4)
-        yield [
-            {"role": "user", "content": " ".join(text[:cut])},
-            {"role": "assistant", "content": " ".join(text[cut:])},
-        ]
-        made, total = made + 1, total + length
-
-
-def write(path: Path, mean: float, longest: int, *, tokens: float, count: int, seed: int) -> int:
-    """A JSON Lines file of ``messages``. Returns how many conversations it holds. Raises OSError."""
+def write_conversations(bench: Bench) -> None:
+    """Write a JSON Lines file of conversations, each of which answers one question. Raises OSError."""
+    whole, (tokens, count) = bench.whole, needed(bench)
+    draw, known = random.Random(_seed(whole) + 1), vocabulary()  # noqa: S311 - nothing secret
+    path, made, total = made_file(bench.run_path), 0, 0
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = 0
     with path.open("w", encoding="utf-8") as out:
-        for made, messages in enumerate(conversations(mean, longest, tokens=tokens, count=count, seed=seed), start=1):  # noqa: B007
+        for length in lengths(_mean(whole), _longest(whole), _seed(whole)):
+            if made >= count and total >= tokens:
+                return
+            body = max(2, length - TEMPLATE_TOKENS)
+            text, cut = draw.choices(known, k=body), max(1, body // 4)
+            turns = [("user", text[:cut]), ("assistant", text[cut:])]
+            messages = [{"role": role, "content": " ".join(words)} for role, words in turns]
             out.write(json.dumps({"messages": messages}) + "\n")
-    return made
+            made, total = made + 1, total + length

@@ -1,137 +1,121 @@
-"""The document of a benchmark: what the ranks measured, on what, and what the planner says about the same recipe."""
+"""The figures of a benchmark, from the metrics that every training writes, beside what the planner says of the recipe."""
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
 from clustertune import chain
 from clustertune.bench import preparation
 from clustertune.bench.preparation import Bench
-from clustertune.cluster.hardware import peak_flops, recognise
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.events import read_object
+from clustertune.events import read_events
 from clustertune.host.system import GIB
 from clustertune.plan.calibration import find_calibrated
-from clustertune.plan.lengths import Lengths
-from clustertune.plan.predict import Plan, Work, make_plan, work_of
-from clustertune.resolve.resolved import Resolved
-from clustertune.rundir import RunDir
-from clustertune.training.bench_schedule import result_file
+from clustertune.plan.predict import Plan, make_plan
+from clustertune.report.source import counted_share
+from clustertune.rundir import UNSAVED, RunDir
+
+_SPARE = 0.9
+"""Share of the free memory that random weights may take here."""
+Events = Sequence[Mapping[str, Any]]
 
 
-def train(bench: Bench, command: list[str]) -> tuple[RunDir, list[dict[str, Any]]]:
-    """Train the steps in the launcher, program and guards of ``clustertune run``. Returns the run and what each rank measured.
+def too_large(bench: Bench) -> str | None:
+    """Whether the weights alone, on every rank, exceed this machine's free memory."""
+    from clustertune.recipe.parameters import weight_bytes
+
+    need, ranks = weight_bytes(bench.whole.architecture) or 0, bench.measured.world_size
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    if need * ranks <= _SPARE * free:
+        return None
+    return f"{ranks} ranks with {need / 1e9:.0f} GB of weights each; {free / 1e9:.0f} GB are free"
+
+
+def train(bench: Bench, command: list[str]) -> RunDir:
+    """Train the steps in the launcher, program and guards of ``clustertune run``, without a checkpoint at their end.
 
     Raises UserError where the training fails.
     """
-    path, resolved = bench.request.run_path, bench.measured
+    path, resolved = bench.run_path, bench.measured
     chain.check_folder(resolved, path)
     chain.require_training()
     with RunDir(path).lock():
-        preparation.make_conversations(bench)
+        if bench.synthetic:
+            preparation.write_conversations(bench)
         run = chain.open_run(resolved, path, command)
-        bench.request.schedule.write(path)
         stages = chain.Chain(run, resolved)
         stages.run_stage("prepare")
-        plan = stages.make_plan(run.new_attempt(), 0)
+        plan = replace(stages.make_plan(run.new_attempt(), 0), environment={UNSAVED: "1"})
         outcome = stages.run_attempt(plan)
-        folder = run.attempt(plan.attempt)
         if outcome.code is not ExitCode.OK:
-            stopped = Problem("stopped before the last step", file=str(folder), fix="measure again")
+            stopped = Problem("stopped before the last step", file=str(run.attempt(plan.attempt)), fix="measure again")
             raise UserError(outcome.problems or [stopped], outcome.code)
-    records = [read_object(result_file(folder, rank)) for rank in range(plan.world_size)]
-    if not all(records):
-        raise UserError("a rank left no figures", file=str(folder), fix="measure again")
-    return run, records
+    return run
 
 
-def document(bench: Bench, run_dir: RunDir, records: Records, cluster: Cluster) -> dict[str, Any]:
+def document(bench: Bench, run_dir: RunDir, cluster: Cluster) -> dict[str, Any]:
     """All figures."""
-    run, schedule, recipe = run_dir.read(), bench.request.schedule, bench.whole.recipe
-    measured = figures(records, share=bench.share)
-    plan, why = predict(bench.whole, cluster, bench.lengths)
-    used = utilisation(work_of(bench.measured, bench.lengths), measured, records[0].get("device"))
+    run, recipe, events = run_dir.read(), bench.whole.recipe, list(read_events(run_dir.metrics))
+    ran = run["distributed"]
+    measured = figures(events, bench, on_gpu=ran["gpu0"] is not None)
+    plan, why = predict(bench, cluster)
     return {
         "recipe": bench.whole.name,
         "model": recipe.model.name,
-        "dataset": "synthetic" if bench.request.synthetic else recipe.data.name,
-        "overrides": list(bench.request.overrides),
-        "tiny": bench.request.tiny,
-        "synthetic": bench.request.synthetic,
+        "dataset": "synthetic" if bench.synthetic else recipe.data.name,
+        "overrides": list(bench.overrides),
+        "tiny": bench.whole.tiny,
+        "synthetic": bench.synthetic,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": run.get("command"),
         "run_dir": str(run_dir.path),
-        "hardware": _hardware(records),
-        "distributed": run.get("distributed"),
-        "versions": {**(run.get("versions") or {}), "torch": records[0].get("torch")},
+        "hardware": {"gpu": ran["gpu0"], "ranks": bench.measured.world_size, "cores": len(os.sched_getaffinity(0))},
+        "distributed": ran,
+        "versions": {**run["versions"], "torch": ran["torch"]},
         "commit": run.get("git"),
-        "schedule": {"warmup": schedule.warmup, "steps": schedule.steps},
+        "schedule": {"warmup": bench.warmup, "steps": bench.steps},
         **measured,
-        "utilisation": used,
-        "plan": beside_plan(plan, why, measured, used),
+        "plan": beside_plan(plan, why, measured),
     }
 
 
-def _hardware(records: Records) -> dict[str, Any]:
-    first = records[0]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    size = first.get("device_bytes")
+def figures(events: Events, bench: Bench, *, on_gpu: bool) -> dict[str, Any]:
+    """Step times, rates and peak memory of the timed steps, from the events of ``metrics.jsonl``.
+
+    A step lasts from the line of the one before to its own: data, forward, backward, optimizer, logging. Rates are a rank's: a
+    GPU's where there are some.
+    """
+    steps = [event for event in events if event["event"] == "step"][bench.warmup - 1 :]
+    times = [after["time"] - before["time"] for before, after in pairwise(steps)]
+    timed, ranks = steps[1:], bench.measured.world_size
+    tokens = counted_share(bench.measured.data_parallel_size, ranks) * (timed[-1]["tokens"] - steps[0]["tokens"])
+    start = [event["seconds"] for event in events if event["event"] == "startup" and event["part"] == "total"]
+    peak = max(step["memory_bytes"] for step in timed) / GIB
     return {
-        "gpu": first.get("device"),
-        "gpu_gib": size / 2**30 if size else None,
-        "ranks": len(records),
-        "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)),
-        "threads_per_rank": first.get("threads"),
-        "memory_gib": memory,
+        "steps_s": times,
+        "step_s": spread(times),
+        "tokens": tokens,
+        "tokens_per_s_per_gpu": tokens / sum(times) / ranks,
+        "padding_share": statistics.fmean(step.get("padding", 0.0) for step in timed),
+        "utilisation": {name: _median([step[name] for step in timed if name in step]) for name in ("mfu", "hfu")},
+        "peak": {"allocated_gib": peak if on_gpu else None, "rss_gib": None if on_gpu else peak},
+        "start_s": next(iter(start), None),
     }
 
 
-def _cpu() -> str | None:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")), None)
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
-Records = Sequence[Mapping[str, Any]]
-"""What the ranks left, in rank order."""
-
-
-class StepTimes(NamedTuple):
-    """One optimizer step over all ranks."""
-
-    seconds: float
-    """Of the slowest rank."""
-    tokens: float
-    """Of conversations."""
-    computed: float
-    """With padding."""
-    labelled: float
-    """Those that the loss is taken of."""
-
-
-def steps_of(records: Records, share: float) -> list[StepTimes]:
-    """The timed steps. ``share``: of the ranks' tokens that count: tensor parallel ranks all read the same ones."""
-    found = []
-    for row in zip(*(record["steps"] for record in records), strict=True):
-        sums = [share * sum(float(rank.get(key) or 0) for rank in row) for key in StepTimes._fields[1:]]
-        found.append(StepTimes(max(float(rank["seconds"]) for rank in row), *sums))
-    return found
-
-
-def spread(values: Sequence[float]) -> dict[str, float | int | None]:
+def spread(values: Sequence[float]) -> dict[str, float | int]:
     """Median, mean, standard deviation, extremes and number of some measurements."""
-    if not values:
-        return {"median": None, "mean": None, "stdev": None, "min": None, "max": None, "n": 0}
     return {
         "median": statistics.median(values),
         "mean": statistics.fmean(values),
@@ -142,80 +126,17 @@ def spread(values: Sequence[float]) -> dict[str, float | int | None]:
     }
 
 
-def figures(records: Records, *, share: float) -> dict[str, Any]:
-    """Step time, rates and peak memory of the timed steps.
-
-    ``share``: see :func:`steps_of`. Rates are a rank's: a GPU's where there are some.
-    """
-    rows, ranks = steps_of(records, share), len(records)
-    seconds, tokens, computed, labelled = map(math.fsum, zip(*rows, strict=True))
-    starts = [float(record["to_first_step_s"]) for record in records if record.get("to_first_step_s")]
-    return {
-        "step_s": spread([row.seconds for row in rows]),
-        "tokens_per_s_per_gpu": tokens / seconds / ranks,
-        "computed_tokens_per_s_per_gpu": computed / seconds / ranks,
-        "labelled_tokens_per_s_per_gpu": labelled / seconds / ranks,
-        "tokens_per_step": tokens / len(rows),
-        "padding_share": 1 - tokens / computed,
-        "peak": peaks(records),
-        "start_s": max(starts, default=None),
-    }
-
-
-def peaks(records: Records) -> dict[str, float | None]:
-    """Peak memory, GiB: of the rank with the most tensors, allocator and resident set; None: not measured on this device."""
-    found: dict[str, float | None] = {}
-    for key in ("allocated", "reserved", "rss"):
-        values = [float((record.get("peak") or {}).get(key) or 0) / GIB for record in records]
-        found[f"{key}_gib"] = max(values) or None
-    return found
-
-
-def utilisation(work: Work | None, measured: Mapping[str, Any], device: str | None) -> dict[str, Any]:
-    """MFU and HFU against the dense bf16 peak of ops/hardware.yaml. MFU counts tokens of conversations, HFU what was computed:
-    padding and recomputation too."""
-    if device is None:
-        return {"mfu": None, "hfu": None, "why": "no GPU: the peak of this CPU is not known"}
-    name = recognise(device)
-    if name is None:
-        return {"mfu": None, "hfu": None, "why": f"{device} is not in ops/hardware.yaml"}
-    could = peak_flops(device)
-    if work is None or not could:
-        return {"mfu": None, "hfu": None, "gpu": name, "why": "the planner cannot count this architecture"}
-    peak = could / 1e12
-    return {
-        "mfu": work.model * measured["tokens_per_s_per_gpu"] / could,
-        "hfu": work.hardware * measured["computed_tokens_per_s_per_gpu"] / could,
-        "gpu": name,
-        "peak_tflops": peak,
-        "model_tflops": work.model * measured["tokens_per_s_per_gpu"] / 1e12,
-        "why": f"{work.model / 1e9:.3g} GFLOP a token, {peak:g} TFLOP/s dense peak of {name}",
-    }
-
-
-def predict(resolved: Resolved, cluster: Cluster, lengths: Lengths | None) -> tuple[Plan | None, str | None]:
+def predict(bench: Bench, cluster: Cluster) -> tuple[Plan | None, str | None]:
     """The plan of what is measured, or why there is none."""
     try:
         where = find_calibrated(cluster)
-        return make_plan(resolved, where.machine(resolved.recipe.slurm.nodes), where.constants, lengths=lengths), None
+        machine = where.machine(bench.whole.recipe.slurm.nodes)
+        return make_plan(bench.whole, machine, where.constants, lengths=bench.lengths), None
     except UserError as error:
         return None, str(error.problems[0])
 
 
-def brief(plan: Plan) -> dict[str, Any]:
-    """What a dry run says about a plan."""
-    return {
-        "cluster": plan.machine.name,
-        "fits": plan.fits,
-        "step_s": plan.step.seconds,
-        "needed_gib_per_gpu": plan.needed / GIB,
-        "usable_gib_per_gpu": plan.machine.usable_bytes / GIB,
-        "tokens_per_s_per_gpu": plan.tokens_per_s / plan.strategy.world_size,
-        "hours": plan.hours,
-    }
-
-
-def beside_plan(plan: Plan | None, why: str | None, measured: Mapping[str, Any], used: Mapping[str, Any]) -> dict[str, Any]:
+def beside_plan(plan: Plan | None, why: str | None, measured: Mapping[str, Any]) -> dict[str, Any]:
     """What the planner predicted, what was measured, and measured over predicted; ``{"unknown": why}`` without a plan."""
     if plan is None:
         return {"unknown": why}
@@ -223,8 +144,8 @@ def beside_plan(plan: Plan | None, why: str | None, measured: Mapping[str, Any],
         "step_s": (plan.step.seconds, measured["step_s"]["median"]),
         "tokens_per_s_per_gpu": (plan.tokens_per_s / plan.strategy.world_size, measured["tokens_per_s_per_gpu"]),
         "peak_gib_per_gpu": (plan.peak.bytes / GIB, measured["peak"]["allocated_gib"]),
-        "mfu": (plan.utilisation(hardware=False) * plan.useful, used["mfu"]),
-        "hfu": (plan.utilisation(hardware=True), used["hfu"]),
+        "mfu": (plan.utilisation(hardware=False) * plan.useful, measured["utilisation"]["mfu"]),
+        "hfu": (plan.utilisation(hardware=True), measured["utilisation"]["hfu"]),
     }
     rows = {
         key: {"plan": planned, "measured": found, "ratio": found / planned if found and planned else None}
@@ -232,3 +153,19 @@ def beside_plan(plan: Plan | None, why: str | None, measured: Mapping[str, Any],
     }
     reach = [plan.step.seconds * plan.low, plan.step.seconds * plan.high]
     return {"cluster": plan.machine.name, "step_s_range": reach, "rows": rows}
+
+
+def lines(body: Mapping[str, Any]) -> list[str]:
+    """The figures in words."""
+    step, used, peak = body["step_s"], body["utilisation"], body["peak"]
+    memory = f"{peak['allocated_gib']:.3g} GiB on a GPU" if peak["allocated_gib"] else f"{peak['rss_gib']:.3g} GiB of a process"
+    lines = [
+        f"step {step['median']:.3g} s (median of {step['n']}, standard deviation {step['stdev']:.2g}), "
+        f"{body['tokens_per_s_per_gpu']:,.0f} tokens/s per rank, padding {body['padding_share']:.1%}",
+        f"MFU {used['mfu']:.1%}, HFU {used['hfu']:.1%}" if used["mfu"] else "MFU unknown: no GPU that ops/hardware.yaml has",
+        f"peak memory: {memory}",
+    ]
+    if "unknown" in body["plan"]:
+        return [*lines, f"no plan to compare with: {body['plan']['unknown']}"]
+    row = body["plan"]["rows"]["step_s"]
+    return [*lines, f"planned on {body['plan']['cluster']}: {row['plan']:.3g} s a step; measured / planned {row['ratio']:.3g}"]

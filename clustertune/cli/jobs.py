@@ -78,12 +78,10 @@ def job(
     env: Annotated[
         list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A cache variable such as HF_HOME, for all stages.")
     ] = None,
-    description: Annotated[
-        int | None, typer.Option(metavar="N", help="Run what submit recorded under this number in the run's run.json.")
-    ] = None,
+    submitted: Annotated[bool, typer.Option("--recorded", help="Run what submit recorded in the run's run.json.")] = False,
     script: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Checks the allocation, runs the stages, and has the job requeued if it can continue later. With --description it uses the
+    """Checks the allocation, runs the stages, and has the job requeued if it can continue later. With --recorded it uses the
     recipe and cluster as submitted, even if their files have changed since; without it as they were when the job first started.
     """
     from clustertune import chain
@@ -99,10 +97,11 @@ def job(
         recipe, remaining, tiny, run_dir = chosen.recipe, list(chosen.overrides), chosen.tiny, chosen.run_dir
     secrets.read_env(secrets.DEFAULT)
     given = allocation.read()
-    if given.restart and description is None and sweep is None:
+    if given.restart and not submitted and sweep is None:
         folders = [run_dir] if run_dir else sorted(cluster_paths.runs(load.load_cluster(cluster)).glob("*/*"))
-        run_dir, description = program.begun(given.job_id, folders) or (run_dir, None)
-    recorded = program.recorded(run_dir, description, of_sweep=sweep is not None)
+        before = program.begun(given.job_id, folders)
+        run_dir, submitted = before or run_dir, before is not None
+    recorded = program.recorded(run_dir, of_sweep=not submitted) if submitted or sweep is not None else None
     on = recorded.cluster if recorded and recorded.cluster else load.load_cluster(cluster)
     cluster_paths.load_modules(on)
     variables = cluster_paths.enter(on, cluster_paths.parse(env or []))
@@ -124,11 +123,7 @@ def job(
         arguments += ["--to", last] if last != STAGES[-1] else []
     path = run_dir or default_run_dir(resolved, cluster_paths.runs(on))
     inputs = program.JobInputs(resolved, on, given, path, (first, last), variables, evaluation)
-    problems = allocation.check(given, resolved, on, arguments, (first, last))
-    problems += allocation.first_node_problems(
-        on, nodes=len(given.nodes), trains="train" in STAGES[STAGES.index(first) : STAGES.index(last) + 1]
-    )
-    raise_if(problems)
+    raise_if(allocation.check(given, resolved, on, arguments, (first, last)))
     program.start(inputs, script, chain.command_line())
 
 

@@ -113,7 +113,6 @@ def _target(args: NcclCheckArguments, cluster: schema.Cluster) -> tuple[link_che
     """Where it runs and what it measures. Raises UserError."""
     if os.environ.get("SLURM_JOB_ID"):
         job = allocation.read()
-        raise_if(allocation.first_node_problems(cluster, nodes=len(job.nodes), trains=True))
         gpus = job.gpus_per_node if job_program.has_gpus() else 0
         cpus = min(job.cpus_per_node or 1 << 20, len(os.sched_getaffinity(0)))
         where = "step" if cluster.container.runtime == "none" else "container+step"

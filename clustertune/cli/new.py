@@ -27,7 +27,7 @@ def new(
     from clustertune import draft
     from clustertune.launch import bill
     from clustertune.plan import predict
-    from clustertune.recipe import accelerate_file
+    from clustertune.recipe import layers
     from clustertune.resolve import models, resolve, tiny
 
     folder = draft.target(name)
@@ -36,7 +36,7 @@ def new(
     if not (stated.get("model") or {}).keys() & {"revision", "path"}:
         made_of = models.pinned(made_of)
     keys, notes = draft.look_at_tokenizer(made_of, found, stated)
-    stated = accelerate_file.merged(keys, stated)
+    stated = layers.laid_over(keys, stated)
     shown = folder.name if "/" not in name else name
     if at.assumed and method != "qlora" and tiny.is_small(made_of.architecture):
         made, seconds = draft.on_cpus(made_of, method, found, stated)

@@ -43,30 +43,6 @@ class Stage(StrEnum):
 OutOption = Annotated[Path | None, path_option("The folder to write.", "--out")]
 
 
-def _resolve_here(recipe: str, overrides: list[str], *, tiny: bool, ranks: int | None) -> Resolved:
-    """The recipe for the GPUs of this machine; of a small model without GPUs for as many processes. Raises UserError."""
-    from clustertune import chain
-    from clustertune.resolve import resolve
-    from clustertune.resolve import tiny as scaled_down
-
-    resolved = resolve.resolve(recipe, overrides, tiny=tiny, ranks=ranks)
-    resolved.require_startable()
-    gpus = chain.visible_gpus()
-    small = tiny or resolved.recipe.model.weights == "random"
-    on_cpus = not gpus and not small and scaled_down.is_small(resolved.architecture)
-    few = gpus or scaled_down.ranks(resolved.accelerate)
-    asked = resolved.world_size
-    if ranks is None and (small or on_cpus) and asked > few:
-        resolved = resolve.resolve(recipe, overrides, tiny=tiny, ranks=few)
-        if on_cpus:
-            slow = "; train.bf16=false is faster on most CPUs" if resolved.train_args["bf16"] else ""
-            say(f"note: the recipe is for {asked} GPUs and there is none here: {few} processes train on the CPUs{slow}")
-    elif ranks is None and not (small or on_cpus) and asked > gpus:
-        fix = "use --tiny to run a scaled-down version, clustertune submit on a cluster, or --ranks N to force N processes"
-        raise UserError(f"needs {resolved.world_size} GPUs, this machine has {gpus}", file=recipe, key="slurm", fix=fix)
-    return resolved
-
-
 def prepare(
     recipe: RecipeArgument,
     overrides: Overrides = None,
@@ -112,7 +88,7 @@ def run(
     if not stages:
         fix = f"the order is {', '.join(STAGES)}"
         raise UserError(f"{first} comes after --to {last}", file="command line", key="--from", fix=fix)
-    resolved = _resolve_here(recipe, overrides or [], tiny=tiny, ranks=ranks)
+    resolved = chain.resolve_here(recipe, overrides or [], tiny=tiny, ranks=ranks)
     below = cluster_paths.enter_local()
     path = run_dir or default_run_dir(resolved, below)
     _check_before_anything_is_made(resolved, path, stages)

@@ -1,4 +1,4 @@
-"""Which image a run is in: its sum, held against the ``.sha256`` beside it, labels, and what it has installed."""
+"""Which image a run is in: its sum, held against the ``.sha256`` beside it, and what it has installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import stat
 import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,54 +22,8 @@ from clustertune.process import captured
 from clustertune.resolve import kernels
 from clustertune.tree import ROOT
 
-PROBE_SECONDS = 60.0
-HELPERS = ("squashfuse_ll", "squashfuse")
-
-
-def unshielded(settings: Container) -> list[str]:
-    """A warning where this machine mounts the image with a program that a signal of Slurm (preemption, scancel) ends.
-
-    A rootless Apptainer mounts the image with squashfuse, which ends with SIGTERM. launch/inside.sh puts launch/fuse/keep.sh in
-    its place, on the PATH. An Apptainer that brings a squashfuse of its own looks there first ("The internal bin
-    ${prefix}/libexec/apptainer/bin is always included ... at the beginning of $PATH", apptainer.conf, BINARY PATH): it cannot
-    be shielded from here, so this warns.
-
-    Empty where the runtime is not here: a login node may have none, and the job looks again.
-    """
-    if settings.runtime not in ("apptainer", "singularity") or "--unsquash" in settings.options:
-        return []
-    folder = _own_folder(settings)
-    own = sorted(path.name for path in folder.iterdir()) if folder is not None else []
-    if "starter-suid" in own and "--userns" not in settings.options:
-        return []  # the kernel mounts the image
-    found = next((name for name in HELPERS if name in own), None)
-    if found is None:
-        return []
-    text = f"the image is mounted by {folder}/{found}, which ends with any SIGTERM of Slurm's (preemption, scancel)"
-    unsquash = "container.options: [--unsquash], or " if settings.runtime == "apptainer" else ""
-    fix = f"{unsquash}PreemptParameters=send_user_signal, or that program out of the folder and squashfuse on the PATH"
-    return [f"{text}: the steps since the newest checkpoint are lost then -> {fix}"]
-
-
-def _own_folder(settings: Container) -> Path | None:
-    """Where the runtime keeps its own helpers, as it says itself; None where it does not."""
-    try:
-        done = captured([settings.command, "buildcfg"], PROBE_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    found_line = re.search(r"^LIBEXECDIR=(/.*)$", done.stdout, re.MULTILINE)
-    name = re.search(r"^PACKAGE_NAME=([a-z-]+)$", done.stdout, re.MULTILINE)
-    if not found_line or not name:
-        return None
-    folder = Path(found_line[1]) / name[1].partition("-")[0] / "bin"
-    return folder if folder.is_dir() else None
-
-
-LABEL_SECONDS = 60.0
 _CHUNK = 1 << 22
 _MAX_SUM = 4096
-_LABELS, _LABEL = 60, 200
-"""How many labels of an image are kept, and how many characters of each."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +38,6 @@ class Image:
     checked: bool
     """Whether ``sha256`` was held against something: the file beside the image, or a registry's digest."""
     bytes: int | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """For run.json."""
@@ -92,7 +45,7 @@ class Image:
 
 
 def look(settings: Container) -> tuple[Image | None, list[str]]:
-    """The cluster's image with its sum and labels, and what to warn of; None where there is no container.
+    """The cluster's image with its sum, and what to warn of; None where there is no container.
 
     Raises UserError where it is not there, or is not what the ``.sha256`` beside it says.
     """
@@ -115,9 +68,7 @@ def look(settings: Container) -> tuple[Image | None, list[str]]:
         fix = f"it was altered or copied in part: copy or build it again; where it is meant so: {again}"
         text = f"its SHA-256 is {digest[:16]}..., and {path.name}.sha256 says {stated[:16]}..."
         raise UserError(text, file=str(path), key="container.image", fix=fix)
-    labels = labels_of(settings, path)
-    warnings = [*notes, *unshielded(settings)]
-    return Image(settings.runtime, settings.image, digest, stated is not None, size, labels), warnings
+    return Image(settings.runtime, settings.image, digest, stated is not None, size), notes
 
 
 def _stated(path: Path) -> tuple[str | None, list[str]]:
@@ -165,22 +116,6 @@ def _read(path: Path, size: int) -> str:
             digest.update(chunk)
             bar.advance(task, len(chunk))
     return digest.hexdigest()
-
-
-# --- what it says about itself --------------------------------------------------------------------------------------------
-
-
-def labels_of(settings: Container, path: Path) -> dict[str, str]:
-    """The labels of an image; empty where they cannot be read here. Of a .sqsh there are none."""
-    if settings.runtime not in ("apptainer", "singularity"):
-        return {}
-    try:
-        done = captured([settings.command, "inspect", "--json", "--labels", str(path)], LABEL_SECONDS)
-        body = json.loads(done.stdout)
-        found = body["data"]["attributes"]["labels"]
-        return {str(key)[:_LABEL]: str(value)[:_LABEL] for key, value in sorted(found.items())[:_LABELS]}
-    except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, TypeError, AttributeError):
-        return {}
 
 
 def changed(before: object, now: Image) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from clustertune.recipe.findings import Found, is_whole, show_value
 from clustertune.recipe.layers import (
     COMMAND_LINE,
     Document,
-    Emptied,
-    KeyPath,
     did_you_mean,
     leaves,
     nearest,
@@ -341,43 +338,6 @@ ACCELERATE, DEEPSPEED = "accelerate.yaml", "deepspeed.json"
 """Names in a run folder of the files that a run's ranks read in place of the recipe's."""
 
 
-@dataclass(frozen=True)
-class OverriddenFile(Document):
-    """A file with overrides over it: what they gave stands on the command line, the rest in the file."""
-
-    given: tuple[KeyPath, ...] = ()
-
-    def position(self, path: KeyPath) -> str:
-        """``command line`` for what it gave and for a section of which it gave a part."""
-        if any(leaf[: len(path)] == path or path[: len(leaf)] == leaf for leaf in self.given):
-            return COMMAND_LINE
-        return super().position(path)
-
-
-def lay_over(document: Document, overrides: Document | None) -> Document:
-    """The file's values with the overrides over them; null takes a key out."""
-    if overrides is None or not overrides.data:
-        return document
-    given = tuple(tuple(path.split(".")) for path in flat(overrides))
-    return OverriddenFile(document.file, merged(document.data, overrides.data), document.lines, given)
-
-
-def merged(values: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with ``top`` laid over them, section by section; null takes a key out."""
-    found = dict(values)
-    for key, value in top.items():
-        below: Any = {} if isinstance(value, Emptied) else found.get(key)
-        found[key] = merged(below if isinstance(below, dict) else {}, value) if isinstance(value, dict) else value
-        if value is None:
-            del found[key]
-    return copy.deepcopy(found)
-
-
-def top(overrides: Document | None) -> frozenset[str]:
-    """The sections of a file of which the command line gives something."""
-    return frozenset(overrides.data) if overrides else frozenset()
-
-
 def flat(overrides: Document | None) -> dict[str, Any]:
     """The overrides by their dotted key path."""
     return {".".join(path): value for path, value in leaves(overrides.data) if path} if overrides else {}
@@ -405,7 +365,7 @@ def read_deepspeed(
     if not isinstance(body, dict) or not isinstance(body.get("zero_optimization", {}), dict):
         fix = 'write {"zero_optimization": {"stage": 3}}'
         return None, [Problem("must hold DeepSpeed's sections", file=file, fix=fix)]
-    return lay_over(Document(file, body), overrides), []
+    return Document(file, body).overridden(overrides), []
 
 
 def written(accelerate: Mapping[str, Any], folder: Path, deepspeed: Path | None) -> dict[str, Any]:

@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 
 from clustertune.bench import preparation
-from clustertune.bench.preparation import BenchRequest
 from clustertune.errors import UserError
-from clustertune.training.bench_schedule import BenchSchedule
 
 
 def made(recipe: str = "tiny-oasst2", *overrides: str, **more: Any) -> preparation.Bench:
-    schedule = BenchSchedule(2, 4)
-    return preparation.make(BenchRequest(recipe, Path("runs/bench/x/1"), schedule, overrides, **more))
+    return preparation.make(recipe, overrides, Path("runs/bench/x/1"), 2, 4, **more)
 
 
 def test_a_large_recipe_needs_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,6 +34,5 @@ def test_full_size_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         data.format == "messages" and data.input == str(preparation.made_file(Path("runs/bench/x/1"))) and data.expect is None
     )
     assert found.measured.architecture == found.whole.architecture and found.measured.train_args["pad_token"] is None
-    assert found.made is not None
-    assert found.made[0] >= 6 * 32 * 2048, "enough tokens for every packed sequence of every step"
+    assert preparation.needed(found)[0] >= 6 * 32 * 2048, "enough tokens for every packed sequence of every step"
     assert found.lengths is not None and 400 < found.lengths.mean(2048) < 600, "a quarter of the longest"
