@@ -148,8 +148,6 @@ class CheckpointRecord:
     seconds: float | None = None
     time: float | None = None
     """Unix seconds."""
-    copy: float | None = None
-    """Seconds of the copy to host memory."""
     stall: float | None = None
     """Seconds that training stood still."""
     write: float | None = None
@@ -166,8 +164,6 @@ class StageRecord:
     seconds: float | None = None
     """Of all its tries that ended, failed ones included."""
     tries: int = 1
-    spans: tuple[tuple[float, float | None], ...] = ()
-    """When each try began and ended, Unix seconds; None: it was killed, or still runs."""
 
 
 @dataclass(frozen=True)
@@ -375,7 +371,7 @@ class MetricsReader:
                 _number(event.get("bytes")),
                 _number(event.get("seconds")),
                 _number(event.get("time")),
-                *(_number(event.get(f"save_{name}_s")) for name in ("copy", "stall", "write", "every")),
+                *(_number(event.get(f"save_{name}_s")) for name in ("stall", "write", "every")),
             )
         )
 
@@ -395,12 +391,7 @@ class MetricsReader:
         before = self.stages.get(name, StageRecord(name, status, tries=0))
         seconds = _number(event.get("seconds"))
         total = before.seconds if seconds is None else (before.seconds or 0.0) + seconds
-        spans, time = before.spans, _number(event.get("time"))
-        if time is not None and status == "started":
-            spans += ((time, None),)
-        elif time is not None and spans:
-            spans = (*spans[:-1], (spans[-1][0], time))
-        self.stages[name] = StageRecord(name, status, total, max(before.tries + (status == "started"), 1), spans)
+        self.stages[name] = StageRecord(name, status, total, max(before.tries + (status == "started"), 1))
 
     def _on_stop(self, event: dict[str, Any]) -> None:
         reason = event.get("reason")
