@@ -17,6 +17,8 @@ from clustertune.export import companions
 from clustertune.export.companions import read_json
 from clustertune.merge.base import read_base, read_weights
 from clustertune.recipe import quantization
+from clustertune.recipe.architecture import implausible
+from clustertune.training import base_model
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def check_model(
     if not folder.is_dir():
         return None, [Problem("no such folder", file=str(folder), fix="give the folder of a model in Hugging Face's layout")]
     refused = _check_config(folder)
-    problems = refused + check_weights(folder)
+    problems = refused + _check_generation(folder) + check_weights(folder)
     with collect_problems(problems):  # transformers passes over a pipe or a link to nothing, and answers otherwise
         companions.matching(tokenizer_path, (*companions.TOKENIZER, *companions.CHAT))
     with collect_problems(problems):
@@ -134,22 +136,43 @@ def _unique(problems: Iterable[Problem], folder: Path) -> list[Problem]:
 
 
 def _check_config(folder: Path) -> list[Problem]:
-    """A ``config.json`` that is missing, or that transformers does not accept."""
-    from transformers import AutoConfig
-
     path = folder / "config.json"
     try:
-        read_json(path)
-        AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        config = read_json(path)
     except UserError as error:
         if path.exists():
             return list(error.problems)
         fix = "an adapter must be merged first" if (folder / "adapter_config.json").exists() else "is this a model folder?"
         return [replace(problem, fix=fix) for problem in error.problems]
+    if not isinstance(config.get("model_type"), str):
+        return [Problem("does not say the architecture", file=str(path), key="model_type")]
+    if problem := implausible(config):
+        return [Problem(problem[1], file=str(path), key=problem[0], fix="take the file of the model's makers")]
+    if lacking := base_model.names_what_is_not_here(config):
+        return [Problem(lacking[1], file=str(path), key=lacking[0], fix=base_model.FIX_NAME)]
+    return _accepted(folder)
+
+
+def _accepted(folder: Path) -> list[Problem]:
+    """Whether transformers accepts the configuration."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     # An architecture that the installed transformers does not know, or values its config class refuses.
     except Exception as error:
         text = " ".join(str(error).split()).partition("You can update Transformers")[0].strip()
-        return [Problem(f"transformers does not accept it: {text}", file=str(path))]
+        return [Problem(f"transformers does not accept it: {text}", file=str(folder / "config.json"))]
+    return []
+
+
+def _check_generation(folder: Path) -> list[Problem]:
+    """A ``generation_config.json`` that is not an object; what its keys may say is settled once the model is loaded."""
+    path = folder / "generation_config.json"
+    try:
+        read_json(path)
+    except UserError as error:
+        return list(error.problems) if path.exists() else []
     return []
 
 
