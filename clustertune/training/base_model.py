@@ -25,9 +25,10 @@ FIX = (
 )
 
 
-FIX_NAME = "take config.json as the model's makers wrote it"
+FIX_NAME = "take config.json as the model's makers wrote it, or a release of transformers that knows the name"
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 """Keys with which transformers loads code from a repository, where they hold its name (integrations/hub_kernels.py)."""
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
 
 def check(source: str, revision: str | None, resolved: Resolved) -> None:
@@ -56,11 +57,32 @@ def check(source: str, revision: str | None, resolved: Resolved) -> None:
 
 
 def names_what_is_not_here(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """A key of a config.json and what is wrong with it, where it names code of a repository, which transformers would run."""
+    """A key of a config.json and what is wrong with it, where it names code of a repository, which is never run, or an
+    activation or a rotary embedding that the installed transformers lacks, which ends in a bare KeyError.
+    """
+    from transformers.activations import ACT2CLS
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING_NAMES:  # Phi-3 and others are known without it
+        return (
+            "auto_map",
+            "names code of the folder, which is never run, and transformers here knows no such architecture",
+        )
     for body in (config, config.get("text_config")):
+        if not isinstance(body, Mapping):
+            continue
         for key in KERNELS:
-            if isinstance(body, Mapping) and "/" in str(body.get(key)):
+            if "/" in str(body.get(key)):
                 return key, f"{body[key]!r} is a kernel of the Hub, code that is never run"
+        for key in ACTIVATIONS:
+            if isinstance(body.get(key), str) and body[key] not in ACT2CLS:
+                return key, f"transformers here knows no activation {body[key]!r}"
+        for key in ("rope_parameters", "rope_scaling"):
+            rope = body.get(key)
+            kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, Mapping) else None
+            if isinstance(kind, str) and kind not in (*ROPE_INIT_FUNCTIONS, "default", "mrope"):
+                return key, f"transformers here knows no rotary embedding {kind!r}"
     return None
 
 
