@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +12,9 @@ from typing import Any
 from clustertune.cluster.load import known_clusters, load_cluster, of_gpus
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
+from clustertune.host.probe import ask
 from clustertune.host.system import GIB
-from clustertune.launch import serving
+from clustertune.launch import serving, shape
 from clustertune.launch.bill import Bill, bill
 from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.explanation import bottleneck
@@ -20,6 +23,9 @@ from clustertune.plan.predict import Plan, make_plan
 from clustertune.resolve.resolve import asked_size, resolve
 
 ALL = "all"
+STARTS = re.compile(r"to start at (\S+)")
+"""In what ``sbatch --test-only`` prints (slurm 22.05 to 25.05, src/sbatch/sbatch.c)."""
+SBATCH_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,8 @@ class Choice:
     evaluation: serving.Evaluation | None = None
     why_not: str = ""
     """What keeps it from running there; empty: nothing."""
+    start: str | None = None
+    """When Slurm would start the training; None: not asked, or it did not say."""
 
     @property
     def fits(self) -> bool:
@@ -55,6 +63,7 @@ class Choice:
             "total": whole.as_json() if whole else None,
             "bottleneck": bottleneck(plan) if plan else None,
             "evaluation": self.evaluation.as_json() if self.evaluation and plan else None,
+            "expected_start": self.start,
         }
 
 
@@ -68,7 +77,7 @@ COLUMNS = (
     "on demand",
     "spot",
     "evaluation",
-    "limit",
+    "start or limit",
 )
 
 
@@ -92,7 +101,7 @@ def cells(found: Iterable[Choice]) -> list[list[str]]:
         hours = [None if one.plan.hours is None else one.plan.hours, wall and wall / 3600, one.whole.gpu_hours]
         shown = ["unknown" if value is None else f"{value:,.2f}" for value in hours]
         backend = one.evaluation.backend if one.evaluation else ""
-        limit = bottleneck(one.plan).partition(":")[0]
+        limit = bottleneck(one.plan).partition(":")[0] + (f"; starts {one.start}" if one.start else "")
         rows.append([one.cluster.name, size, "yes", *shown, *money, backend, limit])
     return rows
 
@@ -140,4 +149,22 @@ def _choice(recipe: str, overrides: Sequence[str], cluster: Cluster, lengths: Le
         if plan.needed <= plan.machine.usable_bytes:
             why = f"needs {plan.host_bytes / GIB:,.0f} of {plan.machine.host_bytes / GIB:,.0f} GiB of a node's RAM"
         return Choice(cluster, nodes, each, plan, None, scored, why)
-    return Choice(cluster, nodes, each, plan, bill(plan, cluster), scored)
+    start = _start(shape.train_shape(resolved, cluster), cluster)
+    return Choice(cluster, nodes, each, plan, bill(plan, cluster), scored, start=start)
+
+
+def _start(job: shape.JobShape, cluster: Cluster) -> str | None:
+    """When Slurm would start such a job, where this machine's Slurm is the cluster's."""
+    if cluster.slurm is None or shutil.which("sbatch") is None or not _is_here(cluster):
+        return None
+    # It answers on stderr, also where all is well.
+    command = ["sh", "-c", 'exec "$@" 2>&1', "sh", "sbatch", "--test-only", *job.options(), "--wrap=true"]
+    found = STARTS.search(ask(command, SBATCH_SECONDS).text)
+    return found[1] if found else None
+
+
+def _is_here(cluster: Cluster) -> bool:
+    try:
+        return load_cluster(None).name == cluster.name
+    except UserError:
+        return False

@@ -110,6 +110,20 @@ def test_what_does_not_fit_has_a_reason_and_no_hours() -> None:
     assert done.code == 2 and "does not fit: 2x8xl40s" in done.out
 
 
+def test_slurm_is_asked_when_it_would_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sbatch --test-only answers on stderr; it is asked where the cluster is this place alone, and its silence is no start."""
+    program = tmp_path / "sbatch"
+    program.write_text('#!/bin/sh\necho "sbatch: Job 7 to start at 2031-02-03T04:05:06 using 8 processors on n1" >&2\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    cluster = load_cluster(CLUSTER)
+    monkeypatch.setattr(across, "load_cluster", lambda _name: cluster)
+    assert across.choices(RECIPE, [], [cluster])[0].start == "2031-02-03T04:05:06"
+    assert across.choices(RECIPE, [], [load_cluster("dgx-h100")])[0].start is None
+    program.write_text("#!/bin/sh\nexit 1\n")
+    assert across.choices(RECIPE, [], [cluster])[0].start is None
+
+
 def test_the_page_replaces_its_own_and_nothing_else(tmp_path: Path) -> None:
     page, other = tmp_path / "clusters.html", tmp_path / "mine.html"
     other.write_text("mine")
