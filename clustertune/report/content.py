@@ -15,7 +15,7 @@ from clustertune.console import duration
 from clustertune.errors import ExitCode
 from clustertune.evaluate import scores as evaluation
 from clustertune.recipe.sections import OWN_PROMPTS
-from clustertune.report.metrics import WARM_UP, Metrics
+from clustertune.report.metrics import WARM_UP, Metrics, ScoresRecord
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import SCORES
 
@@ -276,6 +276,15 @@ def forecast_note(planned: Any) -> str:
     calibrated = get(planned, "calibrated")
     how = "calibrated with earlier runs" if calibrated else "not calibrated: clustertune plan --calibrate learns from this run"
     return f"Bandwidth {get(planned, 'bandwidth_source')}; {how}."
+
+
+def in_words(scored: ScoresRecord) -> str:
+    """``ifeval 0.4063, +0.0312 to the base``, task by task."""
+    parts = []
+    for task, value in scored.tasks.items():
+        difference = scored.differences.get(task)
+        parts.append(f"{task} {score(value)}" + ("" if difference is None else f", {difference:+.4f} to the base"))
+    return "; ".join(parts)
 
 
 def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[Row]:
