@@ -39,7 +39,8 @@ def chat(
     from clustertune.launch.cluster_paths import merged_or_model
 
     facts = serve_model.facts(merged_or_model(model), max_new_tokens)
-    chatting.converse(chatting.Talk(facts, device, max_new_tokens, greedy), facts.folder, prompt, system)
+    with facts.within_limits() as tokenizing:
+        chatting.converse(chatting.Talk(facts, tokenizing, device, max_new_tokens, greedy), facts.folder, prompt, system)
 
 
 def serve(
