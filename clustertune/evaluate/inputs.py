@@ -39,7 +39,7 @@ class TaskRows:
             if isinstance(row, BadRow):
                 found: list[Wrong] = [(None, f"{row.reason}: {row.detail}", None)]
             else:
-                found = list(self._check_columns(row)) or list(self.check(row, at.line))
+                found = list(self._check_columns(row)) or list(self.check(row))
                 self.rows.append(row)
             problems += [Problem(text, f"{path}:{at.line}", key, fix) for key, text, fix in found]
         if not self.rows and not problems:
@@ -60,7 +60,7 @@ class TaskRows:
         except (ValueError, RecursionError) as error:  # NaN and infinity; thousands of levels
             yield None, f"not JSON: {error}", None
 
-    def check(self, row: Mapping[str, Any], line: int) -> Iterable[Wrong]:  # noqa: ARG002
+    def check(self, row: Mapping[str, Any]) -> Iterable[Wrong]:  # noqa: ARG002
         """What is wrong with a row that has every column."""
         return ()
 
@@ -97,19 +97,6 @@ class TaskRows:
         }
         file.write_text(yaml.safe_dump(body, sort_keys=False))
         return file
-
-    def find_difference(self, documents: Sequence[Mapping[str, Any]]) -> Problem | None:
-        """Whether what lm-eval read through Arrow says the same as the file; None where it does.
-
-        Arrow guesses: a column of texts that all look like dates becomes a column of dates.
-        """
-        if len(documents) != len(self.rows):
-            return Problem(f"lm-eval reads {len(documents)} rows of {len(self.rows)}", file=str(self.file))
-        for number, (row, document) in enumerate(zip(self.rows, documents, strict=True), start=1):
-            if self.plain(row) != (found := self.plain(document)):
-                fix = "write its values so that they do not look like dates"
-                return Problem(f"lm-eval reads row {number} as {found!r}", file=str(self.file), fix=fix)
-        return None
 
     def dataset(self, count: int) -> dict[str, Any]:
         """What a result says of the data; ``count`` rows were asked."""
@@ -204,11 +191,6 @@ class Inputs:
     def write_tasks(self, settings: Eval, folder: Path) -> dict[str, Path]:
         """Task files that replace lm-eval's own of the same name, with their rows."""
         return {name: rows.write_task(settings, folder) for name, rows in self.rows.items()}
-
-    def find_differences(self, loaded: Mapping[str, Any]) -> list[Problem]:
-        """Where lm-eval has read rows otherwise than they stand in their file."""
-        found = [rows.find_difference(list(loaded[name].eval_docs)) for name, rows in self.rows.items()]
-        return [difference for difference in found if difference]
 
     def describe(self, result: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What a result says about these tasks at its top level."""

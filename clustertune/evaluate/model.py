@@ -11,8 +11,8 @@ from typing import Any
 
 from clustertune import manifest
 from clustertune.console import say
-from clustertune.data.tokenizer import open_tokenizer, render_turn
-from clustertune.errors import ExitCode, Problem, UserError, collect_problems
+from clustertune.data.tokenizer import BoundedTokenizer, open_tokenizer, render_turn
+from clustertune.errors import Problem, UserError, collect_problems
 from clustertune.export import companions
 from clustertune.export.companions import read_json
 from clustertune.merge.base import read_base, read_weights
@@ -53,6 +53,10 @@ class ModelFacts:
     fingerprint: str
     """Changes when the model does: the manifest's digest where there is one, else names, sizes and times of the weights;
     and the content of every small file (configuration, tokenizer, template)."""
+
+    def within_limits(self) -> BoundedTokenizer:
+        """The tokenizer in a child with limits, as a context."""
+        return BoundedTokenizer(self.tokenizer, str(self.tokenizer_folder))
 
     @property
     def template_sha(self) -> str:
@@ -278,42 +282,3 @@ def check_device(device: str | None) -> list[Problem]:
     if device is None or device in known:
         return []
     return [Problem(f"no device {device!r} here", key="--device", fix=f"one of {', '.join(sorted(known))}")]
-
-
-def check_answers(model: Any, folder: Path) -> None:
-    """Raise UserError where a loaded model would answer with noise, which would be scored: a weight is NaN or infinite, or the
-    scores of the next token are; and where it cannot compute at all."""
-    import torch
-
-    bad = [name for name, weight in model.named_parameters() if _is_broken(weight)]
-    fix = "copy the model again; of a training, take an earlier checkpoint"
-    if bad:
-        text = f"{len(bad)} tensors hold NaN or infinity, such as {bad[0]}"
-        raise UserError(text, ExitCode.FAILED, file=str(folder), fix=fix)
-    try:
-        with torch.no_grad():
-            scores = model(input_ids=torch.zeros(1, 4, dtype=torch.long, device=model.device)).logits
-    except torch.OutOfMemoryError:
-        raise
-    # Whatever a configuration that contradicts the weights makes a library raise.
-    except Exception as error:
-        raise refused(error, folder, "it does not compute") from error
-    if scores.isnan().any():
-        raise UserError("its scores of the next token are NaN", ExitCode.FAILED, file=str(folder), fix=fix)
-
-
-def refused(error: Exception, folder: Path, what: str) -> UserError:
-    """The first line of what a library says of a model."""
-    line = str(error).strip().partition("\n")[0]
-    fix = "install what is named, or take a config.json of the model's makers"
-    text = f"{what}: {type(error).__name__}{': ' if line else ''}{line}"
-    return UserError(text, ExitCode.FAILED, file=str(folder / "config.json"), fix=fix)
-
-
-def _is_broken(weight: Any) -> bool:
-    """Whether a tensor holds NaN or infinity. Its sum, in float32, needs no memory beside it."""
-    import torch
-
-    if weight.device.type == "meta" or not weight.is_floating_point() or weight.element_size() < 2:
-        return False
-    return not torch.isfinite(weight.detach().sum(dtype=torch.float32)).item()

@@ -85,7 +85,7 @@ class _ReportedRun:
         self.state = state_of(run, self.stages, self.metrics, self.cost.attempts, now)
         require_whole(run.eval)
         self.scores = _read(read_result, run.eval)
-        self.saves = cost.saves_as_dict(document, self.resolved, self.metrics, self.cost.attempts)
+        self.saves = cost.saves_as_dict(self.resolved, self.metrics, self.cost.attempts)
         self.adapter = _read_json(run.adapter / MANIFEST)
         self.data = get(_read_json(run.data / MANIFEST), "meta") or {}
         parameters = get(self.adapter, "meta", "parameters")

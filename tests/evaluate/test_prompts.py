@@ -40,7 +40,6 @@ def test_cover_all_kinds_and_leave_nothing_to_chance() -> None:
     assert kinds == set(INSTRUCTION_DICT)
     assert len(kinds) == room.KINDS
     assert len(found.rows) >= 30
-    assert found.drawn == 0
     assert not found.is_benchmark
 
 
