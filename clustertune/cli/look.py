@@ -1,4 +1,4 @@
-"""What a recipe says with every value resolved, what is known of a cluster, and how runs are: one while it runs, and all of them."""
+"""What a recipe says with every value resolved, what is known of a cluster, and how runs are: one as it runs, or all."""
 
 from __future__ import annotations
 
