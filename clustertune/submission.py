@@ -16,7 +16,7 @@ from clustertune.cluster.load import reference
 from clustertune.cluster.schema import Cluster
 from clustertune.console import aligned, duration, emit_json, reply, say
 from clustertune.errors import Problem, UserError
-from clustertune.launch import bill, cluster_paths, container, image, serving, shape, signal_margin
+from clustertune.launch import bill, cluster_paths, container, image, serving, shape
 from clustertune.launch import stage_jobs as launch
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import newest_attempt
@@ -114,9 +114,6 @@ def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], image.
     problems += wrong
     if plan.trains and plan.cluster.container.runtime == "none" and plan.resolved.recipe.megatron is None:
         problems += image.lacking_here(plan.resolved.train_args, gpus=False)
-    if plan.trains:
-        minutes = shape.train_shape(plan.resolved, plan.cluster).minutes
-        problems += signal_margin.find_problems(plan.resolved.recipe.slurm.signal_seconds, minutes, file=plan.resolved.name)
     there = next(path for path in (plan.path, *plan.path.parents) if path.exists())
     fix = "give another --run-dir, or correct storage.runs in the cluster file"
     if not there.is_dir():

@@ -117,7 +117,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """torch computes with one thread: several wait for each other by turning, which takes half of the cores from other tests."""
+    """torch computes with one thread: several wait for each other by turning, which takes half of the cores."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
 
