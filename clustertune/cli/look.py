@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""What a recipe says with every value resolved, what is known of a cluster, and how runs are: one as it runs, or all."""
-=======
 """What a recipe says with every value resolved, what is known of a cluster, and how runs are: one while it runs, or all."""
->>>>>>> main
 
 from __future__ import annotations
 
