@@ -164,23 +164,16 @@ def _not_reached(plan: SubmissionPlan) -> list[Problem]:
 
 def _base_problems(plan: SubmissionPlan) -> list[Problem]:
     """What of a base that lies here is not what the recipe says: its first job would end with it."""
-    from clustertune.doctor.recipe_context import ModelFolder
     from clustertune.training import base_model
 
-    given, found = plan.resolved.recipe.model.path, list[Problem]()
+    given = plan.resolved.recipe.model.path
     if given is None or plan.resolved.tiny or "prepare" not in plan.stages or not is_there(folder := expand_home(given)):
         return []
     try:
         base_model.check(str(folder), None, plan.resolved)
     except UserError as error:
-        found += error.problems
-    tokens = {key: plan.resolved.train_args[key] for key in ("eos_token", "pad_token")}
-    known = ModelFolder(folder).vocabulary if any(tokens.values()) else None
-    fix = f"name a token of {folder / 'tokenizer.json'}"
-    for key, token in tokens.items():
-        if known is not None and token is not None and token not in known:
-            found.append(Problem(f"{token!r} is not in the tokenizer's vocabulary", key=f"train.{key}", fix=fix))
-    return found
+        return list(error.problems)
+    return []
 
 
 def _image_problems(plan: SubmissionPlan) -> tuple[list[Problem], image.Image | None, list[str]]:
