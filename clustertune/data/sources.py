@@ -219,6 +219,16 @@ def _is_of(name: str, split: str) -> bool:
     return any(re.match(rf"{re.escape(split)}(?![A-Za-z0-9_])", part) for part in name.split("/"))
 
 
+def snapshot(name: str, revision: str | None = None) -> Path | None:
+    """The folder of a data set in the Hub's cache on this machine, as ``hf download`` or ``stage --to`` leaves it, or None."""
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, repo_type="dataset", revision=revision, local_files_only=True))
+    except (OSError, ValueError):  # not there, or no name of a data set
+        return None
+
+
 class HubDataset:
     """A dataset of the Hugging Face Hub, through ``datasets`` and its cache."""
 
@@ -269,16 +279,10 @@ class HubDataset:
         """Without the network: the Hub's cache, which ``datasets`` 5.2 does not look into for a dataset's own files."""
         import huggingface_hub
 
-        if not huggingface_hub.constants.HF_HUB_OFFLINE:
-            return None
-        try:
-            found: str = huggingface_hub.snapshot_download(
-                self.name, repo_type="dataset", revision=self.revision, local_files_only=True
-            )
-        except (OSError, ValueError):  # not there: datasets may have prepared it before
-            return None
-        require_whole(Path(found))
-        return found
+        found = snapshot(self.name, self.revision) if huggingface_hub.constants.HF_HUB_OFFLINE else None
+        if found is not None:
+            require_whole(found)
+        return found and str(found)
 
     def has_splits(self) -> bool:
         return _has_splits({split for _, split, _ in self._splits}, self.shown)

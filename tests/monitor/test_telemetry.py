@@ -39,7 +39,7 @@ class Sampler:
         self.run, self.file = run, run / "driver"
         self.state = {
             "count": 2, "util": 90, "memory": 1024, "power": 500_000, "temperature": 60, "mhz": 1980, "throttle": 0,
-            "energy": 1_000_000, "lost": -1, "xid": 0, "init": 0,
+            "energy": 1_000_000, "lost": -1, "init": 0,
         }  # fmt: skip
         self.set(**state)
         environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "FAKE_NVML": str(self.file)}
