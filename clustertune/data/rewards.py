@@ -257,11 +257,27 @@ def text_of(messages: Any) -> str:
     return str(messages[-1]["content"]) if isinstance(messages, list) else str(messages)
 
 
+class _Kept(importlib.abc.ExecutionLoader):
+    """Imports a module from the text that a run keeps of it: the recipe folder may have another one by now, or be elsewhere."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name, self._text = name, text
+
+    def get_filename(self, fullname: str) -> str:  # noqa: ARG002
+        return f"{self._name}.py"
+
+    def get_source(self, fullname: str) -> str:  # noqa: ARG002
+        return self._text
+
+
 def _run(name: str, text: str) -> types.ModuleType:
-    """A module of the recipe's own file, as it was when the run was made: the folder may have another one by now."""
-    module = types.ModuleType(name)
+    """A module of the recipe's own file, as it was when the run was made."""
+    loader = _Kept(name, text)
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
     try:
-        exec(compile(text, f"{name}.py", "exec"), vars(module))  # noqa: S102 - the recipe's own code
+        loader.exec_module(module)
     except Exception as error:
         raise UserError(Problem(f"fails: {_describe(error, name)}", file=f"{name}.py", key="reward"), ExitCode.STOP) from None
     return module
