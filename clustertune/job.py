@@ -23,7 +23,7 @@ from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, UserError, raise_if
 from clustertune.evaluate.servers import GIVEN, JOB, START_SECONDS, ServingJob, note_end
 from clustertune.events import read_object
-from clustertune.launch import cluster_paths, container, image, megatron_image, progress, serving, signal_margin, slurm, srun
+from clustertune.launch import cluster_paths, container, image, progress, serving, signal_margin, slurm, srun
 from clustertune.launch.agent import stop_request_file
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import AttemptPlan, Node
@@ -72,7 +72,7 @@ class JobInputs:
         return self._on_nodes(staging_step.step_command(self.path, attempt), options=["--kill-on-bad-exit=0"])
 
     def _on_nodes(self, command: Sequence[str], **how: Any) -> list[str]:
-        inside = megatron_image.of_training(self.resolved, self.cluster)
+        inside = image.of_training(self.resolved, self.cluster)
         return srun.in_job(command, inside, self.allocation, binds=container.paths_of(self.resolved, self.path), **how)
 
     def settings(self, traces: str | None = None) -> list[Setting]:
@@ -322,14 +322,14 @@ def check_image(run: RunDir, inputs: JobInputs) -> None:
     raise_if(problems)
     say(f"container: {found.image}, sha256 {(found.sha256 or 'unknown')[:16]}, Python {seen.python}")
     run.update(container={**found.as_json(), **image.record(seen, pinned)})
-    inner = megatron_image.of_training(resolved, inputs.cluster)
+    inner = image.of_training(resolved, inputs.cluster)
     if inner is inputs.cluster or (looked := look(inner)) is None:  # the ranks of a Megatron recipe run in another image
         return
     found, notes, seen = looked
     for text in notes:
         say(f"warning: {text}")
-    raise_if(megatron_image.judge(seen, found.image))
-    versions = {name: seen.packages[name] for name in megatron_image.NEEDED}
+    raise_if(image.judge_megatron(seen, found.image))
+    versions = {name: seen.packages[name] for name in image.MEGATRON_NEEDED}
     say(f"container of the ranks: {found.image}, Megatron-Bridge {versions['megatron-bridge']}")
     run.update(megatron_container={**found.as_json(), "python": seen.python, "packages": versions})
 

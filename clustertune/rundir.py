@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from clustertune import lock
 from clustertune.errors import UserError
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from clustertune.cluster.schema import Cluster
     from clustertune.resolve.resolved import Resolved
 
-STAGES = ("prepare", "train", "export", "merge", "eval", "report")
+Stage = Literal["prepare", "train", "export", "merge", "eval", "report"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
 """The chain, in order."""
 SCORES = "scores"
 """What happens within ``train``, between two attempts, where the recipe asks for scores while training."""
@@ -37,12 +38,6 @@ _BEFORE = ("lock", "owner.json", "requeued.json", "attempts", "jobs", "logs")
 """What a job makes in its run folder before ``run.json``."""
 _TORN = (".run.json.", ".owner.json.", ".requeued.json.")
 """How the temporary files begin that a command leaves when it is killed before it has written ``run.json``."""
-
-
-def require_stage(name: str, key: str | None = None) -> None:
-    """Raise UserError for a name that is not a stage's. ``key``: the option that gave it."""
-    if name not in STAGES:
-        raise UserError(f"there is no stage {name!r}", file="command line", key=key, fix=f"one of {', '.join(STAGES)}")
 
 
 def keep_private(cluster: Cluster | None = None) -> None:

@@ -16,7 +16,7 @@ from clustertune.cluster.load import reference
 from clustertune.cluster.schema import Cluster
 from clustertune.console import aligned, duration, emit_json, reply, say
 from clustertune.errors import Problem, UserError
-from clustertune.launch import bill, cluster_paths, container, image, megatron_image, serving, shape, signal_margin
+from clustertune.launch import bill, cluster_paths, container, image, serving, shape, signal_margin
 from clustertune.launch import stage_jobs as launch
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import newest_attempt
@@ -27,7 +27,7 @@ from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
 from clustertune.report import state as states
 from clustertune.resolve.models import find_obstacles
 from clustertune.resolve.resolved import Resolved, expand_home, is_there
-from clustertune.rundir import STAGES, RunDir, default_run_dir, keep_private, require_stage
+from clustertune.rundir import STAGES, RunDir, default_run_dir, keep_private
 from clustertune.staging import bundle
 from clustertune.tree import ROOT
 
@@ -71,9 +71,6 @@ def plan_submission(
     last: str,
 ) -> SubmissionPlan:
     """Resolve and derive. Raises UserError."""
-    for key, stage in (("--from", first), ("--to", last)):
-        if stage is not None:
-            require_stage(stage, key)
     resolved, shaped = shape.resolve_on(recipe, overrides, cluster, tiny=tiny)
     variables = cluster_paths.of_jobs(cluster)
     collected, notes = bundle.offered(resolved, cluster_paths.folder(cluster, "models"))
@@ -108,7 +105,7 @@ def plan_submission(
 def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], image.Image | None, list[str]]:
     """Everything that keeps it from being submitted, at once; the cluster's image as it is here, and what to warn of."""
     problems = shape.find_problems(plan.resolved, plan.cluster) if plan.trains else []
-    problems += megatron_image.find_problems(plan.resolved, plan.cluster)
+    problems += image.megatron_problems(plan.resolved, plan.cluster)
     if plan.resolved.recipe.megatron is not None:
         problems += settings.find_problems(plan.resolved)
     problems += find_obstacles(plan.resolved) + _base_problems(plan)
@@ -116,7 +113,7 @@ def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], image.
     wrong = bundle.find_problems(plan.resolved)
     problems += wrong
     if plan.trains and plan.cluster.container.runtime == "none" and plan.resolved.recipe.megatron is None:
-        problems += image.trackers(plan.resolved.train_args)
+        problems += image.lacking_here(plan.resolved.train_args, gpus=False)
     if plan.trains:
         minutes = shape.train_shape(plan.resolved, plan.cluster).minutes
         problems += signal_margin.find_problems(plan.resolved.recipe.slurm.signal_seconds, minutes, file=plan.resolved.name)

@@ -36,10 +36,11 @@ def chat(
     """
     from clustertune.evaluate import chat as chatting
     from clustertune.evaluate import serve_model
-    from clustertune.launch.named_runs import merged_or_model
+    from clustertune.launch.cluster_paths import merged_or_model
 
     facts = serve_model.facts(merged_or_model(model), max_new_tokens)
-    chatting.converse(chatting.Talk(facts, device, max_new_tokens, greedy), facts.folder, prompt, system)
+    with facts.within_limits() as tokenizing:
+        chatting.converse(chatting.Talk(facts, tokenizing, device, max_new_tokens, greedy), facts.folder, prompt, system)
 
 
 def serve(
@@ -53,7 +54,7 @@ def serve(
     with transformers.
     """
     from clustertune.evaluate import serve_model
-    from clustertune.launch.named_runs import merged_or_model
+    from clustertune.launch.cluster_paths import merged_or_model
 
     command, environ = serve_model.server_command(merged_or_model(model), port)
     if dry_run:
@@ -81,18 +82,16 @@ def push(
 ) -> None:
     """Never uploads the base model or a merged model. HF_TOKEN must be in .env. Pushing the same adapter again changes
     nothing."""
-    from clustertune.launch.named_runs import existing_run
+    from clustertune.launch.cluster_paths import existing_run
     from clustertune.push import hub
-    from clustertune.push import upload as packing
 
     run = RunDir(existing_run(run_dir))
     name = hub.check_name(repo or secrets.read_env(secrets.DEFAULT, lambda _note: None).get("HF_REPO_ID"))
-    packing.refuse_models(run)
     upload = hub.upload_for(run, name, licence)
     for left in upload.left_out:
         say(f"note: {left} stays here: only the adapter and its card are pushed")
     if dry_run:
-        packing.show(upload, name, public, as_json)
+        hub.show(upload, name, public, as_json)
         return
     if not publish:
         fix = "look at it with --dry-run, then give --publish"

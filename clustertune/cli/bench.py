@@ -21,7 +21,7 @@ from clustertune.errors import UserError, storing
 from clustertune.manifest import write_durably
 from clustertune.rundir import RunDir
 
-RESULT = "bench-result.json"
+RESULT = "bench-benches.json"
 """In the run folder: the document."""
 
 
@@ -44,8 +44,8 @@ def bench(
     """Step time, tokens/s, MFU and memory.
     Uses the ranks of clustertune run. Prints the figures beside those of plan, and writes them into the run folder.
     """
+    from clustertune import bench as benches
     from clustertune import chain
-    from clustertune.bench import preparation, result
     from clustertune.cluster import load
     from clustertune.launch import cluster_paths, node
 
@@ -61,15 +61,15 @@ def bench(
         if above := next((part for part in (path, *path.absolute().parents) if part.exists() and not part.is_dir()), None):
             raise UserError("is a file, a run needs a folder", file=str(above), key="--run-dir", fix="give a folder")
     cluster_paths.enter(on)
-    made = preparation.make(recipe, overrides or (), path, warmup, steps, tiny=tiny, ranks=ranks, synthetic=synthetic)
-    if synthetic and not chain.visible_gpus() and (large := result.too_large(made)):
+    made = benches.make(recipe, overrides or (), path, warmup, steps, tiny=tiny, ranks=ranks, synthetic=synthetic)
+    if synthetic and not chain.visible_gpus() and (large := benches.too_large(made)):
         fix = "run it where there are GPUs, or give a recipe folder with a smaller model.json"
         raise UserError(large, file=made.whole.name, key="model", fix=fix)
     for warning in made.whole.warnings:
         say(f"warning: {warning}")
     if dry_run:
         command = node.ranks_command(RunDir(path), made.measured, 1)
-        plan, why = result.predict(made, on)
+        plan, why = benches.predict(made, on)
         planned = f"planned on {plan.machine.name}: {plan.step.seconds:.3g} s a step" if plan else f"no plan: {why}"
         body = {"run_dir": str(path), "warmup": warmup, "steps": steps, "ranks": made.measured.world_size, "train": command}
         body["plan"] = {"step_s": plan.step.seconds, "fits": plan.fits} if plan else {"unknown": why}
@@ -77,12 +77,12 @@ def bench(
         reply(as_json, body, f"run folder: {path}", what, planned, f"$ {shlex.join(command)}")
         return
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, where it is installed, logs its import to stdout
-        run = result.train(made, chain.command_line())
-        body = result.document(made, run, on)
+        run = benches.train(made, chain.command_line())
+        body = benches.document(made, run, on)
     file = run.path / RESULT
     with storing("cannot hold the result", file):
         write_durably(file, json.dumps(body, indent=1) + "\n")
-    for line in [*result.lines(body), f"in {file}"]:
+    for line in [*benches.lines(body), f"in {file}"]:
         say(line)
     reply(as_json, body)
 

@@ -21,11 +21,11 @@ from clustertune.cli.arguments import (
 )
 from clustertune.console import reply, say
 from clustertune.errors import Problem, UserError, raise_if
-from clustertune.rundir import SCORES, STAGES, RunDir, default_run_dir, require_stage
+from clustertune.rundir import STAGES, RunDir, Stage, default_run_dir
 
 if TYPE_CHECKING:
     from clustertune.resolve.resolved import Resolved
-    from clustertune.sweep.points import Point
+    from clustertune.sweep import Point
 
 
 def submit(
@@ -36,8 +36,8 @@ def submit(
     run_dir: Annotated[
         Path | None, path_option("Run folder. Default: <recipe>/<fingerprint> below storage.runs, else below ./runs.")
     ] = None,
-    first: Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Begin with this stage.")] = None,
-    last: Annotated[str, typer.Option("--to", metavar="STAGE", help="End after this stage.")] = STAGES[-1],
+    first: Annotated[Stage | None, typer.Option("--from", help="Begin with this stage.")] = None,
+    last: Annotated[Stage, typer.Option("--to", help="End after this stage.")] = STAGES[-1],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; needs no Slurm.")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="With --dry-run: the scripts, the environment with its reasons, and all commands.")
@@ -48,7 +48,7 @@ def submit(
     """Every sbatch option is derived from the recipe and the cluster file. Finished stages are not submitted again."""
     from clustertune import submission
     from clustertune.cluster.load import load_cluster
-    from clustertune.launch.named_runs import existing_run
+    from clustertune.launch.cluster_paths import existing_run
 
     if status is not None:
         submission.show_status(existing_run(status), as_json)
@@ -72,8 +72,8 @@ def job(
     tiny: Annotated[bool, typer.Option("--tiny", help="Scale the recipe down; one rank per GPU of the allocation.")] = False,
     cluster: ClusterOption = None,
     run_dir: Annotated[Path | None, path_option("The run's folder.")] = None,
-    first: Annotated[str, typer.Option("--from", help="Begin with this stage.")] = STAGES[0],
-    last: Annotated[str, typer.Option("--to", help="End after this stage.")] = STAGES[-1],
+    first: Annotated[Stage, typer.Option("--from", help="Begin with this stage.")] = STAGES[0],
+    last: Annotated[Stage, typer.Option("--to", help="End after this stage.")] = STAGES[-1],
     sweep: Annotated[Path | None, path_option("Sweep folder; the array task picks the point.")] = None,
     env: Annotated[
         list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A cache variable such as HF_HOME, for all stages.")
@@ -89,8 +89,6 @@ def job(
     from clustertune.cluster import load
     from clustertune.launch import allocation, cluster_paths, serving
 
-    require_stage(first, "--from")
-    require_stage(last, "--to")
     remaining = list(overrides or [])
     if sweep is not None:
         chosen = _point(sweep)
@@ -129,12 +127,12 @@ def job(
 
 def _point(sweep: Path) -> Point:
     """What this task of a job array works on."""
-    from clustertune.sweep import points
+    from clustertune.sweep import point
 
     text = os.environ.get("SLURM_ARRAY_TASK_ID", "")
     if not text.isdigit():
         raise UserError("--sweep runs as a task of a job array", fix="clustertune sweep submits it")
-    return points.point(sweep, int(text))
+    return point(sweep, int(text))
 
 
 def train(
@@ -175,8 +173,6 @@ def part(
     from clustertune import chain
     from clustertune.evaluate import servers as eval_servers
 
-    if stage != SCORES:
-        require_stage(stage)
     run = RunDir(run_dir)
     with secrets.lent({eval_servers.GIVEN: str(servers)} if servers else {}):
         chain.Chain(run, run.resolved()).run_stage(stage)

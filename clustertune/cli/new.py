@@ -39,15 +39,14 @@ def new(
     stated = layers.laid_over(keys, stated)
     shown = folder.name if "/" not in name else name
     if at.assumed and method != "qlora" and tiny.is_small(made_of.architecture):
-        made, seconds = draft.on_cpus(made_of, method, found, stated)
+        made = draft.on_cpus(made_of, method, found, stated)
         made.assumed.extend(notes)
         following = draft.commands(shown, ())
         with draft.folder_of(made, folder.name) as written:
             resolve.resolve(written)
             _keep(written, folder, draft.page(made, folder.name, made_of, following))
-        document: dict[str, Any] = {"fits": True, "step_s": None, "hours": seconds and seconds / 3600, "total": None}
-        hours = f"about {max(1, round(seconds / 60))} min of training" if seconds else "a training"
-        text = f"\nplanned: {hours} on this machine's CPUs. Next:\n"
+        document: dict[str, Any] = {"fits": True, "step_s": None, "hours": None, "total": None}
+        text = "\nfor this machine's CPUs. Next:\n"
     else:
         following = draft.commands(shown, at.options)
         with draft.drafted(folder.name, made_of, method, found, at, stated) as (made, written):

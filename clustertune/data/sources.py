@@ -282,7 +282,7 @@ class HubDataset:
         found = snapshot(self.name, self.revision) if huggingface_hub.constants.HF_HUB_OFFLINE else None
         if found is not None:
             require_whole(found)
-        return found and str(found)
+        return None if found is None else str(found)
 
     def has_splits(self) -> bool:
         return _has_splits({split for _, split, _ in self._splits}, self.shown)

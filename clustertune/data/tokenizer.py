@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from clustertune import bounded
 from clustertune.errors import UserError
@@ -22,8 +22,10 @@ WAITS = 30
 """Times as long may a child be there at most: a busy machine computes late, a file system that hangs never answers."""
 _SAMPLE = "".join(map(chr, range(32, 127))) + " \u00df \u00e9 \u4f60\u597d \U0001f642\n"
 """What a tokenizer is tried with when it is loaded."""
+MEMORY = 8 << 30
+"""Bytes that a template, or a tokenizer's normalisation, may take for a shard, whose text has 8 MiB."""
 SHORT_MEMORY = 2 << 30
-"""Bytes that a template or a tokenizer may take for a short text, and to load: one of 262,144 tokens takes 0.4 GiB."""
+"""The same for a short text, and to load a tokenizer: one of 262,144 tokens takes 0.4 GiB."""
 
 
 def choose_pad_token(tokenizer: Any, wanted: str | None) -> str:
@@ -151,19 +153,70 @@ def within_limits(work: Callable[[], Any], beyond: UserError | None = None) -> A
 
     def answer() -> Mapping[str, Any]:
         bounded.allow(TEMPLATE_SECONDS)
-        try:
-            return {"value": work()}
-        except MemoryError:
-            raise
-        except BaseException as error:  # whatever a template raises, and tokenizers' PanicException, which is no Exception
-            return {"raised": str(error) or type(error).__name__}
+        return _answer(work)
 
     found = bounded.ask(answer, WAITS * TEMPLATE_SECONDS, SHORT_MEMORY).found
+    return _value(found, beyond or _endless_template())
+
+
+def _answer(work: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"value": work()}
+    except MemoryError:
+        raise
+    except BaseException as error:  # whatever a template raises, and tokenizers' PanicException, which is no Exception
+        return {"raised": str(error) or type(error).__name__}
+
+
+def _value(found: Mapping[str, Any] | None, beyond: UserError) -> Any:
     if found is None:
-        raise beyond or _endless_template()
+        raise beyond
     if "raised" in found:
         raise ValueError(found["raised"])
     return found["value"]
+
+
+class BoundedTokenizer:
+    """A foreign tokenizer and its chat template in a child with limits, for one text after the other. Use it as a context, and
+    open it before the weights are loaded: the child has what this process holds.
+
+    Both methods raise UserError where one call takes more than :data:`TEMPLATE_SECONDS` of computing or :data:`SHORT_MEMORY`.
+    """
+
+    def __init__(self, tokenizer: Any, where: str) -> None:
+        """``where``: the tokenizer's folder, for messages."""
+        self._tokenizer, self._where = tokenizer, where
+        self._child = bounded.StandingChild(self._work, SHORT_MEMORY)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._child.close()
+
+    def render(self, messages: Any, **arguments: Any) -> str:
+        """A conversation in the chat template; ``arguments`` are those of ``apply_chat_template``. Raises ValueError with the
+        template's words where it refuses the conversation."""
+        return str(self._ask("render", [messages, arguments]))
+
+    def tokenize(self, texts: list[str], **arguments: Any) -> list[list[int]]:
+        """The token ids of each text; ``arguments`` are the tokenizer's. Raises UserError where it fails."""
+        try:
+            return list(self._ask("tokenize", [texts, arguments]))
+        except ValueError as error:  # such as a pattern that goes back more often than its engine allows
+            raise UserError(f"the tokenizer does not take a text: {error}", file=self._where, fix=_MAKERS) from None
+
+    def _ask(self, what: str, of: Any) -> Any:
+        name = "chat template" if what == "render" else "tokenizer"
+        text = f"the {name} takes more than {TEMPLATE_SECONDS:g} s or {SHORT_MEMORY >> 30} GiB for a text"
+        return _value(self._child.ask([what, of]).found, UserError(text, file=self._where, fix=_MAKERS))
+
+    def _work(self, request: Any) -> Mapping[str, Any]:
+        what, (of, arguments) = request
+        bounded.allow(TEMPLATE_SECONDS)
+        if what == "render":
+            return _answer(lambda: self._tokenizer.apply_chat_template(of, tokenize=False, **arguments))
+        return _answer(lambda: self._tokenizer(of, **arguments)["input_ids"])
 
 
 def has_generation_markers(template: str) -> bool:

@@ -19,37 +19,38 @@ until all are there: a killed ``prepare`` continues behind them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
-import multiprocessing
+import mmap
 import os
 import shutil
 import signal
 import time
+import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
 from itertools import groupby, islice
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from clustertune import secrets
+from clustertune import bounded, secrets
 from clustertune.console import byte_progress, say
 from clustertune.data.answer_spans import MARKS_OR_ALL, NotPrefixPreserving, answer_spans, tokens_within
 from clustertune.data.chats import OF_ROLE, UNEQUAL
 from clustertune.data.prepare import KIND as DATASET
 from clustertune.data.prepare import SPLITS, locked
-from clustertune.data.tokenizer import has_generation_markers, identity, training_template, within_limits
+from clustertune.data.tokenizer import MEMORY, has_generation_markers, identity, training_template, within_limits
 from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import MANIFEST, FileRecord, find_problems, new_hasher, read_manifest, record_files, seal
-from clustertune.process import die_with_parent
 
 KIND = "tokens"
 FOLDER = "tokens"
@@ -253,43 +254,31 @@ def _refusal(jobs: list[Job], index: int, text: str, fix: str) -> UserError:
 
 
 def _run(jobs: list[Job], encoder: Encoder, processes: int) -> float:
-    """Make shards, in so many processes at once. Returns the CPU seconds of all. Raises RefusedConversation, OSError, and
-    UserError where a process was ended from outside."""
+    """Make shards, in so many processes at once. Returns the CPU seconds of all."""
     if not jobs:
         return 0.0
     with contextlib.ExitStack() as stack:
-        fork = multiprocessing.get_context("fork")
-        pool = ProcessPoolExecutor(processes, fork, initializer=_begin, initargs=(encoder, processes == 1))
-        stack.callback(pool.shutdown, cancel_futures=True)
-        pending = {pool.submit(_make_one, job): job for job in jobs}
+        # Forked by the main thread, with whose end they end, and before there is another one that may hold a lock.
+        idle = SimpleQueue[BoundedShards]()
+        for _ in range(processes):
+            idle.put(stack.enter_context(contextlib.closing(BoundedShards(encoder, alone=processes == 1))))
+
+        def make(job: Job) -> float:
+            shards = idle.get()
+            try:
+                return shards.make(job)
+            finally:
+                idle.put(shards)
+
         bar = stack.enter_context(byte_progress())
         task, cpu = bar.add_task("tokenising", total=sum(end - start for _, start, end, _ in jobs)), 0.0
-        try:
-            for done in as_completed(pending):
-                cpu += done.result()
-                bar.advance(task, pending[done][2] - pending[done][1])
-        except BrokenProcessPool:
-            fix = "a job with more memory, or fewer CPUs, then the same command again: finished shards are kept"
-            text = "a process that tokenises was ended from outside: out of memory, most likely"
-            raise UserError(text, file=str(jobs[0][0]), fix=fix, code=ExitCode.AGAIN) from None
+        pool = ThreadPoolExecutor(processes)
+        stack.callback(pool.shutdown, cancel_futures=True)
+        pending = {pool.submit(make, job): job for job in jobs}
+        for done in as_completed(pending):
+            cpu += done.result()
+            bar.advance(task, pending[done][2] - pending[done][1])
         return cpu
-
-
-_encoder: Encoder
-"""Of a process of the pool."""
-
-
-def _begin(encoder: Encoder, alone: bool) -> None:
-    """Make ready a process of the pool. ``alone``: there is no other, and the tokenizer may use several threads."""
-    global _encoder  # noqa: PLW0603
-    die_with_parent(signal.SIGKILL)
-    if not alone:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core: threads inside would only queue
-    _encoder = encoder
-
-
-def _make_one(job: Job) -> float:
-    return make_shard(job, _encoder)
 
 
 def _join(shards: list[Path], out: Path, split: str) -> tuple[dict[str, Any], tuple[dict[str, FileRecord], dict[str, int]]]:
@@ -540,6 +529,9 @@ def _wrap(index: npt.NDArray[Any], size: int) -> tuple[Pieces, list[int]]:
 
 BATCH = 256
 """Conversations per call of the tokenizer: 20 % faster than one by one."""
+BATCH_SECONDS = 30.0
+RENDERED_PER_S = 1e6
+"""Bytes, once for each message of their conversation."""
 LABEL = np.uint32(1 << 31)
 """The bit of a token that carries a label. Vocabularies stay far below."""
 _HEAD = 40
@@ -753,17 +745,80 @@ def try_examples(tokenizer: Any, examples: Iterable[Mapping[str, Any]], train_ar
     return Tried(**within_limits(work))
 
 
-def make_shard(job: Job, encoder: Encoder) -> float:
-    """Write one shard, whole or not at all. Returns the CPU seconds that it took. Raises RefusedConversation, OSError."""
+class BoundedShards:
+    """Makes shards in a child with limits of computing time and memory: template and tokenizer are foreign files."""
+
+    def __init__(self, encoder: Encoder, *, alone: bool) -> None:
+        """Fork the child. ``alone``: there is no other, and the tokenizer may use several threads."""
+        self._encoder, self._alone = encoder, alone
+        self._at = mmap.mmap(-1, 8)
+        """The place of the first line that the child works at."""
+        self._child = bounded.StandingChild(self._work, MEMORY)
+
+    def make(self, job: Job) -> float:
+        """One shard; the CPU seconds that it took. Raises RefusedConversation, OSError, UserError where it was ended from
+        outside."""
+        path, start, end, out = job
+        answer = self._child.ask([str(path), start, end, str(out)])
+        if answer.found is None:
+            if answer.errno not in (None, errno.ECHILD):
+                raise OSError(answer.errno, os.strerror(answer.errno), str(out))
+            if answer.signal == signal.SIGKILL:
+                fix = "a job with more memory, or fewer CPUs, then the same command again: finished shards are kept"
+                text = "a process that tokenises was ended from outside: out of memory, most likely"
+                raise UserError(text, file=str(path), fix=fix, code=ExitCode.AGAIN)
+            place = int.from_bytes(self._at[:8], "little")
+            text = f"this conversation, or one of the {BATCH - 1} behind it, takes too long to render and tokenise, or more "
+            text += f"than {MEMORY >> 30} GiB of memory: the chat template or the tokenizer's normalisation does not end"
+            raise RefusedConversation(place, text)
+        if "failed" in answer.found:
+            raise RuntimeError(answer.found["failed"])
+        if "refused" in answer.found:
+            raise RefusedConversation(*answer.found["refused"])
+        return float(answer.found["cpu"])
+
+    def _work(self, request: Sequence[Any]) -> Mapping[str, Any]:
+        path, start, end, out = request
+        if not self._alone:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core: threads inside would only queue
+        try:
+            return {"cpu": make_shard((Path(path), start, end, Path(out)), self._encoder, self._at)}
+        except RefusedConversation as refused:
+            return {"refused": refused.args}
+        except OSError:
+            raise
+        except Exception:  # a fault of this program: its traceback is the parent's to show
+            return {"failed": traceback.format_exc()}
+
+    def close(self) -> None:
+        """End the child."""
+        self._child.close()
+
+
+def _seconds(lines: list[tuple[int, bytes]]) -> float:
+    """Computing time that rendering and tokenising some conversations may take, ten times what they need on a slow machine.
+
+    Answers without marks are found by rendering a conversation up to each of them: its bytes count once for each message.
+    """
+    return BATCH_SECONDS + sum(len(line) * (1 + line.count(b'"role"')) for _, line in lines) / RENDERED_PER_S
+
+
+def make_shard(job: Job, encoder: Encoder, at: mmap.mmap) -> float:
+    """Write one shard, whole or not at all; ``at`` gets the place of the first line of each batch. Ends this process where a
+    batch takes longer than it may. Returns the CPU seconds that it took. Raises RefusedConversation, OSError.
+    """
     began = time.process_time()
     path, start, end, out = job
     heads: list[tuple[int, ...]] = []
     parts: list[npt.NDArray[Any]] = []
     lines = _lines(path, start, end)
     while batch := list(islice(lines, BATCH)):
+        at[:8] = batch[0][0].to_bytes(8, "little")
+        bounded.allow(_seconds(batch))
         for ids, head in encoder.encode_lines(batch):
             parts.append(ids)
             heads.append(head)
+    bounded.allow(0)
     records = np.array(heads, RECORD)
     content = hashlib.sha256(records.tobytes())
     for part in parts:

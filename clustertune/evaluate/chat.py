@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from clustertune.console import say
 from clustertune.errors import UserError
 from clustertune.evaluate import model as models
@@ -39,11 +37,13 @@ def converse(talk: Talk, folder: Path, prompt: str | None, system: str | None) -
 class Talk:
     """A loaded model."""
 
-    def __init__(self, facts: models.ModelFacts, device: str | None, max_new_tokens: int, greedy: bool) -> None:
+    def __init__(
+        self, facts: models.ModelFacts, tokenizing: Any, device: str | None, max_new_tokens: int, greedy: bool
+    ) -> None:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        self.tokenizer = facts.tokenizer
+        self.tokenizer, self.tokenizing = facts.tokenizer, tokenizing
         self.model = evaluation.load_lm(facts.folder, models.pick_device(device, facts.folder), 1).model
         self.settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, **({"do_sample": False} if greedy else {})}
         self.room = facts.max_length - max_new_tokens
@@ -54,11 +54,11 @@ class Talk:
         from transformers import TextStreamer
 
         try:
-            text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except (TemplateError, TypeError, ValueError) as error:
+            text = self.tokenizing.render(turns, add_generation_prompt=True)
+        except ValueError as error:
             raise UserError(f"the chat template refuses the conversation: {error}") from None
         # As apply_chat_template has it: the template writes BOS itself.
-        ids = torch.tensor(self.tokenizer([text], add_special_tokens=False)["input_ids"], device=self.model.device)
+        ids = torch.tensor(self.tokenizing.tokenize([text], add_special_tokens=False), device=self.model.device)
         count = ids.shape[1]
         if count > self.room:
             text = f"{count} tokens of conversation, at most {self.room} leave room for an answer"

@@ -11,12 +11,14 @@ from typing import Any
 
 from clustertune import manifest
 from clustertune.console import say
-from clustertune.data.tokenizer import open_tokenizer, render_turn
-from clustertune.errors import ExitCode, Problem, UserError, collect_problems
+from clustertune.data.tokenizer import BoundedTokenizer, open_tokenizer, render_turn
+from clustertune.errors import Problem, UserError, collect_problems
 from clustertune.export import companions
 from clustertune.export.companions import read_json
 from clustertune.merge.base import read_base, read_weights
 from clustertune.recipe import quantization
+from clustertune.recipe.architecture import implausible
+from clustertune.training import base_model
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,10 @@ class ModelFacts:
     """Changes when the model does: the manifest's digest where there is one, else names, sizes and times of the weights;
     and the content of every small file (configuration, tokenizer, template)."""
 
+    def within_limits(self) -> BoundedTokenizer:
+        """The tokenizer in a child with limits, as a context."""
+        return BoundedTokenizer(self.tokenizer, str(self.tokenizer_folder))
+
     @property
     def template_sha(self) -> str:
         """lm-eval's ``chat_template_sha``."""
@@ -70,7 +76,7 @@ def check_model(
     if not folder.is_dir():
         return None, [Problem("no such folder", file=str(folder), fix="give the folder of a model in Hugging Face's layout")]
     refused = _check_config(folder)
-    problems = refused + check_weights(folder)
+    problems = refused + _check_generation(folder) + check_weights(folder)
     with collect_problems(problems):  # transformers passes over a pipe or a link to nothing, and answers otherwise
         companions.matching(tokenizer_path, (*companions.TOKENIZER, *companions.CHAT))
     with collect_problems(problems):
@@ -134,22 +140,43 @@ def _unique(problems: Iterable[Problem], folder: Path) -> list[Problem]:
 
 
 def _check_config(folder: Path) -> list[Problem]:
-    """A ``config.json`` that is missing, or that transformers does not accept."""
-    from transformers import AutoConfig
-
     path = folder / "config.json"
     try:
-        read_json(path)
-        AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        config = read_json(path)
     except UserError as error:
         if path.exists():
             return list(error.problems)
         fix = "an adapter must be merged first" if (folder / "adapter_config.json").exists() else "is this a model folder?"
         return [replace(problem, fix=fix) for problem in error.problems]
+    if not isinstance(config.get("model_type"), str):
+        return [Problem("does not say the architecture", file=str(path), key="model_type")]
+    if problem := implausible(config):
+        return [Problem(problem[1], file=str(path), key=problem[0], fix="take the file of the model's makers")]
+    if lacking := base_model.names_what_is_not_here(config):
+        return [Problem(lacking[1], file=str(path), key=lacking[0], fix=base_model.FIX_NAME)]
+    return _accepted(folder)
+
+
+def _accepted(folder: Path) -> list[Problem]:
+    """Whether transformers accepts the configuration."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     # An architecture that the installed transformers does not know, or values its config class refuses.
     except Exception as error:
         text = " ".join(str(error).split()).partition("You can update Transformers")[0].strip()
-        return [Problem(f"transformers does not accept it: {text}", file=str(path))]
+        return [Problem(f"transformers does not accept it: {text}", file=str(folder / "config.json"))]
+    return []
+
+
+def _check_generation(folder: Path) -> list[Problem]:
+    """A ``generation_config.json`` that is not an object; what its keys may say is settled once the model is loaded."""
+    path = folder / "generation_config.json"
+    try:
+        read_json(path)
+    except UserError as error:
+        return list(error.problems) if path.exists() else []
     return []
 
 
@@ -255,42 +282,3 @@ def check_device(device: str | None) -> list[Problem]:
     if device is None or device in known:
         return []
     return [Problem(f"no device {device!r} here", key="--device", fix=f"one of {', '.join(sorted(known))}")]
-
-
-def check_answers(model: Any, folder: Path) -> None:
-    """Raise UserError where a loaded model would answer with noise, which would be scored: a weight is NaN or infinite, or the
-    scores of the next token are; and where it cannot compute at all."""
-    import torch
-
-    bad = [name for name, weight in model.named_parameters() if _is_broken(weight)]
-    fix = "copy the model again; of a training, take an earlier checkpoint"
-    if bad:
-        text = f"{len(bad)} tensors hold NaN or infinity, such as {bad[0]}"
-        raise UserError(text, ExitCode.FAILED, file=str(folder), fix=fix)
-    try:
-        with torch.no_grad():
-            scores = model(input_ids=torch.zeros(1, 4, dtype=torch.long, device=model.device)).logits
-    except torch.OutOfMemoryError:
-        raise
-    # Whatever a configuration that contradicts the weights makes a library raise.
-    except Exception as error:
-        raise refused(error, folder, "it does not compute") from error
-    if scores.isnan().any():
-        raise UserError("its scores of the next token are NaN", ExitCode.FAILED, file=str(folder), fix=fix)
-
-
-def refused(error: Exception, folder: Path, what: str) -> UserError:
-    """The first line of what a library says of a model."""
-    line = str(error).strip().partition("\n")[0]
-    fix = "install what is named, or take a config.json of the model's makers"
-    text = f"{what}: {type(error).__name__}{': ' if line else ''}{line}"
-    return UserError(text, ExitCode.FAILED, file=str(folder / "config.json"), fix=fix)
-
-
-def _is_broken(weight: Any) -> bool:
-    """Whether a tensor holds NaN or infinity. Its sum, in float32, needs no memory beside it."""
-    import torch
-
-    if weight.device.type == "meta" or not weight.is_floating_point() or weight.element_size() < 2:
-        return False
-    return not torch.isfinite(weight.detach().sum(dtype=torch.float32)).item()

@@ -21,18 +21,16 @@ from clustertune import console, manifest
 from clustertune.console import duration
 from clustertune.data.prompts import OwnPrompts, read_prompts
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
-from clustertune.evaluate import inputs, servers, tasks
+from clustertune.evaluate import generation, inputs, servers, tasks
 from clustertune.evaluate.answers import AnswerLog, RecordedLM, hold
 from clustertune.evaluate.model import (
     ROOM,
     Backend,
     ModelFacts,
     check_adapter,
-    check_answers,
     check_device,
     check_model,
     pick_device,
-    refused,
     trained_on,
     weight_bytes,
 )
@@ -153,7 +151,8 @@ def _prepared(
         assert facts is not None
         name, why = choose(settings.backend, facts, device)
         _seed(own.seeds)
-        digest = tasks.digest(loaded, settings, own.seeds.numpy, facts.tokenizer)
+        with facts.within_limits() as tokenizing:
+            digest = tasks.digest(loaded, settings, own.seeds.numpy, tokenizing)
         if (mine := loaded["tasks"].get(OWN_PROMPTS)) is not None:
             stack.callback(mine.close)
             raise_if(mine.find_problems(facts.max_length, facts.tokenizer.encode))
@@ -250,6 +249,7 @@ class _Evaluation:
             ]
             lines = [json.dumps(sample, ensure_ascii=False, default=str) for sample in samples]
             result = self._describe(raw, samples, lm, started)
+            result["by_hand"] = self._by_hand(result["decoding"], out)
             if self.base is not None:
                 result |= self._compare(result, [json.loads(line) for line in lines], raw["higher_is_better"])
             result["pass"] = judge(result, self.settings)
@@ -404,6 +404,31 @@ class _Evaluation:
         base = {"model": before["model"], "tasks": before["tasks"], "dir": str(self.base)}
         return {**found, "paired_method": METHOD, "base": base}
 
+    def _by_hand(self, decoding: Mapping[str, Any], out: Path) -> list[str]:
+        """The ``lm_eval`` command that repeats an evaluation, with ``NLTK_DATA`` set to its ``punkt.path``; one's own prompts
+        are no task of its own. Empty where nothing else was asked."""
+        if not self.settings.tasks:
+            return []
+        spread, facts, settings = decoding["device"] == "auto", self.facts, self.settings
+        model = f"pretrained={facts.folder.resolve()},dtype=auto"
+        model += f",peft={self.adapter.resolve()}" if self.adapter else ""
+        model += f",tokenizer={facts.tokenizer_folder.resolve()}" if facts.tokenizer_folder != facts.folder else ""
+        model += ",parallelize=True" if spread else ""
+        shots, tokens = settings.num_fewshot, settings.max_gen_toks
+        return [
+            *("lm_eval", "run", "--model", "hf", "--model_args", model, "--tasks", ",".join(settings.tasks)),
+            *(("--include_path", str((out / TASK).resolve())) if self.own.rows else ()),
+            *(() if spread else ("--device", str(decoding["device"]))),
+            *("--batch_size", str(settings.batch_size), *(("--apply_chat_template",) if settings.apply_chat_template else ())),
+            *(("--num_fewshot", str(shots)) if shots is not None else ()),
+            *(
+                ("--gen_kwargs", f"max_gen_toks={tokens}")
+                if tokens is not None and {*settings.tasks} - {*self.own.rows}
+                else ()
+            ),
+            *(("--limit", str(settings.limit)) if settings.limit is not None else ()),
+        ]
+
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
     """lm-eval's row of a task: documents, and its values by ``METRIC,FILTER``; None for what it calls N/A."""
@@ -515,21 +540,24 @@ def load_lm(folder: Path, device: str, batch_size: int, adapter: Path | None = N
     """
     import torch
     from lm_eval.models.huggingface import HFLM
+    from transformers import AutoTokenizer
 
     placing = {"parallelize": True} if device == "auto" else {"device": device}
     own = tokenizer is None or tokenizer == folder
     parts = {"peft": adapter and str(adapter), "tokenizer": None if own else str(tokenizer)}
     with out_of_memory(folder), _watched() as reports:
         try:
+            words = AutoTokenizer.from_pretrained(str(tokenizer or folder), trust_remote_code=False)
+            parts["generation_config"] = generation.settings_of(folder, words)
             lm = HFLM(pretrained=str(folder), dtype="auto", batch_size=batch_size, **parts, **placing)
         except (UserError, torch.OutOfMemoryError):
             raise
         # Whatever a foreign configuration makes a library raise: KeyError, ImportError, ZeroDivisionError, AssertionError, ...
         except Exception as error:
             _judge(folder, reports)
-            raise refused(error, folder, "transformers does not load it") from error
+            raise generation.refused(error, folder, "transformers does not load it") from error
         _judge(folder, reports)
-        check_answers(lm.model, folder)
+        generation.check_answers(lm.model, folder)
     return lm
 
 

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from clustertune.data.prompts import OwnPrompts
 from clustertune.data.sources import snapshot
+from clustertune.data.tokenizer import BoundedTokenizer
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.recipe.eval_tasks import with_rows
 from clustertune.recipe.layers import did_you_mean
@@ -134,13 +133,14 @@ def load(
     return loaded, places
 
 
-def digest(loaded: Mapping[str, Any], settings: Eval, seed: int, tokenizer: Any) -> str:
+def digest(loaded: Mapping[str, Any], settings: Eval, seed: int, tokenizing: BoundedTokenizer) -> str:
     """SHA-256 of all requests: documents, few-shot examples, instructions and template. Sets the few-shot seed again.
 
-    Raises UserError where the chat template refuses a prompt: lm-eval renders it again beside the loaded weights.
+    Each prompt is rendered and tokenised once, within the limits of ``tokenizing``: lm-eval does both again, beside the loaded
+    weights and without limits. Raises UserError where one goes beyond them, or the chat template refuses it.
     """
-    render = functools.partial(_render, tokenizer) if settings.apply_chat_template else None
-    total = hashlib.sha256()
+    render = functools.partial(_render, tokenizing) if settings.apply_chat_template else None
+    total, texts = hashlib.sha256(), dict[str, None]()
     for name, task in sorted(loaded["tasks"].items()):
         task.set_fewshot_seed(seed=seed)
         task.build_all_requests(
@@ -155,15 +155,28 @@ def digest(loaded: Mapping[str, Any], settings: Eval, seed: int, tokenizer: Any)
         for request in task.instances:
             line = [name, request.doc_id, request.idx, request.request_type, request.args]
             total.update(json.dumps(line, default=str).encode() + b"\n")
+            texts |= dict.fromkeys(arg for arg in request.args if isinstance(arg, str))
         task.set_fewshot_seed(seed=seed)
+    some, size = list[str](), 0
+    for text in texts:
+        some.append(text)
+        if (size := size + len(text)) > _TOKENIZED_AT_ONCE:
+            tokenizing.tokenize(some)
+            some, size = [], 0
+    if some:
+        tokenizing.tokenize(some)
     return total.hexdigest()
 
 
-def _render(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+_TOKENIZED_AT_ONCE = 1 << 20
+"""Characters: a second or two of the limit for a call, on a slow machine."""
+
+
+def _render(tokenizing: BoundedTokenizer, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
     """A conversation as the template has it, as lm-eval's ``HFLM.apply_chat_template`` makes it."""
     more = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **more))
-    except (TemplateError, TypeError, ValueError) as error:
+        return tokenizing.render(messages, **more)
+    except ValueError as error:
         fix = "eval.apply_chat_template=false, or eval.num_fewshot=0 where it takes no second question"
         raise UserError(f"the chat template refuses a prompt: {error}", key=KEY, fix=fix) from None

@@ -13,13 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.cluster.schema import Container
+from clustertune.cluster.schema import Cluster, Container
 from clustertune.console import byte_progress, say
 from clustertune.containers import pins
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch.inventory import MARK, inventory
 from clustertune.process import captured
 from clustertune.resolve import kernels
+from clustertune.resolve.resolved import Resolved
 from clustertune.tree import ROOT
 
 _CHUNK = 1 << 22
@@ -237,9 +238,11 @@ def own() -> Stack:
     return Stack(str(found["python"]), found["packages"])
 
 
-def trackers(train: Mapping[str, Any]) -> list[Problem]:
-    """The trackers of a recipe's ``train`` section that this Python lacks."""
-    return lacking(own(), train, "this Python", gpus=False) if train["report_to"] not in ([], "none", "wandb") else []
+def lacking_here(train: Mapping[str, Any], *, gpus: bool) -> list[Problem]:
+    """The packages that a recipe's ``train`` section asks for and this Python lacks."""
+    if not any(kernels.needed(train, gpus=gpus)):
+        return []
+    return lacking(own(), train, "this Python", gpus=gpus)
 
 
 def _differences(stack: Stack, wanted: Mapping[str, str]) -> list[str]:
@@ -254,3 +257,60 @@ def _differences(stack: Stack, wanted: Mapping[str, str]) -> list[str]:
 def record(stack: Stack, pinned: pins.Pins) -> dict[str, Any]:
     """For run.json: the Python, and the packages that are pinned."""
     return {"python": stack.python, "packages": {n: v for n, v in sorted(stack.packages.items()) if n in pinned[pins.PY]}}
+
+
+# --- Megatron's -----------------------------------------------------------------------------------------------------------
+
+# The ranks of a Megatron recipe run in NVIDIA's image, by the same step and launcher on every node.
+
+MEGATRON_KEY = "container.megatron"
+MEGATRON_NEEDED = (
+    "megatron-bridge", "megatron-core", "transformer-engine", "torch", "transformers", "pyarrow",
+    "pydantic", "pyyaml", "rich", "typer",
+)  # fmt: skip
+"""Packages that the ranks import: NVIDIA's own, and what the launcher's side of a rank needs."""
+BRIDGE_RELEASE = "0.5."
+
+
+def is_megatron(resolved: Resolved) -> bool:
+    """Whether the ranks of a recipe are Megatron's."""
+    return resolved.recipe.megatron is not None
+
+
+def of_training(resolved: Resolved, cluster: Cluster) -> Cluster:
+    """The cluster as the ranks see it: for a Megatron recipe with NVIDIA's image in the place of the project's own."""
+    if not is_megatron(resolved) or cluster.container.megatron is None:
+        return cluster
+    container = cluster.container.model_copy(update={"image": cluster.container.megatron})
+    return cluster.model_copy(update={"container": container})
+
+
+def megatron_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
+    """A cluster that has no image for the ranks of a Megatron recipe."""
+    if not is_megatron(resolved):
+        return []
+    if cluster.container.runtime == "none":
+        text = "a Megatron recipe runs in NVIDIA's image, and this cluster has no container runtime"
+        fix = "container: {runtime: apptainer, image: ..., megatron: ...}"
+        return [Problem(text, file=cluster.source, key="container.runtime", fix=fix)]
+    if cluster.container.megatron is None:
+        fix = "make build-sif DEFINITION=megatron builds it; name the file there"
+        return [Problem("missing: the image that a Megatron recipe trains in", file=cluster.source, key=MEGATRON_KEY, fix=fix)]
+    return []
+
+
+def judge_megatron(seen: Stack, image: str) -> list[Problem]:
+    """What keeps the ranks from running in an image, by what it has installed."""
+    fix = "build it from containers/megatron.def"
+    found = [
+        Problem(f"the image has no {name}", file=image, key=MEGATRON_KEY, fix=fix)
+        for name in MEGATRON_NEEDED
+        if name not in seen.packages
+    ]
+    version = seen.packages.get("megatron-bridge")
+    if version is not None and not version.startswith(BRIDGE_RELEASE):
+        text = f"the image has Megatron-Bridge {version}, and this release of clustertune is for {BRIDGE_RELEASE}x"
+        found.append(Problem(text, file=image, key=MEGATRON_KEY, fix=fix))
+    if text := too_old(seen.python):
+        found.append(Problem(text, file=image, key=MEGATRON_KEY, fix=fix))
+    return found

@@ -17,7 +17,7 @@ from clustertune.monitor.readings import COLUMNS, GPU_COLUMNS
 from clustertune.monitor.status import NodeStatus, RunStatus
 from clustertune.report.content import UNKNOWN, moment, number, percent, size
 from clustertune.report.cost import WARN_SHARE
-from clustertune.report.page import render, tone_of, training_plots
+from clustertune.report.page import render, time_axis, tone_of, training_plots
 
 _TEMPLATE = Path(__file__).with_name("live.html.jinja")
 FILE = "live.html"
@@ -31,6 +31,7 @@ def draw(status: RunStatus, now: float | None = None) -> str:
     """The page. Plots are those of the report; what nothing was measured of is left out."""
     moment_ = time.time() if now is None else now
     alerts, evaluated = len(status.alerts), status.evaluation
+    running = status.state == "training"
     restarts = [a.start_step for a in status.metrics.attempts[1:] if a.start_step is not None]
     values = {
         "reload": RELOAD_SECONDS if status.state in UNDER_WAY else None,
@@ -46,6 +47,7 @@ def draw(status: RunStatus, now: float | None = None) -> str:
         "tiles": [{"name": name, "value": value, "note": note} for name, value, note in tiles(status)],
         "plots": [plot for plot in training_plots(status.metrics, restarts, _band(status)) if plot],
         "heat": list(_heat(status.nodes)),
+        "axis": time_axis(status.metrics, status.cost.attempts, moment_ if running else None),
         "parts_of_step": list(_parts(status)),
         "written": moment(moment_),
     }

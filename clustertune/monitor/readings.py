@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from ctypes import addressof
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,12 @@ def sample_node(run: Path) -> dict[str, float | None]:
 
 
 GPU_COLUMNS = {
-    "utilisation": 0, "memory_gib": 2, "power_w": 0, "temperature_c": 0, "sm_mhz": 0, "throttle": 0, "ecc": 0, "energy_j": 0,
+    "utilisation": 0, "memory_gib": 2, "power_w": 0, "temperature_c": 0, "sm_mhz": 0, "throttle": 0, "ecc": 0, "xid": 0,
+    "energy_j": 0,
 }  # fmt: skip
 """Of a GPU, with the decimals that are kept. ``utilisation`` in %; ``throttle``: NVML's bits of clock event reasons; ``ecc``:
-uncorrected errors since the driver was loaded; ``energy_j``: joules since the sampler began. What a link carries is measured by
-NVIDIA's dcgm-exporter, and errors (Xid) are in the kernel's log, which doctor reads."""
+uncorrected errors since the driver was loaded; ``xid``: the newest critical error; ``energy_j``: joules since the sampler
+began. What a link carries is measured by NVIDIA's dcgm-exporter."""
 SLOWED = {4: "power cap", 8: "hardware slowdown", 32: "too warm", 64: "hardware: too warm", 128: "hardware: power brake"}
 """Bits of ``throttle`` that slow a GPU under load (nvml.h, nvmlClocksEventReason*)."""
 
@@ -57,6 +59,7 @@ class Gpus:
         self._counted: list[int | None] = []
         """Millijoules by each counter at its last look."""
         self._joules: list[float] = []
+        self._xid: dict[int, int] = {}
         try:
             import pynvml as nvml
         except ImportError:
@@ -72,6 +75,7 @@ class Gpus:
         self.names = [str(self._ask(index, nvml.nvmlDeviceGetName) or "unknown") for index in range(len(self._handles))]
         self._counted = [None] * len(self._handles)
         self._joules = [0.0] * len(self._handles)
+        self._events = self._listen()
 
     def _open(self) -> list[Any]:
         """Handles in CUDA's order: of ``CUDA_VISIBLE_DEVICES`` where it is set, else all that the driver shows."""
@@ -93,6 +97,17 @@ class Gpus:
                 self.problems[text] = str(error)
         return found
 
+    def _listen(self) -> Any:
+        """Subscribe to critical errors (Xid); None where the driver offers none."""
+        nvml = self._nvml
+        try:
+            events = nvml.nvmlEventSetCreate()
+            for handle in self._handles:
+                nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+        except nvml.NVMLError:
+            return None
+        return events
+
     def _ask(self, index: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """One value, or None. A GPU that is gone becomes a problem; one that lacks the value does not."""
         nvml = self._nvml
@@ -106,6 +121,7 @@ class Gpus:
 
     def sample(self, seconds: float) -> list[dict[str, float | None]]:
         """A row of :data:`GPU_COLUMNS` for each GPU; ``seconds`` since the row before."""
+        self._take_errors()
         return [self._row(index, seconds) for index in range(len(self._handles))]
 
     def _row(self, index: int, seconds: float) -> dict[str, float | None]:
@@ -131,8 +147,21 @@ class Gpus:
             "ecc": ask(
                 index, nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
             ),
+            "xid": self._xid.get(index),
             "energy_j": self._joules[index] if power is not None or joules is not None else None,
         }
+
+    def _take_errors(self) -> None:
+        """Xids since the last look."""
+        nvml, places = getattr(self, "_nvml", None), {addressof(h.contents): i for i, h in enumerate(self._handles)}
+        while nvml is not None and self._handles and self._events is not None:
+            try:
+                event = nvml.nvmlEventSetWait_v2(self._events, 0)
+            except nvml.NVMLError:  # a timeout: nothing happened
+                return
+            index = places.get(addressof(event.device.contents)) if event.device else None
+            if index is not None:
+                self._xid[index] = int(event.eventData)
 
 
 def gpu_names() -> list[str]:

@@ -214,6 +214,9 @@ class RunStatus:
         for node in nodes:
             for key, text in node.row.problems.items() if node.row else ():
                 yield Alert("gpu", f"{node.name}: {'GPU ' if key.isdigit() else ''}{key}: {text}")
+            for index, gpu in enumerate(node.row.gpus if node.row else ()):
+                if gpu.get("xid"):
+                    yield Alert("gpu", f"{node.name}: GPU {index}: Xid {gpu['xid']:.0f}")
         yield from self._disk(nodes)
 
     def _disk(self, nodes: Sequence[NodeStatus]) -> Iterator[Alert]:

@@ -19,11 +19,10 @@ from clustertune.recipe.layers import (
     Document,
     did_you_mean,
     leaves,
-    nearest,
     parse_json,
     read_text,
 )
-from clustertune.recipe.library_facts import facts, model_facts
+from clustertune.recipe.library_facts import facts
 
 DISTRIBUTED_TYPES = ("FSDP", "MULTI_GPU", "DEEPSPEED", "NO")
 _NO_PRECISION = {
@@ -213,12 +212,12 @@ def offload_device(body: Mapping[str, Any], deepspeed: Mapping[str, Any] | None,
 # --- what is wrong with a file --------------------------------------------------------------------------------------------
 
 
-def find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> Iterator[Found]:
-    """Everything that is wrong with a recipe's accelerate file. ``kind`` is the model type where it is known."""
-    return ((("accelerate", *path), message, fix) for path, message, fix in _find_problems(body, folder, kind))
+def find_problems(body: Mapping[str, Any], folder: Path) -> Iterator[Found]:
+    """Everything that is wrong with a recipe's accelerate file."""
+    return ((("accelerate", *path), message, fix) for path, message, fix in _find_problems(body, folder))
 
 
-def _find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> Iterator[Found]:
+def _find_problems(body: Mapping[str, Any], folder: Path) -> Iterator[Found]:
     known = frozenset(facts("accelerate")["keys"])  # the fields of its ClusterConfig
     for key in body:
         if key in _MACHINE:
@@ -245,7 +244,7 @@ def _find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> I
         text = f"accelerate reads it only with distributed_type: FSDP, here it is {kind_of}"
         yield ("fsdp_config",), text, "leave it out, on the command line accelerate.fsdp_config=null"
     elif kind_of == "FSDP":
-        yield from _check_fsdp(section(body, "fsdp_config"), kind)
+        yield from _check_fsdp(section(body, "fsdp_config"))
     if kind_of == "DEEPSPEED":
         yield from _check_deepspeed(body, folder)
 
@@ -266,7 +265,7 @@ def _check_sections(body: Mapping[str, Any]) -> Iterator[Found]:
                 yield (name, key), f"{show_value(value)} is not a whole number from 1", None
 
 
-def _check_fsdp(config: Mapping[str, Any], kind: str | None) -> Iterator[Found]:
+def _check_fsdp(config: Mapping[str, Any]) -> Iterator[Found]:
     known = {name for name in facts("accelerate")["options"] if name.startswith("fsdp_")}
     values = {}
     for key, value in config.items():
@@ -289,31 +288,14 @@ def _check_fsdp(config: Mapping[str, Any], kind: str | None) -> Iterator[Found]:
             yield path, "is not carried", "leave it out: train.activation_offloading moves activations to host memory"
         elif full in _FSDP1_ONLY:
             yield path, f"has no meaning under {FSDP2}", _FSDP1_ONLY[full]
-    yield from _check_wrap(values, kind)
+    key, names = values.get("fsdp_transformer_layer_cls_to_wrap", ("", None))
+    if names is not None and str(values.get("fsdp_auto_wrap_policy", ("", ""))[1]).upper() != "TRANSFORMER_BASED_WRAP":
+        yield ("fsdp_config", key), "is read only with fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", None
     # What accelerate or clustertune refuses for two keys together.
     plain = {full: value for full, (_, value) in values.items()}
     states = plain.get("fsdp_state_dict_type")
     if str(states).upper() in {"FULL_STATE_DICT", "LOCAL_STATE_DICT"}:
         yield ("fsdp_config", "fsdp_state_dict_type"), f"{states}: checkpoints are written sharded", "write SHARDED_STATE_DICT"
-
-
-def _check_wrap(values: Mapping[str, tuple[str, Any]], kind: str | None) -> Iterator[Found]:
-    policy = str(values.get("fsdp_auto_wrap_policy", ("", ""))[1]).upper()
-    key, names = values.get("fsdp_transformer_layer_cls_to_wrap", ("", None))
-    if names is None:
-        return
-    path = ("fsdp_config", key)
-    if policy != "TRANSFORMER_BASED_WRAP":
-        yield path, "is read only with fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", None
-    if not isinstance(names, str) or not names:
-        yield path, f"{show_value(names)} is not the name of a class (several with commas between)", None
-    elif kind is not None:
-        for name in names.split(","):
-            if name not in (classes := model_facts(kind)["classes"]):
-                layers = model_facts(kind)["layers"]
-                close = nearest(name, layers) or (layers[0] if len(layers) == 1 else None)
-                fix = f"did you mean {close}?" if close else did_you_mean(name, classes)
-                yield path, f"{kind} of the pinned transformers has no class {show_value(name)}", fix
 
 
 def _check_deepspeed(body: Mapping[str, Any], folder: Path) -> Iterator[Found]:

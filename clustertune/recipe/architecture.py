@@ -20,6 +20,8 @@ _OLD_KEYS = {"rope_theta", "rope_scaling", "torch_dtype", "_name_or_path", "auto
 _MAX_INTEGER = 10**9
 _MAX_LAYERS = 10_000
 """Layers are counted one by one, which takes minutes and gigabytes above; published models have 126 at most."""
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""What families call the number of layers."""
 
 Wrong = tuple[str, str, str | None]
 """A key, what is wrong with it, and what to do."""
@@ -64,6 +66,20 @@ def read_architecture(path: Path, shown: str) -> dict[str, Any]:
     problems = find_problems(body, shown)
     raise_if(problems)
     return common_names(body)
+
+
+def implausible(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """A key of a foreign ``config.json``, also of a model in a model, whose number no model has, and what is wrong with it.
+
+    transformers would build that many layers before it looks at the weights.
+    """
+    inner = [value for value in config.values() if isinstance(value, dict)]
+    for body in (config, *inner):
+        for key, value in body.items():
+            most = _MAX_LAYERS if key in _LAYERS else _MAX_INTEGER
+            if isinstance(value, int) and (key in _LAYERS or key in INTEGERS) and not isinstance(value, bool) and value > most:
+                return key, f"{value}: at most {most:,} can be meant"
+    return None
 
 
 def common_names(body: dict[str, Any]) -> dict[str, Any]:

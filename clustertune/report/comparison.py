@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from clustertune.console import make_table
 from clustertune.errors import Problem, UserError, collect_problems, raise_if, storing
-from clustertune.report import cost, telemetry
+from clustertune.report import cost, plots, telemetry
 from clustertune.report.content import dataset_of, get, is_number, model_of, recipe_of
 from clustertune.report.metrics import Metrics, read_metrics
 from clustertune.report.page import render
@@ -314,15 +314,43 @@ def table(found: Comparison) -> Table:
     return made
 
 
+def drawings(found: Comparison) -> list[plots.Plot]:
+    """Hours and GPU-hours, of a cluster and a model together, those of each way to distribute side by side."""
+    strategies = list(dict.fromkeys(_strategy(entry) for entry in found.entries))
+    made = []
+    for key, title in (("hours", "Hours of training"), ("gpu_hours", "GPU-hours of training")):
+        bars: dict[str, dict[str, float | None]] = {}
+        for entry in found.entries:
+            where, strategy = entry.values.get("cluster") or entry.values.get("gpu0"), _strategy(entry)
+            label = ", ".join(str(part) for part in (entry.values.get("model"), where) if part) or entry.name
+            if strategy in bars.get(label, {}):  # the same once more
+                label = f"{label}: {entry.name}"
+            bars.setdefault(label, {})[strategy] = entry.values.get(key)
+        groups = {name: [values.get(name) for values in bars.values()] for name in strategies}
+        if plot := plots.bars(
+            title, list(bars), groups, form=lambda v: NONE if v is None else _number(v), head="model, cluster"
+        ):
+            made.append(plot)
+    return made
+
+
+def _strategy(entry: ComparedRun) -> str:
+    kind = entry.values.get("distribution") or ("FSDP" if entry.values.get("fsdp") else None)
+    world = entry.values.get("world_size")
+    return " on ".join(part for part in (kind, f"{world} rank{'s' if world != 1 else ''}" if world else None) if part) or "run"
+
+
 def page(found: Comparison) -> str:
-    """The table as one self-contained page."""
+    """The drawings and the table as one self-contained page."""
     head = ["", *(entry.name for entry in found.entries)]
-    return table_page("Runs side by side", head, cells(found), found.notes)
+    return table_page("Runs side by side", head, cells(found), found.notes, drawings(found))
 
 
-def table_page(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
-    """A table as a self-contained page, with notes below."""
-    values = {"title": title, "columns": columns, "rows": rows, "notes": notes}
+def table_page(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str], plots: Sequence[Any] = ()
+) -> str:
+    """A table as a self-contained page, with drawings above it and notes below."""
+    values = {"title": title, "plots": plots, "columns": columns, "rows": rows, "notes": notes}
     return render(Path(__file__).with_name("compare.html.jinja"), values) + "\n"
 
 

@@ -15,7 +15,7 @@ from clustertune.console import duration
 from clustertune.errors import ExitCode
 from clustertune.evaluate import scores as evaluation
 from clustertune.recipe.sections import OWN_PROMPTS
-from clustertune.report.metrics import WARM_UP, Metrics
+from clustertune.report.metrics import WARM_UP, Metrics, ScoresRecord
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import SCORES
 
@@ -278,6 +278,15 @@ def forecast_note(planned: Any) -> str:
     return f"Bandwidth {get(planned, 'bandwidth_source')}; {how}."
 
 
+def in_words(scored: ScoresRecord) -> str:
+    """``ifeval 0.4063, +0.0312 to the base``, task by task."""
+    parts = []
+    for task, value in scored.tasks.items():
+        difference = scored.differences.get(task)
+        parts.append(f"{task} {score(value)}" + ("" if difference is None else f", {difference:+.4f} to the base"))
+    return "; ".join(parts)
+
+
 def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """Name, status, tries, time of all tries."""
     return [
@@ -375,6 +384,7 @@ def eval_content(scored: Any) -> dict[str, Any] | None:
                 bars.append((label, base, float(value), *both, mark))
     notes = ["Below the recipe's pass mark."] if get(scored, "pass", "passed") is False else []
     notes += [str(note) for note in get(scored, "notes") or []]
+    by_hand = get(scored, "by_hand")
     decoding = ", ".join(f"{key} {plain(value)}" for key, value in flatten(get(scored, "decoding")) if "." not in key)
     about = "; ".join(evaluation.title(name, scored) for name in tasks if not _is_part(scored, name))
     paired = evaluation.paired_rows(scored) if get(scored, "paired") else []
@@ -383,6 +393,7 @@ def eval_content(scored: Any) -> dict[str, Any] | None:
         "columns": ["task", "score", "#value", "#± standard error", *(["#pass mark"] if marks else [])],
         "rows": rows,
         "notes": notes,
+        "by_hand": " ".join(map(str, by_hand)) if isinstance(by_hand, list) else "",
         "bars": bars,
         "paired": paired,
         "paired_columns": ["task", "score", "#base", "#tuned", "#difference", "#95 % interval", "verdict"],

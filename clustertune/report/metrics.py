@@ -164,6 +164,8 @@ class StageRecord:
     seconds: float | None = None
     """Of all its tries that ended, failed ones included."""
     tries: int = 1
+    spans: tuple[tuple[float, float | None], ...] = ()
+    """When each try began and ended, Unix seconds; None: it was killed, or still runs."""
 
 
 @dataclass(frozen=True)
@@ -391,7 +393,12 @@ class MetricsReader:
         before = self.stages.get(name, StageRecord(name, status, tries=0))
         seconds = _number(event.get("seconds"))
         total = before.seconds if seconds is None else (before.seconds or 0.0) + seconds
-        self.stages[name] = StageRecord(name, status, total, max(before.tries + (status == "started"), 1))
+        spans, time = before.spans, _number(event.get("time"))
+        if time is not None and status == "started":
+            spans += ((time, None),)
+        elif time is not None and spans:
+            spans = (*spans[:-1], (spans[-1][0], time))
+        self.stages[name] = StageRecord(name, status, total, max(before.tries + (status == "started"), 1), spans)
 
     def _on_stop(self, event: dict[str, Any]) -> None:
         reason = event.get("reason")

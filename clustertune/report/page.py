@@ -12,15 +12,15 @@ from typing import Any
 
 from clustertune import manifest
 from clustertune.console import duration, say
-from clustertune.errors import Problem, UserError, storing
+from clustertune.errors import ExitCode, Problem, UserError, storing
 from clustertune.evaluate.scores import BETTER, FEW, SAME, WORSE, read_result, shown
 from clustertune.events import read_object
 from clustertune.manifest import MANIFEST, require_whole, write_durably
 from clustertune.nccl_check.link_check import FOLDER, RESULT
 from clustertune.nccl_check.link_measure import SCHEMA
 from clustertune.report import content, cost, plots, telemetry
-from clustertune.report.content import UNKNOWN, get, number, percent, plain
-from clustertune.report.cost import Cost, Expense
+from clustertune.report.content import UNKNOWN, get, moment, number, percent, plain, size
+from clustertune.report.cost import AttemptCost, Cost, Expense
 from clustertune.report.metrics import Metrics, read_metrics
 from clustertune.report.state import read_stages, state_of
 from clustertune.rundir import RunDir
@@ -150,6 +150,7 @@ class _ReportedRun:
             "scored": self._scored(),
             "data": _data(run, self.data),
             "cost": {**cost_table(self.cost), "note": cost_note(self.cost)},
+            "axis": time_axis(metrics, self.cost.attempts),
             "nccl": section(run.path),
             "stages": content.stage_rows(stages),
             "attempts": content.attempt_rows(metrics),
@@ -384,6 +385,80 @@ def section(run: Path) -> dict[str, Any] | None:
         "headline": str(get(verdict, "headline") or ""),
         "tone": TONES.get(str(get(verdict, "status")), "plain"),
         "file": str(newest.relative_to(run)),
+    }
+
+
+# --- axis: a run's stages, attempts, saves and faults over time -----------------------------------------------------
+
+SAVES = 200
+"""The newest ones that are drawn."""
+
+
+def time_axis(metrics: Metrics, attempts: Sequence[AttemptCost], now: float | None = None) -> dict[str, Any] | None:
+    """A lane of each stage with its tries as bars, attempts as the training's; saves and faults as marks; the same as rows.
+
+    Places are in per cent of the time from the first begin to the last end. ``now``, Unix seconds: what has no end still runs;
+    None: it was killed. Returns None where nothing has begun.
+    """
+    lanes: dict[str, list[tuple[float, float, str]]] = {}
+    faults: list[tuple[float, str]] = []
+    for stage in metrics.stages:
+        if stage.stage != "report":
+            tries = [
+                (begun, ended or now or begun, f"{stage.stage}, try {n}") for n, (begun, ended) in enumerate(stage.spans, 1)
+            ]
+            lanes[stage.stage] = tries
+            if stage.status == "failed" and tries and not (stage.stage == "train" and attempts):
+                faults.append((tries[-1][1], f"{stage.stage} failed"))
+    if attempts:
+        lanes["train"] = []
+    scored = {record.attempt for record in metrics.scores}  # these ended for it
+    for attempt in attempts:
+        runs = now is not None and attempt is attempts[-1] and attempt.ended is None
+        ended = now if runs and now is not None else attempt.ended or attempt.seen
+        lanes["train"].append((attempt.begun, ended, f"attempt {attempt.attempt}"))
+        if not runs and attempt.code != ExitCode.OK and not (attempt.code == ExitCode.AGAIN and attempt.attempt in scored):
+            what = "no outcome: killed, or still running" if attempt.code is None else f"exit code {attempt.code}"
+            faults.append((ended, f"attempt {attempt.attempt} ended with {what}"))
+    lanes = {name: tries for name, tries in lanes.items() if tries}
+    if not lanes:
+        return None
+    first = min(begun for tries in lanes.values() for begun, _, _ in tries)
+    last = max(ended for tries in lanes.values() for _, ended, _ in tries)
+    whole = max(1e-9, last - first)
+
+    def place(value: float) -> float:
+        return round(min(100.0, max(0.0, 100 * (value - first) / whole)), 3)
+
+    saves = [record for record in metrics.checkpoints if record.status == "saved"]
+    marks = [
+        (place(record.time), "save", f"step {number(record.step)} saved, {size(record.bytes)}, {moment(record.time)}")
+        for record in saves[-SAVES:]
+        if record.time
+    ]
+    marks += [
+        (place(one.time), "score", f"step {number(one.step)} scored: {content.in_words(one)}, {moment(one.time)}")
+        for one in metrics.scores
+        if one.time
+    ]
+    marks += [(place(at), "fault", f"{text}, {moment(at)}") for at, text in faults]
+    events = [(begun, ended, text) for tries in lanes.values() for begun, ended, text in tries]
+    return {
+        "lanes": [
+            {
+                "name": name,
+                "bars": [(place(begun), max(0.3, round(place(end) - place(begun), 3)), text) for begun, end, text in tries],
+                "marks": marks if name == "train" or "train" not in lanes else [],
+            }
+            for name, tries in lanes.items()
+        ],
+        "from": moment(first),
+        "to": moment(last),
+        "columns": ["what", "begin", "#took"],
+        "rows": [[text, moment(begun), duration(end - begun)] for begun, end, text in sorted(events)],
+        "faults": [f"{text}, {moment(at)}" for at, text in sorted(faults)],
+        "saves": len(saves),
+        "scores": [text for _, kind, text in marks if kind == "score"],
     }
 
 

@@ -199,9 +199,8 @@ class _Resolution:
         """Everything that can be checked without a machine, each part as far as the others allow."""
         distribution = self.accelerate.data if self.accelerate else {}
         accelerate_shown = self.accelerate.file if self.accelerate else self.accelerate_file
-        kind = str(self.architecture["model_type"]) if self.architecture else None
         if self.accelerate and (self.accelerate.data or self.megatron is None):
-            self.report(acc.find_problems(self.accelerate.data, self.layers.folder, kind))
+            self.report(acc.find_problems(self.accelerate.data, self.layers.folder))
         nodes, gpus = _size(self.values).values()
         self.world = nodes * gpus if self.ranks is None else self.ranks
         counted = f"slurm.nodes {nodes} x slurm.gpus_per_node {gpus}"

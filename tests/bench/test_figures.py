@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.bench import preparation, result
+from clustertune import bench
 from clustertune.cluster.load import load_cluster
 
 GIB = 2**30
@@ -23,13 +23,13 @@ EVENTS = [
 ]  # fmt: skip
 
 
-def made(*overrides: str, ranks: int = 2) -> preparation.Bench:
-    return preparation.make("tiny-oasst2", overrides, Path("runs/bench/x"), 1, 2, ranks=ranks)
+def made(*overrides: str, ranks: int = 2) -> bench.Bench:
+    return bench.make("tiny-oasst2", overrides, Path("runs/bench/x"), 1, 2, ranks=ranks)
 
 
 def test_what_is_behind_the_warm_up_counts() -> None:
     """The first steps hold compilation and connections; a step lasts from the line before to its own."""
-    found = result.figures(EVENTS, made(), on_gpu=True)
+    found = bench.figures(EVENTS, made(), on_gpu=True)
     assert found["steps_s"] == [2.0, 4.0] and found["step_s"]["median"] == 3.0 and found["step_s"]["n"] == 2
     assert found["tokens"] == 400 and found["tokens_per_s_per_gpu"] == pytest.approx(400 / 6 / 2)
     assert found["padding_share"] == pytest.approx(0.2) and found["start_s"] == 9.0
@@ -40,10 +40,10 @@ def test_what_is_behind_the_warm_up_counts() -> None:
 def test_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured over planned: above 1 the step takes longer than was said."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    asked = preparation.make("llama405b-oasst2", (), Path("runs/bench/x"), 1, 2, ranks=16)
-    plan, why = result.predict(asked, load_cluster("rno-rtxpro6000"))
+    asked = bench.make("llama405b-oasst2", (), Path("runs/bench/x"), 1, 2, ranks=16)
+    plan, why = bench.predict(asked, load_cluster("rno-rtxpro6000"))
     assert plan is not None and why is None
-    measured = result.figures(EVENTS, made(), on_gpu=True)
-    row = result.beside_plan(plan, None, measured)["rows"]["step_s"]
+    measured = bench.figures(EVENTS, made(), on_gpu=True)
+    row = bench.beside_plan(plan, None, measured)["rows"]["step_s"]
     assert row["ratio"] == pytest.approx(3.0 / plan.step.seconds) and row["plan"] == plan.step.seconds
-    assert result.beside_plan(None, "no GPU", {}) == {"unknown": "no GPU"}
+    assert bench.beside_plan(None, "no GPU", {}) == {"unknown": "no GPU"}

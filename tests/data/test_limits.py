@@ -12,6 +12,7 @@ import pytest
 
 from clustertune import bounded
 from clustertune.data import tokenizer as tokenizers
+from clustertune.data import tokens
 from clustertune.data.local_model import train_tokenizer
 from clustertune.errors import UserError
 from clustertune.recipe.native_rules import train_defaults
@@ -27,6 +28,7 @@ BODY = "{%- for m in messages %}{{ m.role + m.content }}{%- endfor %}"
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizers, "TEMPLATE_SECONDS", 1.0)
     monkeypatch.setattr(tokenizers, "SHORT_MEMORY", 256 << 20)
+    monkeypatch.setattr(tokens, "BATCH_SECONDS", 1.0)
 
 
 def learnt() -> Any:
@@ -42,6 +44,19 @@ def test_a_template_without_end_is_refused_as_it_is_loaded(tmp_path: Path, part:
     with pytest.raises(UserError) as caught:
         tokenizers.load_tokenizer(str(tmp_path), None, None, {})
     assert caught.value.problems[0].key == "model.chat_template"
+
+
+def test_a_normalizer_that_grows_its_text_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenizers import normalizers
+
+    monkeypatch.setattr(tokens, "MEMORY", 256 << 20)
+    made = learnt()
+    made.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("e", "e" * 2000)] * 3)
+    made.chat_template = BODY
+    got = run([{"messages": PAIR}] * 3, format="messages")
+    with pytest.raises(UserError) as caught:
+        tokens.make(got.out, made, SETTINGS)
+    assert ".jsonl:" in str(caught.value.problems[0].file)
 
 
 ENDLESS = "e" * 2000
@@ -70,6 +85,25 @@ def test_a_tokenizer_that_grows_its_text_is_refused_as_it_is_loaded(tmp_path: Pa
     assert caught.value.problems[0].file == str(tmp_path)
     found, problems = check_model(tmp_path, 8)
     assert found is None and any(problem.message == caught.value.problems[0].message for problem in problems)
+
+
+def test_texts_of_a_model_in_use_have_limits() -> None:
+    """What the trial at the loading does not hold: another letter, a longer conversation, a pattern that goes back for ever."""
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    made = learnt()
+    made.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("ж", "ж" * 2000)] * 3)
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?:(a|a)(a|a))+b"), "isolated")
+    made.chat_template = f"{{%- if messages|length > 6 %}}{FOREVER}{{%- endif %}}{BODY}"
+    for text in ("ж", "a" * 80):
+        with tokenizers.BoundedTokenizer(made, "somewhere") as tokenizing, pytest.raises(UserError) as caught:
+            tokenizing.tokenize([text])
+        assert caught.value.problems[0].file == "somewhere"
+    with tokenizers.BoundedTokenizer(made, "somewhere") as tokenizing:
+        assert tokenizing.tokenize(["question"]) == [made("question")["input_ids"]]
+        assert tokenizing.render(PAIR * 3) == made.apply_chat_template(PAIR * 3, tokenize=False)
+        with pytest.raises(UserError):
+            tokenizing.render(PAIR * 4)
 
 
 def test_a_child_has_its_own_limits_and_its_caller_none() -> None:

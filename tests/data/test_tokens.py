@@ -155,21 +155,33 @@ def test_a_stopped_prepare_goes_on_behind_its_whole_shards(
 ) -> None:
     """Those that are there stay untouched, a cut or damaged one is recreated, and the end is the same bytes."""
     tokens.make(fill(tmp_path / "other"), tokenizer, SETTINGS, chunk=CHUNK)
-    monkeypatch.setattr(tokens.shutil, "rmtree", lambda path: None)
-    tokens.make(dataset, tokenizer, SETTINGS, chunk=CHUNK)
-    (dataset / "tokens" / MANIFEST).unlink()
-    every = sorted((dataset / "tokens").glob(".shards-*/*.bin"))
-    shards = every[:3]
-    for path in every[3:]:
-        path.unlink()
+    made: list[str] = []
+    real = tokens.BoundedShards.make
+
+    def fails(shards: Any, job: Any) -> float:
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append(job[3].name)
+        return real(shards, job)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
+    monkeypatch.setattr(tokens.BoundedShards, "make", fails)
+    with pytest.raises(KeyboardInterrupt):
+        tokens.make(dataset, tokenizer, SETTINGS, chunk=CHUNK)
+    assert find_problems(dataset / "tokens", tokens.KIND), "nothing there counts as whole"
+    shards = sorted((dataset / "tokens").glob(".shards-*/*.bin"))
+    assert [path.name for path in shards] == made
     if damage == "flipped":
         flip(shards[1], 50)
     if damage == "cut":
         os.truncate(shards[1], shards[1].stat().st_size - 8)
     before = {path: path.stat().st_mtime_ns for path in shards}
+    again: list[str] = []
+    monkeypatch.setattr(tokens.BoundedShards, "make", lambda shards, job: again.append(job[3].name) or real(shards, job))
+    monkeypatch.setattr(tokens.shutil, "rmtree", lambda path: None)
     tokens.make(dataset, tokenizer, SETTINGS, chunk=CHUNK)
-    untouched = [path for path in shards if path.stat().st_mtime_ns == before[path]]
-    assert len(untouched) == (2 if damage else 3)
+    untouched = [path for path in shards if path.name not in again]
+    assert len(untouched) == (2 if damage else 3) and all(path.stat().st_mtime_ns == before[path] for path in untouched)
     for path in (dataset / "tokens").glob(".shards-*"):
         rmtree(path)
     assert content(dataset) == content(tmp_path / "other" / "data")

@@ -36,7 +36,7 @@ def edit_json(path: Path, **changes: object) -> None:
 DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("no config", lambda m: (m / "config.json").unlink(), "config.json: missing"),
     ("unknown architecture", lambda m: edit_json(m / "config.json", model_type="none"), "transformers does not accept it"),
-    ("code in the folder", lambda m: edit_json(m / "config.json", auto_map={}, model_type="own"), "does not accept it"),
+    ("code in the folder", lambda m: edit_json(m / "config.json", auto_map={}, model_type="own"), "names code of the folder"),
     ("no weights", lambda m: (m / "model.safetensors").unlink(), "neither model.safetensors nor"),
     ("weights cut off", lambda m: cut(m / "model.safetensors"), "truncated or damaged"),
     ("no tokenizer", lambda m: [f.unlink() for f in m.glob("tokenizer*")], "has no tokenizer"),

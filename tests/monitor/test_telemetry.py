@@ -39,7 +39,7 @@ class Sampler:
         self.run, self.file = run, run / "driver"
         self.state = {
             "count": 2, "util": 90, "memory": 1024, "power": 500_000, "temperature": 60, "mhz": 1980, "throttle": 0,
-            "energy": 1_000_000, "lost": -1, "init": 0,
+            "energy": 1_000_000, "lost": -1, "xid": 0, "init": 0,
         }  # fmt: skip
         self.set(**state)
         environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "FAKE_NVML": str(self.file)}
@@ -76,16 +76,17 @@ class Sampler:
 
 
 def test_a_driver_is_read_whole(tmp_path: Path, library: Path) -> None:
-    """Values, and energy by the counter: 3,000 J on each of two GPUs."""
+    """Values, an Xid, and energy by the counter: 3,000 J on each of two GPUs."""
     sampler = Sampler(tmp_path, library)
     row = sampler.wait(3)
     assert row.attempt == 3 and len(row.gpus) == 2 and not row.problems
     wanted = {"memory_gib": 1.0, "power_w": 500, "temperature_c": 60, "sm_mhz": 1980, "throttle": 0, "energy_j": 0, "ecc": None}
     assert {key: row.gpus[0][key] for key in wanted} == wanted
-    assert [gpu["utilisation"] for gpu in row.gpus] == [90, 91]
-    sampler.set(energy=4_000_000, throttle=8)
+    assert [gpu["utilisation"] for gpu in row.gpus] == [90, 91] and row.gpus[1]["xid"] is None
+    sampler.set(energy=4_000_000, throttle=8, xid=79)
     row = sampler.wait(2)
     assert [gpu["energy_j"] for gpu in row.gpus] == [3000, 3000] and row.gpus[0]["throttle"] == 8
+    assert [gpu["xid"] for gpu in row.gpus] == [None, 79]
     sampler.set(lost=1)  # a GPU that leaves the bus is named, and the other is measured
     row = sampler.wait(2)
     assert row.problems == {"1": "GPU is lost"}
@@ -103,7 +104,7 @@ def test_a_driver_is_read_whole(tmp_path: Path, library: Path) -> None:
 
 def wide_row(at: float) -> TelemetryRow:
     """As long as rows of a busy node get."""
-    figures = [100, 79.11, 1000, 88, 1980, 72, 0, 1_234_567_890]
+    figures = [100, 79.11, 1000, 88, 1980, 72, 0, 0, 1_234_567_890]
     gpu = dict(zip(readings.GPU_COLUMNS, figures, strict=True))
     node = dict(zip(readings.COLUMNS, [0.123, 123.4, 1234.56, 123456.7, 12345.67], strict=True))
     return TelemetryRow(1.7e9 + at, 12, node, (gpu,) * 8)

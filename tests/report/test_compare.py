@@ -113,7 +113,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.code == 0 and "1,080" in done.err and "| World size | 8 | 16 |" in (tmp_path / "page.md").read_text()
     done = run("compare", one, two, "--out", tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text()
-    assert done.code == 0 and "GPU-hours of training" in html and "0.241" in html, "54.2 s on 16 GPUs"
+    assert done.code == 0 and html.count("<svg ") == html.count("<summary>Numbers</summary>") == 2, "each with its table"
+    assert "GPU-hours of training" in html and "FSDP on 16 ranks" in html and "0.241" in html, "54.2 s on 16 GPUs"
     found = run("compare", one, two, "--json")
     assert found.code == 0 and [entry["approx_tokens_per_s_per_rank"] for entry in found.json["runs"]] == [1080.19, 94.51]
     assert [entry["gpu_hours"] for entry in found.json["runs"]] == pytest.approx([0.010533, 0.240765], rel=1e-4)

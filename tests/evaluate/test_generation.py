@@ -1,4 +1,4 @@
-"""What cannot be loaded is one sentence, and a model that answers with noise is never scored."""
+"""What a model's own JSON may say of its answers: the task decides, and what cannot be served is one sentence."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from clustertune.errors import UserError
+from clustertune.evaluate import generation
 from clustertune.evaluate.model import check_model
 from clustertune.evaluate.run import load_lm
 
@@ -22,6 +24,36 @@ def changed(tiny_model: Path, folder: Path, name: str, **values: Any) -> Path:
     path = folder / name
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
     return folder
+
+
+def answer(folder: Path) -> list[int]:
+    """Six greedy tokens of the loaded model."""
+    lm = load_lm(folder, "cpu", 1)
+    ids = torch.tensor([[7, 8, 9]])
+    made = lm.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    return list(made[0].tolist())
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"num_beams": 4},
+        {"num_beams": 1_000_000, "num_return_sequences": 3},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"dola_layers": "high"},
+        {"cache_implementation": "nowhere"},
+        {"watermarking_config": {"a": 1}, "stop_strings": ["a"]},
+        {"repetition_penalty": -1.0, "do_sample": True, "temperature": "hot"},
+        {"custom_generate": "somebody/code", "guidance_scale": 3.0},
+    ],
+    ids=lambda odd: next(iter(odd)),
+)
+def test_the_greedy_answer_does_not_depend_on_odd_settings(
+    odd: dict[str, Any], tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = changed(tiny_model, tmp_path / "odd", generation.FILE, **odd)
+    assert answer(folder) == answer(tiny_model)
+    assert next(iter(odd)) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
