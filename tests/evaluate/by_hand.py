@@ -1,4 +1,4 @@
-"""``lm_eval run``, with what its command line has no switch for (langdetect's seed), in a process that has the stack already."""
+"""``lm_eval run``, with langdetect's seed for which its command line has no switch, in a process that has the stack already."""
 
 from __future__ import annotations
 
