@@ -41,6 +41,8 @@ from clustertune.monitor import live
 from clustertune.process import die_with_parent, end
 from clustertune.recipe.sections import Push
 from clustertune.report import content, cost, source
+from clustertune.resolve import tiny as scaled_down
+from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import ROLLOUT_SERVERS, SCORES, STAGES, RunDir, keep_private
 from clustertune.staging import bundle, needs
@@ -63,6 +65,31 @@ def visible_gpus() -> int:
         return 0
     found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return sum(line.startswith("GPU ") for line in found.stdout.splitlines())
+
+
+def resolve_here(
+    recipe: str, overrides: Sequence[str], *, tiny: bool, ranks: int | None = None, made_up: bool = False
+) -> Resolved:
+    """The recipe for the GPUs of this machine; of a small model without GPUs for as many processes.
+
+    ``made_up``: its weights are random though it does not say so. Raises UserError.
+    """
+    resolved = resolve(recipe, overrides, tiny=tiny, ranks=ranks)
+    resolved.require_startable()
+    gpus, asked = visible_gpus(), resolved.world_size
+    small = tiny or made_up or resolved.recipe.model.weights == "random"
+    on_cpus = not gpus and not small and scaled_down.is_small(resolved.architecture)
+    few = gpus or scaled_down.ranks(resolved.accelerate)
+    if ranks is not None or asked <= (few if small or on_cpus else gpus):
+        return resolved
+    if not (small or on_cpus):
+        fix = "use --tiny to run a scaled-down version, clustertune submit on a cluster, or --ranks N to force N processes"
+        raise UserError(f"needs {asked} GPUs, this machine has {gpus}", file=recipe, key="slurm", fix=fix)
+    resolved = resolve(recipe, overrides, tiny=tiny, ranks=few)
+    if on_cpus:
+        slow = "; train.bf16=false is faster on most CPUs" if resolved.train_args["bf16"] else ""
+        say(f"note: the recipe is for {asked} GPUs and there is none here: {few} processes train on the CPUs{slow}")
+    return resolved
 
 
 def check_folder(resolved: Resolved, path: Path) -> None:
@@ -201,7 +228,7 @@ class Chain:
         if missing:
             raise UserError(f"not finished in this run: {', '.join(missing)}", key="--from", fix=f"--from {missing[0]}")
         ours = self.resolved.recipe.megatron is None and self.run.stage("train") is None and "train" in wanted
-        if ours and (problems := image.trackers(self.resolved.train_args)):
+        if ours and (problems := image.lacking_here(self.resolved.train_args, gpus=visible_gpus() > 0)):
             raise UserError(problems)
         self.run.write_own_files(self.resolved)
         for stage in wanted:

@@ -34,10 +34,10 @@ from clustertune.process import StopFlag, die_with_parent
 from clustertune.report import cost
 from clustertune.report.cost import failures
 from clustertune.resolve.resolved import Resolved
-from clustertune.rundir import RunDir
+from clustertune.rundir import UNSAVED, RunDir
 from clustertune.staging import bundle, needs, staging_step
 from clustertune.staging.hashed_copy import amount
-from clustertune.training import bench_schedule, tracker
+from clustertune.training import tracker
 from clustertune.training.heartbeat import Attempt, Heartbeat
 
 if TYPE_CHECKING:
@@ -200,7 +200,6 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
         return program.train(attempt)
     attempt.notes += _set_environment(resolved, run, source[0], has_key="WANDB_API_KEY" in keys)
 
-    from clustertune.training import stopwatch
     from clustertune.training.session import Session
 
     session, save = Session(attempt), resolved.recipe.save
@@ -228,8 +227,7 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
         trainer.ends_for_scores = not resolved.recipe.scores_beside
     if save is not None:
         trainer.cadence = Cadence(save, _between_ends(run, plan))
-    if (steps := bench_schedule.read(run.path)) is not None:
-        stopwatch.attach(trainer, steps, records)
+    trainer.saves = UNSAVED not in os.environ
     return session.run(latest)
 
 

@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from clustertune import draft
 from clustertune.cluster.load import of_gpus
 from clustertune.data.measure import measure
-from clustertune.draft import product_flops
 from clustertune.errors import UserError
 from clustertune.recipe.layers import RECIPES
 from clustertune.resolve.models import find_model
@@ -318,25 +316,6 @@ def test_little_data_make_ten_steps_on_cpus(format: str, tmp_path: Path) -> None
     assert any(10 <= int(found) <= 30 for line in done.json["assumed"] for found in re.findall(r"^(\d+) optimizer steps", line))
     dry = run("run", tmp_path / "mine", "--dry-run", "--run-dir", tmp_path / "run", "--json", stack=True)
     assert dry.code == 0 and not dry.err.count("warning"), dry.err
-
-
-def test_the_time_on_cpus_is_of_a_measured_product(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Half the FLOP/s, twice the time beyond the start; a pair is two sequences, and its reference answers too; without torch
-    nothing is said."""
-    model = find_model(str(small_model(tmp_path / "hf", CHATML)))
-    found: dict[tuple[str, float], float] = {}
-    for name in ("messages", "preference"):
-        data = measure(str(rows(tmp_path / f"{name}.jsonl", ROWS[name])))
-        for flops in (1e9, 2e9):
-            monkeypatch.setattr(draft, "product_flops", lambda flops=flops: flops)
-            made, seconds = draft.on_cpus(model, "lora", data, {"train": {"packing": False, "num_train_epochs": 1}})
-            assert seconds and any(f"{flops / 1e9:.0f} GFLOP/s" in line for line in made.assumed)
-            found[name, flops] = seconds - draft.CPU_START_S
-        monkeypatch.setattr(draft, "product_flops", lambda: None)
-        assert draft.on_cpus(model, "lora", data)[1] is None
-    assert found["messages", 1e9] == pytest.approx(2 * found["messages", 2e9])
-    assert found["preference", 1e9] == pytest.approx(3 * found["messages", 1e9])
-    assert 1e8 < (product_flops(0.01) or 0) < 1e14
 
 
 @pytest.mark.usefixtures("no_gpu")

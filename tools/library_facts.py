@@ -226,7 +226,6 @@ def model_kinds() -> list[str]:
 
 def model_facts(kind: str) -> dict[str, Any]:
     """What one model type takes and is made of."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[kind]
@@ -250,10 +249,6 @@ def model_facts(kind: str) -> dict[str, Any]:
         "defaults": defaults,
         "aliases": aliases,
         "classes": list(classes),
-        "layers": [
-            name for name, value in classes.items()
-            if issubclass(value, GradientCheckpointingLayer) and not (kind.endswith("_text") and "Vision" in name)
-        ],
         # State spaces, linear attention, convolutions; MiniMax and LFM2 show it only by what they are made of.
         "carries_state": "_is_stateful" in flags or '"linear_attention"' in source or "causal_conv1d" in source,
         "sdpa": "_supports_sdpa" in flags,

@@ -46,10 +46,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "show": ("cli.look:show", "Print a recipe with every value resolved."),
         "plan": ("cli.plan_command:plan", "Predict whether a recipe fits, its hours, cost and limits."),
         "doctor": ("cli.doctor:doctor_app", "Look for mistakes before they cost a job."),
-        "watch": ("cli.watch:watch", "Follow a run: step, speed, time and money, GPUs, alerts."),
-        "runs": ("cli.watch:runs", "List runs with state, step, score and cost, newest first."),
+        "watch": ("cli.look:watch", "Follow a run: step, speed, time and money, GPUs, alerts."),
+        "runs": ("cli.look:runs", "List runs with state, step, score and cost, newest first."),
         "report": ("cli.stages:report", "Write a run's one-page report, and report.json next to it."),
-        "compare": ("cli.watch:compare", "Compare runs side by side, and list what differs."),
+        "compare": ("cli.look:compare", "Compare runs side by side, and list what differs."),
         "bench": ("cli.bench:bench", "Measure a recipe's training on this machine."),
     },
     "A stage by itself": {

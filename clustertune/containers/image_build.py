@@ -47,7 +47,7 @@ class BuildRequest:
     variant: str = "cuda"
     extras: tuple[str, ...] = ()
     base: str = ""
-    """Empty: of containers/base.env; ``standin``; a docker-archive; or NAME@sha256:DIGEST."""
+    """Empty: of containers/base.env; ``standin``; or NAME@sha256:DIGEST."""
     out: Path | None = None
     """The SIF."""
     tag: str = ""
@@ -75,8 +75,7 @@ class BaseImage:
     name: str
     """As labels tell it: never a path of this machine."""
     archive: Path | None = None
-    """A docker-archive, or the files of a stand-in as tar; None: ``name`` is pulled."""
-    standin: bool = False
+    """The files of a stand-in as tar; None: ``name`` is pulled."""
 
 
 def arguments(parser: argparse.ArgumentParser, kind: str) -> None:
@@ -86,9 +85,7 @@ def arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument("--definition", choices=DEFINITIONS if sif else ("train",), default="train", help="containers/NAME.def")
     parser.add_argument("--variant", choices=sorted(VARIANTS), default="cuda", help="which lock; CI uses cpu")
     parser.add_argument("--extras", default="", help=f"layers on top, as A+B: {', '.join(locks.LAYERS)}")
-    parser.add_argument(
-        "--base", default="", help="NAME@sha256:DIGEST, a docker-archive, or `standin` if no registry can be reached"
-    )
+    parser.add_argument("--base", default="", help="NAME@sha256:DIGEST, or `standin` if no registry can be reached")
     if sif:
         parser.add_argument("--out", type=Path, help="the image file")
     else:
@@ -116,9 +113,8 @@ def _find_problems(what: BuildRequest) -> Iterator[Problem]:
         yield Problem(text, key="VARIANT", fix="leave VARIANT or DEFINITION out")
     if what.tag and not _TAG.fullmatch(what.tag):
         yield Problem(f"{what.tag!r} is not an image name", key="TAG", fix="lower case, as in clustertune/train:cpu")
-    if what.base not in ("", STANDIN) and not _REFERENCE.fullmatch(what.base) and not Path(what.base).is_file():
-        fix = "NAME@sha256:DIGEST, a docker-archive, or standin"
-        yield Problem(f"{what.base!r} is not a file and has no digest", key="BASE", fix=fix)
+    if what.base not in ("", STANDIN) and not _REFERENCE.fullmatch(what.base):
+        yield Problem(f"{what.base!r} has no digest", key="BASE", fix="NAME@sha256:DIGEST, or standin")
     machine = platform.machine()
     for spec in what.specs:
         if spec.platform != locks.ANY and not spec.platform.startswith(machine):
@@ -150,9 +146,7 @@ def _base_of(what: BuildRequest, lock: PackageLock | None, say: Say) -> BaseImag
         archive = WORK / f"standin-{suite}.tar"
         if not archive.exists() and not what.dry_run:
             wheelhouse.make_standin(lock.python, archive, say)
-        return BaseImage(f"stand-in {suite}", archive, standin=True)
-    if what.base and not _REFERENCE.fullmatch(what.base):
-        return BaseImage(Path(what.base).name, Path(what.base).resolve())
+        return BaseImage(f"stand-in {suite}", archive)
     return BaseImage(what.base or pins.read_bases()["BASE_MEGATRON" if what.definition == "megatron" else "BASE_TRAIN"])
 
 
@@ -322,7 +316,7 @@ def _sif_command(
     """Everything relative to the context: what stands in the definition ends up in the image."""
     base, context = gathered.base, gathered.context
     given = labels(lock, base)
-    if base.archive and base.standin:
+    if base.archive:
         (context / "base").mkdir()
         run(
             ["tar", "--extract", "--no-same-owner", "--file", str(base.archive), "--directory", str(context / "base")],
@@ -330,9 +324,6 @@ def _sif_command(
             say,
         )
         given |= {"bootstrap": "localimage", "base": "base"}
-    elif base.archive:
-        (context / "base.tar").symlink_to(base.archive)
-        given |= {"bootstrap": "docker-archive", "base": "base.tar"}
     else:
         given |= {"base": base.name}
     bind = ["--bind", f"{gathered.wheelhouse}:/mnt:ro"] if gathered.wheelhouse else []
@@ -399,20 +390,13 @@ def limits(engine: str) -> list[str]:
 
 
 def _loaded(engine: str, base: BaseImage, say: Say) -> str:
-    """The base's name for ``FROM``: an archive is loaded first."""
+    """The base's name for ``FROM``: a stand-in is imported first."""
     if base.archive is None:
         return base.name
-    if base.standin:
-        name = f"clustertune-{base.archive.stem.replace('-', ':')}"
-        # A base of files has no settings: PATH is what the Dockerfile puts the venv in front of.
-        run([engine, "import", "--change", f"ENV PATH={PATH}", str(base.archive), name], "the import of the stand-in", say)
-        return name
-    text = answer([engine, "load", "--input", str(base.archive)], seconds=900) or ""
-    named = re.search(r"Loaded image(?:\(s\)| ID)?: (\S+)", text)
-    if not named:
-        text, fix = f"{engine} loads no image from it", "give a docker-archive with a name"
-        raise UserError(text, ExitCode.FAILED, file=str(base.archive), fix=fix)
-    return named[1]
+    name = f"clustertune-{base.archive.stem.replace('-', ':')}"
+    # A base of files has no settings: PATH is what the Dockerfile puts the venv in front of.
+    run([engine, "import", "--change", f"ENV PATH={PATH}", str(base.archive), name], "the import of the stand-in", say)
+    return name
 
 
 # --- beside the image --------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ KIND = "evaluation"
 SAMPLES, TASK = "samples.jsonl", "task"
 ANSWERS = "answers.jsonl"
 """Of an evaluation with one's own prompts: a line for each, with the answers of base and tuned."""
-_OURS = {RESULT, SAMPLES, ANSWERS, TASK, manifest.MANIFEST, inputs.NLTK}
+_OURS = {RESULT, SAMPLES, ANSWERS, TASK, manifest.MANIFEST}
 _PACKAGES = ("lm_eval", "torch", "transformers", "datasets", "nltk", "langdetect")
 
 
@@ -144,10 +144,9 @@ def _prepared(
         with collect_problems(problems):
             asked = read_prompts(prompts, EVAL_DATA) if prompts is not None else None
         with collect_problems(problems):
-            own = stack.enter_context(inputs.opened(settings.tasks, data, benchmark, scratch))
+            own = inputs.read_inputs(settings.tasks, data, benchmark)
             loaded, places = tasks.load(settings.tasks, own.write_tasks(settings, scratch / TASK), settings, asked)
             problems += _check_marks(loaded, settings)
-            problems += own.find_differences(loaded["tasks"])
         raise_if(problems)
         assert facts is not None
         name, why = choose(settings.backend, facts, device)
@@ -231,7 +230,6 @@ class _Evaluation:
             "max_gen_toks": self.settings.max_gen_toks,
             "batch_size": self.settings.batch_size,
             "seeds": self.own.seeds.model_dump(),
-            "punkt": self.own.splitter and self.own.splitter.sha256,
             "device": self.device,
             "base": base and hashlib.sha256(json.dumps(base, sort_keys=True).encode()).hexdigest(),
             "versions": {name: version(name) for name in _PACKAGES},
@@ -239,7 +237,7 @@ class _Evaluation:
 
     def execute(self, out: Path, started: float) -> dict[str, Any]:
         """Answer, score, compare, write, seal."""
-        self.own.keep(self.settings, out, out / TASK)
+        self.own.write_tasks(self.settings, out / TASK)
         name = hashlib.sha256(json.dumps({**self.identity(), "base": None}, sort_keys=True).encode()).hexdigest()[:16]
         log = AnswerLog(out / f".answers-{name}.tmp")
         try:

@@ -167,7 +167,7 @@ def left_to_do(finished: Sequence[str], first: str | None, last: str) -> list[st
     if missing:
         text = f"not finished in this run: {', '.join(missing)}"
         raise UserError(text, file="command line", key="--from", fix=f"--from {missing[0]}")
-    todo = [stage for stage in wanted if stage not in finished or stage == first]
+    todo: list[str] = [stage for stage in wanted if stage not in finished or stage == first]
     if first is None and todo:
         todo = [stage for stage in wanted if STAGES.index(stage) >= STAGES.index(todo[0])]
     return todo

@@ -7,9 +7,9 @@ import errno
 import itertools
 import math
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -422,8 +422,6 @@ class Output:
 
 # How the output is cut into files: the rule and the names of ``save_pretrained``.
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -440,10 +438,12 @@ class Shard:
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes from ``5GB`` (decimal, as Hugging Face counts), ``512MiB`` (binary) or a plain number. Raises UserError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?\s*", str(text).upper())
-    unit = (match[2] or "") if match else ""
-    size = int(float(match[1]) * _UNITS[unit]) if match and unit in _UNITS else 0
+    """Bytes from ``5GB`` (decimal, as Hugging Face counts) or a plain number. Raises UserError."""
+    from huggingface_hub.serialization._base import parse_size_to_int
+
+    size = 0
+    with suppress(ValueError):
+        size = int(text) if str(text).isdigit() else parse_size_to_int(str(text))
     if size < 1:
         raise UserError(f"{text!r} is not a size", key="--shard-size", fix="such as 5GB, 500MB or a number of bytes")
     return size

@@ -27,9 +27,7 @@ SAVES_AHEAD = 2
 """Of the largest checkpoint so far: room for fewer is an alert."""
 
 _OF_GPUS = {"sm_mhz": ("clock", "MHz", 0.05), "temperature_c": ("temperature", "C", 0.15), "power_w": ("power", "W", 0.15)}
-_OF_NODES = {
-    "load": ("load", "", 0.5), "net_tx_mb_s": ("network", "MB/s sent", 0.3), "rdma_tx_mb_s": ("RDMA", "MB/s sent", 0.3),
-}  # fmt: skip
+_OF_NODES = {"load": ("load", "", 0.5), "net_tx_mb_s": ("network", "MB/s sent", 0.3)}
 """What a slow rank is compared by: word, unit, and the share by which a value must differ from the median of all."""
 
 

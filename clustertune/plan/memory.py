@@ -528,7 +528,7 @@ class _Memory(SavedActivations):
             common += [*self.gathered_in_backward(index), self.in_flight(index)]
             begin = Term("buffers", working, BYTES, "gradients inside the layer at work: {size} B", {"size": working})
             found.append([*common, *self.activations((index + 1) / layers), *self.recomputed(index), begin])
-            found.append([*common, *self.activations(index / layers), self.whole_gradients()])
+            found.append([*common, *self.activations(index / layers), self.whole_gradients(), self.first_norm_back()])
         return [*found, *([self.gradients(1.0), self.held_logits(), *terms] for terms in self.root_gradients())]
 
     # -- weights ----------------------------------------------------------------------------------------------------------
@@ -709,6 +709,15 @@ class _Memory(SavedActivations):
         return Term(
             "gradients", count * self.width, BYTES, "{count} parameters of a layer x {bytes} B, not yet reduced", values
         )
+
+    def first_norm_back(self) -> Term:
+        """The last rows of a layer's turn, beside its gradients: its first norm's input and five more in float32, and the
+        gradient of the residual sum."""
+        passes = self.passes_norms and not self.shape.strategy.lora
+        size = (6.0 * FULL + self.stream) * self.shape.counted.hidden if passes else 0.0
+        values = {"tokens": self.shape.tokens, "size": size}
+        text = "inside the first norm of the layer at work: {tokens} tokens x {size} B"
+        return Term("buffers", self.shape.tokens * size, BYTES, text, values)
 
     def in_flight(self, index: float) -> Term:
         """What the reduction of the unit before reads from, and the head's gradient where it waits for the end."""

@@ -20,10 +20,6 @@ from clustertune.tree import ROOT
 FOLDER = ROOT / "eval"
 """What an operator edits: one folder a task."""
 FILE = "task.yaml"
-PUNKT = "punkt"
-"""NLTK's sentence splitter, as a task's ``needs`` name it."""
-TEXT = "punkt.txt"
-"""On which one is trained where the site has none."""
 
 Name = Annotated[str, Field(pattern=rf"^{NAME}$")]
 
@@ -75,8 +71,6 @@ class TaskFile(Section):
     """Of the whole benchmark, by which time is estimated."""
     generation_kwargs: Decoding
     seeds: Seeds = Seeds()
-    needs: tuple[Literal["punkt"], ...] = ()
-    """What the scorer needs beside lm-eval: it is found or made, and tried, before the weights are loaded."""
     include: Annotated[str, Field(pattern=rf"^({NAME}/)*{NAME}$")] = ""
     """lm-eval's definition of the task: a file of this folder, or below ``lm_eval/tasks``. Needed for ``fallback``."""
     version: float | None = None
@@ -112,11 +106,6 @@ def reader_of(names: Iterable[str], data: Path, key: str) -> TaskFile:
         text = f"is for one task with rows of its own; of the tasks here these have some: {', '.join(found) or 'none'}"
         raise UserError(text, file=str(data), key=key)
     return next(iter(found.values()))
-
-
-def needed(names: Iterable[str], what: str) -> dict[str, TaskFile]:
-    """Those of ``names`` whose scorer needs ``what``."""
-    return {name: found for name in names if (found := find_task(name)) and what in found.needs}
 
 
 def first_task() -> TaskFile:
@@ -188,8 +177,6 @@ def read_task_file(path: Path) -> TaskFile:
             yield ("include",), "missing: rows need a task that scores them", "name lm-eval's file, or one beside this"
         if task.fallback is not None and not task.columns:
             yield ("columns",), "missing", "name what every row has"
-        if PUNKT in task.needs and not (path.parent / TEXT).is_file():
-            yield ("needs",), f"no {TEXT} beside this", "write some text on which a splitter can be trained"
         if task.fallback is None and task.hub is not None:
             yield ("fallback",), "missing", "name the rows to score where the Hub cannot be asked"
 

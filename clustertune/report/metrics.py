@@ -150,8 +150,6 @@ class CheckpointRecord:
     seconds: float | None = None
     time: float | None = None
     """Unix seconds."""
-    copy: float | None = None
-    """Seconds of the copy to host memory."""
     stall: float | None = None
     """Seconds that training stood still."""
     write: float | None = None
@@ -379,7 +377,7 @@ class MetricsReader:
                 _number(event.get("bytes")),
                 _number(event.get("seconds")),
                 _number(event.get("time")),
-                *(_number(event.get(f"save_{name}_s")) for name in ("copy", "stall", "write", "every")),
+                *(_number(event.get(f"save_{name}_s")) for name in ("stall", "write", "every")),
             )
         )
 

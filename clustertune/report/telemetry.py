@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,8 +87,8 @@ class TelemetryReader:
     def __init__(self, folder: Path, history: History | None = None) -> None:
         self.folder, self.history = folder, history
         self.nodes: dict[str, NodeTelemetry] = {}
-        self._places: dict[Path, tuple[int, int]] = {}
-        """By file: inode and the byte that is read next."""
+        self._places: dict[Path, int] = {}
+        """By file the byte that is read next."""
 
     def read(self) -> dict[str, NodeTelemetry]:
         """The nodes by the name of their files."""
@@ -100,15 +99,11 @@ class TelemetryReader:
 
     def _follow(self, path: Path) -> None:
         with path.open("rb") as lines:
-            found = os.fstat(lines.fileno())
-            inode, offset = self._places.get(path, (0, 0))
-            if inode == found.st_ino and offset >= found.st_size:
-                return
-            lines.seek(offset if inode == found.st_ino else 0)
-            node = self.nodes.setdefault(re.sub(r"\.\d+s(\.old)?\.jsonl$", "", path.name), NodeTelemetry())
+            lines.seek(self._places.get(path, 0))
+            node = self.nodes.setdefault(path.stem, NodeTelemetry())
             for row in parse(lines, node.about):
                 self._take(node, row)
-            self._places[path] = (found.st_ino, lines.tell())
+            self._places[path] = lines.tell()
 
     def _take(self, node: NodeTelemetry, row: TelemetryRow) -> None:
         if self.history is not None:
@@ -118,13 +113,6 @@ class TelemetryReader:
         known = [joules for gpu in row.gpus if (joules := gpu.get("energy_j")) is not None]
         if known:
             node.joules[row.attempt] = max(node.joules.get(row.attempt, 0.0), sum(known))
-
-
-def read_rows(paths: Sequence[Path]) -> Iterator[TelemetryRow]:
-    """The rows of files, in their order; of a file that is not there none."""
-    for path in paths:
-        with contextlib.suppress(OSError), path.open("rb") as lines:
-            yield from parse(lines, {})
 
 
 def parse(lines: Any, about: dict[str, Any]) -> Iterator[TelemetryRow]:

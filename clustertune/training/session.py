@@ -236,7 +236,6 @@ class Session:
         self.startup.begin("process group")
         resolved, cuda = attempt.resolved, torch.cuda.is_available()
         self.notes = attempt.notes + compiling.set_environment(resolved.distribution)
-        build.check_packages(resolved.train_args, cuda=cuda)
         deepspeed_engine.prepare(resolved)
         packing.register()
         values, differences = build.fit_to_device(resolved.train_args, cuda=cuda)

@@ -124,6 +124,8 @@ class RankTrainer(Base):  # type: ignore[misc]
     _writer: StateWriter | None = None
     _saving: Saving | None = None
     """The save that is being written; its checkpoint does not exist yet."""
+    saves = True
+    """A benchmark's ranks do not."""
     _waits_for_saves = False
     """A copy of the state does not fit into host memory."""
     _saved_step = -1
@@ -156,7 +158,7 @@ class RankTrainer(Base):  # type: ignore[misc]
         self.peak_memory_bytes = 0
         """Highest peak memory over ranks so far."""
         self.on_inputs: Callable[[Mapping[str, Any]], None] | None = None
-        """Gets the inputs of every micro batch of training; a benchmark counts their tokens."""
+        """Gets the inputs of every micro batch of training; a simulation begins a new one."""
         self.clock = Clock()
         self.figures: Figures | None = None
         """Of all ranks, on rank 0."""
@@ -380,6 +382,8 @@ class RankTrainer(Base):  # type: ignore[misc]
 
         No ``training_args.bin`` (a pickle that may hold a token).
         """
+        if not self.saves:
+            return
         self.finish_save()  # one at a time
         began = time.perf_counter()
         step = self.state.global_step

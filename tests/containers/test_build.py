@@ -118,19 +118,18 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_build_and_what_lies_beside_it(fake: Path) -> None:
     """The sum, the bill, and no path of this machine in the arguments of the definition."""
-    out, base = fake / "x.sif", fake / "base.tar"
-    base.write_text("")
-    made = image_build.build(BuildRequest("build-sif", base=str(base), out=out), lambda _: None)
+    out = fake / "x.sif"
+    made = image_build.build(BuildRequest("build-sif", base=DIGEST, out=out), lambda _: None)
     digest = hashlib.sha256(b"image\n").hexdigest()
     assert (made["sha256"], made["bytes"], made["lock"]) == (digest, 6, "train")
     assert (fake / "x.sif.sha256").read_text() == f"{digest}  x.sif\n"
     subprocess.run(["sha256sum", "--check", "--quiet", "x.sif.sha256"], cwd=fake, check=True, timeout=30)
     assert (fake / "x.sif.cdx.json").read_text() == "bill\n"
     log = (fake / "log").read_text()
-    assert "--build-arg base=base.tar" in log and "base_name=base.tar" in log and "token=\n" in log and "planted" not in log
+    assert f"--build-arg base={DIGEST}" in log and f"base_name={DIGEST}" in log and "token=\n" in log and "planted" not in log
     assert f"uv tool run --quiet --from cyclonedx-bom=={pins.read()['TOOL']['cyclonedx-bom']} cyclonedx-py requirements" in log
     files = set((fake / "log.files").read_text().split())
-    assert files == {"base.tar", "image.lock", "install.sh", "requirements.txt", "selftest.py", "train.def"}
+    assert files == {"image.lock", "install.sh", "requirements.txt", "selftest.py", "train.def"}
     assert sorted(path.name for path in fake.glob("*sif*")) == ["x.sif", "x.sif.cdx.json", "x.sif.sha256"]
     assert {path.name for path in (fake / "work").iterdir()} == {"lock", "wheels"}  # builds gather one at a time
 
@@ -168,10 +167,9 @@ def test_a_build_that_fails_leaves_the_old_image(fake: Path) -> None:
 
 def test_a_build_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
     """By SIGTERM too, as CI and schedulers end things: a build folder holds gigabytes."""
-    folder, started, base = tmp_path / "bin", tmp_path / "started", tmp_path / "base.tar"
-    base.touch()
+    folder, started = tmp_path / "bin", tmp_path / "started"
     program(folder / "apptainer", f"pwd > {started}.part && mv {started}.part {started}\nexec sleep 600")
-    words = ["build-sif", "--definition", "megatron", "--base", str(base), "--out", str(tmp_path / "x.sif")]
+    words = ["build-sif", "--definition", "megatron", "--base", DIGEST, "--out", str(tmp_path / "x.sif")]
     command = [sys.executable, "-m", "clustertune.containers", *words]
     environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
     with subprocess.Popen(command, cwd=tree.REPO, env=environ, stderr=subprocess.PIPE, text=True) as running:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from clustertune.data.punkt import NLTK_DATA
 from clustertune.evaluate.inputs import locate_upstream
 from clustertune.evaluate.run import evaluate
 from clustertune.recipe.eval_tasks import first_task
@@ -78,7 +79,7 @@ class Scored:
     hand_samples: list[dict[str, Any]]
 
 
-def start_by_hand(model: Path, data: Path, nltk_data: Path, folder: Path) -> subprocess.Popen[bytes]:
+def start_by_hand(model: Path, data: Path, folder: Path) -> subprocess.Popen[bytes]:
     """``lm_eval run`` on a task file written here, not by the code under test."""
     (folder / "task").mkdir(parents=True)
     body = {
@@ -97,7 +98,7 @@ def start_by_hand(model: Path, data: Path, nltk_data: Path, folder: Path) -> sub
         *("--batch_size", str(SETTINGS.batch_size), "--apply_chat_template"),
         *("--log_samples", "--output_path", str(folder / "out")),
     ]
-    env = {**os.environ, "NLTK_DATA": str(nltk_data), "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, "NLTK_DATA": str(NLTK_DATA), "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=log)
 
@@ -118,22 +119,12 @@ def parity_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def nltk_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A splitter trained on the project's text."""
-    from clustertune.data import punkt
-
-    folder = tmp_path_factory.mktemp("nltk")
-    punkt.train([(IFEVAL.folder / "punkt.txt").read_text()], folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def scored(tiny_model: Path, parity_data: Path, nltk_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Scored:
+def scored(tiny_model: Path, parity_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Scored:
     """The evaluation that most tests look at, and its counterpart by hand, run at the same time."""
     import torch
 
     folder = tmp_path_factory.mktemp("by-hand")
-    by_hand = start_by_hand(tiny_model, parity_data, nltk_data, folder)
+    by_hand = start_by_hand(tiny_model, parity_data, folder)
     threads = torch.get_num_threads()
     # One thread: the children that the kill test forks must not inherit a pool of them.
     torch.set_num_threads(1)

@@ -35,8 +35,6 @@ class ModelTypeFacts(TypedDict):
     """Other names of keys -> the names under which the configuration keeps them (``attribute_map``): hidden_size -> n_embd."""
     classes: list[str]
     """The names of the classes of its modeling file."""
-    layers: list[str]
-    """The classes that FSDP wraps: the decoder layers, as transformers marks them for activation checkpointing."""
     carries_state: bool
     """Whether layers hand a state from token to token: state spaces, linear attention, convolutions."""
     sdpa: bool
