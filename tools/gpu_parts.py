@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from clustertune.containers import pins
 from tools.gpu_check import (
     LONGEST,
     REPO,
+    EndedCommand,
     Failed,
     GpuCheck,
     NotHere,
+    end_tree,
     output_of,
 )
 from tools.runs import events
@@ -33,7 +36,7 @@ RESUMED_LOSS = 0.01
 adds in no fixed order."""
 PEAK = (-0.02, 0.05)
 """How far the plan's peak may be from what torch allocated, as a share of it."""
-SHORT = {"versions": 60.0}
+SHORT = {"versions": 60.0, "eval": 300.0}
 """Seconds of the parts that need less than the longest."""
 _VERSIONS = """
 import importlib.metadata as m, json, platform, sys
@@ -62,7 +65,7 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
 }
 """Recipe and overrides of each shape. On several GPUs a recipe of one keeps its one."""
 FIRST = (
-    "versions", "chain", "telemetry", "gpu-tests", "peak", "bench-8b-lora", "bench-1b-full",
+    "versions", "nccl", "chain", "telemetry", "context", "gpu-tests", "peak", "bench-8b-lora", "bench-1b-full",
     "tiny-llama405b-oasst2", "tiny-llama8b-lima", "tiny-llama70b-qlora",
 )  # fmt: skip
 """What half an hour on one GPU is best spent on."""
@@ -70,13 +73,8 @@ FIRST = (
 
 def parts() -> dict[str, Part]:
     """All parts by name, in the order in which they run: :data:`FIRST`, then the rest."""
-    found: dict[str, Part] = {
-        "versions": versions,
-        "chain": chain,
-        "telemetry": telemetry,
-        "gpu-tests": gpu_tests,
-        "peak": peak,
-    }
+    found: dict[str, Part] = {"versions": versions, "nccl": nccl, "chain": chain, "context": context}
+    found |= {"telemetry": telemetry, "eval": evaluation, "gpu-tests": gpu_tests, "peak": peak}
     for name in BENCHES:
         found[name] = _bench(name)
     for recipe in sorted(path.parent.name for path in (REPO / "recipes").glob("*/recipe.yaml")):
@@ -141,6 +139,19 @@ def versions(check: GpuCheck) -> dict[str, Any]:
     }
 
 
+def nccl(check: GpuCheck) -> dict[str, Any]:
+    """What the links between GPUs carry."""
+    if check.backend == "nccl" and check.gpus < 2:
+        raise NotHere("there is one GPU, and NCCL refuses two ranks on one")
+    limit = ["--seconds", "10", "--max", "1M"] if check.short or check.backend == "gloo" else ["--seconds", "120"]
+    done = check.clustertune("nccl-check", *limit, "--backend", check.backend, "--json")
+    document = done.document()
+    verdict = document.get("verdict") or {}
+    if done.code > 1:
+        raise Failed(f"exit code {done.code}: {json.dumps(verdict)[:300]}")
+    return {"why": f"exit code {done.code}", "verdict": verdict}
+
+
 # --- the chain ----------------------------------------------------------------------------------------------------------
 
 
@@ -196,7 +207,7 @@ def chain(check: GpuCheck) -> dict[str, Any]:
     apart = furthest(losses(killed), losses(whole), RESUMED_LOSS, RESUMED_LOSS)
     return {
         "why": f"resumed from step {resumed[-1]}, ended with {last}; losses at most {apart:.2%} from an undisturbed run's",
-        "losses": losses(killed),
+        "losses": losses(killed), "model": str(killed / "merged"),
     }  # fmt: skip
 
 
@@ -219,6 +230,37 @@ def telemetry(check: GpuCheck) -> dict[str, Any]:
             raise Failed(f"NVML gave no {', '.join(unknown) or 'GPU'}")
         why += f"; {gpus[0]['power_w']:.0f} W, {gpus[0]['memory_gib']:.1f} GiB, {gpus[0]['temperature_c']:.0f} C at the end"
     return {"why": why, "saves": saves}
+
+
+def context(check: GpuCheck) -> dict[str, Any]:
+    """After a save behind training each rank has a CUDA context on its own GPU, and on no other one."""
+    if check.backend == "gloo":
+        raise NotHere("these are CPUs")
+    if check.gpus < 2:
+        raise NotHere("there is one GPU, which is every thread's: another GPU than the rank's own is needed")
+    if not shutil.which("nvidia-smi"):
+        raise NotHere("nvidia-smi is not installed")
+    check.need("trl", "datasets", "peft", "pydantic")
+    run = fresh(check, "context") / "run"
+    settings = ("train.max_steps=2000", "train.save_steps=4", "train.eval_on_start=false", "train.eval_strategy=no")
+    words = ["run", "recipes/tiny-oasst2", *settings, "--ranks", str(check.ranks), "--to", "train", "--run-dir", str(run)]
+    child, log = check.start([check.python, "-m", "clustertune", *words])
+    seen: list[str] = []
+    try:
+        while child.poll() is None and time.monotonic() < check.deadline:
+            if any(one.get("status") == "saved" for one in events(run, "checkpoint")):
+                query = "--query-compute-apps=pid,gpu_uuid"
+                seen = output_of(["nvidia-smi", query, "--format=csv,noheader"]).splitlines()
+                break
+            time.sleep(0.2)
+    finally:
+        end_tree(child)
+    if not seen:
+        raise Failed(f"no process was seen on a GPU behind a save: {EndedCommand(1, '', log).last_error()}")
+    counts = Counter(line.partition(",")[0].strip() for line in set(seen))
+    if twice := sorted(pid for pid, count in counts.items() if count > 1):
+        raise Failed(f"{len(twice)} of {len(counts)} processes have a context on more than one GPU")
+    return {"why": f"{len(counts)} processes, a context each", "contexts": len(seen)}
 
 
 def peak(check: GpuCheck) -> dict[str, Any]:
@@ -245,6 +287,20 @@ def peak(check: GpuCheck) -> dict[str, Any]:
     if not PEAK[0] <= planned / measured - 1 <= PEAK[1]:
         raise Failed(why)
     return {"why": why, "measured_gib": measured, "planned_gib": planned}
+
+
+def evaluation(check: GpuCheck) -> dict[str, Any]:
+    """The model that the chain made, scored on 16 prompts."""
+    check.need("lm_eval", "nltk", "langdetect")
+    model = check.work / "chain" / "killed" / "merged"
+    if not (model / "MANIFEST.json").is_file():
+        raise NotHere("the part chain left no merged model here")
+    out = fresh(check, "eval")
+    done = check.clustertune("eval", str(model), "--limit", "16", "--max-gen-toks", "32", "--out", str(out), "--json")
+    if done.code:
+        raise Failed(f"exit code {done.code}: {done.last_error()}")
+    document = done.document()
+    return {"why": f"{sum(task['n'] for task in document['tasks'].values())} prompts", "scores": document["tasks"]}
 
 
 # --- every strategy -----------------------------------------------------------------------------------------------------
