@@ -178,11 +178,12 @@ class JobChain(chain.Chain):
 
     def run_stage(self, stage: str) -> None:
         """In the cluster's container where it has one; the training starts one on every node by itself."""
-        with self.servers() if stage in ("eval", SCORES) else contextlib.nullcontext(None) as servers:
+        answered = stage in ("eval", SCORES) and self.ring is None
+        with self.servers() if answered else contextlib.nullcontext(None) as servers:
             self._run_stage(stage, servers)
 
     def run_scores(self) -> None:
-        """With the nodes' servers, as the stage ``eval``."""
+        """With the servers beside the trainer, or the nodes' as the stage ``eval``."""
         self.run_stage(SCORES)
 
     def _run_stage(self, stage: str, servers: Path | None) -> None:

@@ -243,7 +243,8 @@ def find_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
     if compute.gpus and ranks > compute.gpus:
         fix = f"slurm.gpus_per_node={compute.gpus}"
         add("slurm.gpus_per_node", f"the recipe needs {ranks} GPUs per node; {called} has {compute.gpus}", fix)
-    shared = serving.evaluation(resolved, cluster).serving if resolved.recipe.eval.during is not None else None
+    answers_itself = resolved.recipe.eval.during is not None and not resolved.recipe.scores_beside
+    shared = serving.evaluation(resolved, cluster).serving if answers_itself else None
     if shared is not None and shared.nodes > nodes:
         text = f"the model is served over {shared.nodes} nodes, and the training has {nodes}: no place to score checkpoints"
         add("eval.during", text, "leave it out, or train on as many nodes")
