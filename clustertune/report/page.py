@@ -412,7 +412,7 @@ def time_axis(metrics: Metrics, attempts: Sequence[AttemptCost], now: float | No
                 faults.append((tries[-1][1], f"{stage.stage} failed"))
     if attempts:
         lanes["train"] = []
-    scored = {record.attempt for record in metrics.scores}  # these ended for it
+    scored = {record.attempt for record in metrics.scores if not record.beside}  # these ended for it
     for attempt in attempts:
         runs = now is not None and attempt is attempts[-1] and attempt.ended is None
         ended = now if runs and now is not None else attempt.ended or attempt.seen
