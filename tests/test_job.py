@@ -39,6 +39,7 @@ def links_of(run: Path, restart: int = 0) -> job.JobChain:
         "save": None,
         "server_nodes": 0,
         "rollout": None,
+        "scores_beside": False,
     }
     recipe = SimpleNamespace(staged=None, budget=None, **ours)
     resolved: Any = SimpleNamespace(name="r", world_size=2, recipe=recipe, inputs={}, folder=str(chain.ROOT / "recipes/r"))

@@ -233,20 +233,10 @@ class _ReportedRun:
         forecast = self.document.get("forecast")
         if not forecast:
             return None
-        known = [(name, wanted, found) for name, wanted, found in self._forecast() if found]
-        shares = [found / wanted for _, wanted, found in known]
         return {
             "note": content.forecast_note(forecast),
             "rows": content.forecast_rows(forecast, self.metrics, self.stages),
-            "plot": plots.bars(
-                "Actual over planned", [name for name, *_ in known], {"actual": shares}, form=lambda v: f"{v:.0%}",
-                marks=[1.0] * len(known), notes=[f"{_short(found)}, planned {_short(wanted)}" for _, wanted, found in known],
-            ),
-        }  # fmt: skip
-
-
-def _short(value: float) -> str:
-    return number(float(f"{value:.4g}"))
+        }
 
 
 def _finite(value: float | None) -> float | None:
@@ -422,7 +412,7 @@ def time_axis(metrics: Metrics, attempts: Sequence[AttemptCost], now: float | No
                 faults.append((tries[-1][1], f"{stage.stage} failed"))
     if attempts:
         lanes["train"] = []
-    scored = {record.attempt for record in metrics.scores}  # these ended for it
+    scored = {record.attempt for record in metrics.scores if not record.beside}  # these ended for it
     for attempt in attempts:
         runs = now is not None and attempt is attempts[-1] and attempt.ended is None
         ended = now if runs and now is not None else attempt.ended or attempt.seen

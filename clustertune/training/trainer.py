@@ -168,7 +168,9 @@ class RankTrainer(Base):  # type: ignore[misc]
         self.save_due = False
         """All ranks save behind this step."""
         self.is_score_due: Callable[[int], bool] = lambda _: False
-        """Whether the ranks save and end behind a step, so that its checkpoint is scored (``eval.during``)."""
+        """Whether the ranks save behind a step, so that its checkpoint is scored (``eval.during``)."""
+        self.ends_for_scores = True
+        """The ranks end then, and their GPUs answer."""
         self._measured: list[list[float]] = []
         """This rank's figures of each step since the last log line."""
         self._losses: list[torch.Tensor] = []
@@ -294,7 +296,7 @@ class RankTrainer(Base):  # type: ignore[misc]
             raise superseded or UserError(Problem("a newer attempt of this run is active; stopping this one"), ExitCode.AGAIN)
         step = int(self.state.global_step)
         scored = at_step_end and step < self.state.max_steps and self.is_score_due(step)
-        self.stopping, self.save_due = self.stopping or stop or scored, due
+        self.stopping, self.save_due = self.stopping or stop or (scored and self.ends_for_scores), due or scored
         if self._saving is not None and not is_writing:
             self._commit()
         return self.stopping
