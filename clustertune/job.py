@@ -23,7 +23,7 @@ from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, UserError, raise_if
 from clustertune.evaluate.servers import GIVEN, JOB, START_SECONDS, ServingJob, note_end
 from clustertune.events import read_object
-from clustertune.launch import cluster_paths, container, image, progress, serving, signal_margin, slurm, srun
+from clustertune.launch import cluster_paths, container, image, progress, serving, shape, slurm, srun
 from clustertune.launch.agent import stop_request_file
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import AttemptPlan, Node
@@ -434,8 +434,8 @@ def start(inputs: JobInputs, script: Path | None, command: Sequence[str]) -> Non
     cluster_paths.make()
     late = None
     if script is not None and inputs.trains:  # the other stages continue file by file, and need less
-        stated = signal_margin.given_in(script.read_text(errors="replace"))
-        late = signal_margin.warning(stated, inputs.resolved.recipe.slurm.signal_seconds, inputs.allocation.limit_minutes)
+        stated = shape.signal_given(script.read_text(errors="replace"))
+        late = shape.signal_warning(stated, inputs.resolved.recipe.slurm.signal_seconds, inputs.allocation.limit_minutes)
     for line in inputs.describe():
         say(line)
     for text in filter(None, (late, *inputs.resolved.warnings)):

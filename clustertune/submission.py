@@ -16,7 +16,7 @@ from clustertune.cluster.load import reference
 from clustertune.cluster.schema import Cluster
 from clustertune.console import aligned, duration, emit_json, reply, say
 from clustertune.errors import Problem, UserError
-from clustertune.launch import bill, cluster_paths, container, image, serving, shape, signal_margin
+from clustertune.launch import bill, cluster_paths, container, image, serving, shape
 from clustertune.launch import stage_jobs as launch
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import newest_attempt
@@ -114,9 +114,6 @@ def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], image.
     problems += wrong
     if plan.trains and plan.cluster.container.runtime == "none" and plan.resolved.recipe.megatron is None:
         problems += image.lacking_here(plan.resolved.train_args, gpus=False)
-    if plan.trains:
-        minutes = shape.train_shape(plan.resolved, plan.cluster).minutes
-        problems += signal_margin.find_problems(plan.resolved.recipe.slurm.signal_seconds, minutes, file=plan.resolved.name)
     there = next(path for path in (plan.path, *plan.path.parents) if path.exists())
     fix = "give another --run-dir, or correct storage.runs in the cluster file"
     if not there.is_dir():
@@ -167,23 +164,16 @@ def _not_reached(plan: SubmissionPlan) -> list[Problem]:
 
 def _base_problems(plan: SubmissionPlan) -> list[Problem]:
     """What of a base that lies here is not what the recipe says: its first job would end with it."""
-    from clustertune.doctor.recipe_context import ModelFolder
     from clustertune.training import base_model
 
-    given, found = plan.resolved.recipe.model.path, list[Problem]()
+    given = plan.resolved.recipe.model.path
     if given is None or plan.resolved.tiny or "prepare" not in plan.stages or not is_there(folder := expand_home(given)):
         return []
     try:
         base_model.check(str(folder), None, plan.resolved)
     except UserError as error:
-        found += error.problems
-    tokens = {key: plan.resolved.train_args[key] for key in ("eos_token", "pad_token")}
-    known = ModelFolder(folder).vocabulary if any(tokens.values()) else None
-    fix = f"name a token of {folder / 'tokenizer.json'}"
-    for key, token in tokens.items():
-        if known is not None and token is not None and token not in known:
-            found.append(Problem(f"{token!r} is not in the tokenizer's vocabulary", key=f"train.{key}", fix=fix))
-    return found
+        return list(error.problems)
+    return []
 
 
 def _image_problems(plan: SubmissionPlan) -> tuple[list[Problem], image.Image | None, list[str]]:

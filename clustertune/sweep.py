@@ -28,7 +28,7 @@ from clustertune.errors import Problem, UserError, raise_if
 from clustertune.evaluate.scores import metrics as scores_of
 from clustertune.evaluate.scores import read_result, shown
 from clustertune.host.system import format_cpu_list
-from clustertune.launch import bill, cluster_paths, serving, shape, signal_margin, stage_jobs
+from clustertune.launch import bill, cluster_paths, serving, shape, stage_jobs
 from clustertune.launch.attempt import read_attempts
 from clustertune.launch.stage_jobs import StageJob
 from clustertune.manifest import write_durably
@@ -446,9 +446,7 @@ def find_problems(sweep: Sweep, resolved: Sequence[Resolved], cluster: Cluster) 
     """What keeps the points from running on a cluster, each problem once."""
     found: dict[Problem, None] = dict.fromkeys(missing_inputs(sweep, resolved))
     for item in resolved:
-        minutes = shape.train_shape(item, cluster).minutes
         found.update(dict.fromkeys(shape.find_problems(item, cluster)))
-        found.update(dict.fromkeys(signal_margin.find_problems(item.recipe.slurm.signal_seconds, minutes, file=item.name)))
     if cluster.slurm is None:
         fix = "add a slurm section to its file, --cluster names another one, --here runs the points on this machine"
         found[Problem(f"cluster {cluster.name} has no Slurm", file=cluster.source, fix=fix)] = None

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from clustertune.cluster.load import load_cluster
-from clustertune.launch import signal_margin
+from clustertune.launch import shape
 from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.resolve.resolve import resolve
@@ -104,7 +104,7 @@ def test_every_job_has_the_shape_of_its_recipe(name: str, tiny: bool) -> None:
     assert trains * train.shape.ranks_per_node == found.resolved.world_size
     assert train.shape.gpus_per_node <= found.cluster.compute.gpus
     assert f"#SBATCH --nodes={train.shape.nodes}\n" in train.script
-    given = signal_margin.given_in(train.script)
+    given = shape.signal_given(train.script)
     assert given == found.resolved.recipe.slurm.signal_seconds and given * 2 < train.shape.minutes * 60
 
 

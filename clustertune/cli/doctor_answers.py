@@ -21,7 +21,7 @@ from clustertune.doctor import preflight, recipe_context
 from clustertune.errors import Problem, UserError, raise_if, storing
 from clustertune.host import collect
 from clustertune.host.facts import HostFacts
-from clustertune.launch import allocation, batch, cluster_paths, shape
+from clustertune.launch import allocation, cluster_paths, shape, stage_jobs
 from clustertune.manifest import require_replaceable, write_durably
 from clustertune.nccl_check import link_check as links
 from clustertune.rundir import default_run_dir
@@ -183,9 +183,9 @@ def _submit(args: DoctorArguments, cluster: schema.Cluster) -> int:
     """A job of whole nodes over the body of ops/doctor/doctor.sbatch, which looks at each of them."""
     wanted = links.job_shape(cluster, args.nodes, args.time, args.seconds + preflight.START_SECONDS)
     note = "Derived by clustertune doctor --submit from the cluster file."
-    job = batch.BatchJob(
+    job = stage_jobs.BatchJob(
         shape=wanted,
-        script=batch.render("doctor", wanted, note, (ROOT / "ops/doctor/doctor.sbatch").read_text(), alone=False),
+        script=stage_jobs.render_alone("doctor", wanted, note, (ROOT / "ops/doctor/doctor.sbatch").read_text(), alone=False),
         folder=(cluster_paths.runs(cluster) / "doctor" / cluster.name).absolute(),
         arguments=tuple(_arguments(args, cluster)),
         file="doctor.sbatch",

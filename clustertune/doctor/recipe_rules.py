@@ -40,8 +40,7 @@ from clustertune.cluster.hardware import load_hardware
 from clustertune.doctor.recipe_context import RecipeContext
 from clustertune.errors import UserError
 from clustertune.host.system import GIB
-from clustertune.launch import serving
-from clustertune.launch import signal_margin as margins
+from clustertune.launch import serving, shape
 from clustertune.plan.predict import Plan
 from clustertune.plan.schedule import START_S
 from clustertune.recipe.library_facts import model_facts
@@ -194,7 +193,7 @@ def signal_margin(context: RecipeContext) -> Iterator[Seen]:
     if not context.is_real or context.cluster.slurm is None:
         return
     wanted = context.resolved.recipe.slurm.signal_seconds
-    for problem in margins.find_problems(wanted, context.minutes, file=context.where):
+    for problem in shape.signal_problems(wanted, context.minutes, file=context.where):
         yield Seen(FAIL, f"{problem.key}: {problem.message}", problem.fix or "a longer slurm.time")
     if context.plan is None:
         return

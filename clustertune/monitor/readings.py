@@ -2,80 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
 import time
 from collections.abc import Callable
 from ctypes import addressof
 from pathlib import Path
 from typing import Any
 
-COLUMNS = {
-    "cpu": 3, "load": 1, "memory_gib": 2, "disk_free_gib": 1, "disk_read_mb_s": 1, "disk_write_mb_s": 1, "net_rx_mb_s": 1,
-    "net_tx_mb_s": 1, "own_cpu_s": 2,
-}  # fmt: skip
+COLUMNS = {"cpu": 3, "load": 1, "memory_gib": 2, "disk_free_gib": 1, "own_cpu_seconds": 2}
 """Of a node, with the decimals that are kept. ``cpu``: share of all hardware threads that is busy; ``disk_free_gib``: where
-the run folder lies; ``own_cpu_s``: CPU seconds that the sampler itself has used. MB are 10^6 bytes."""
-_DISK = re.compile(r"(sd[a-z]+|vd[a-z]+|xvd[a-z]+|nvme\d+n\d+|mmcblk\d+)$")
-"""Whole disks: partitions and mapped devices count the same bytes again (Documentation/admin-guide/iostats.rst)."""
+the run folder lies; ``own_cpu_seconds``: that the sampler itself has used. Disks and networks are node_exporter's."""
 
 
-class Growth:
-    """Counters that only grow, by name."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, float] = {}
-
-    def of(self, name: str, value: float | None) -> float | None:
-        """What a counter grew by since its last value; None at its first one, and where it began again."""
-        if value is None:
-            return None
-        before, self._before[name] = self._before.get(name), value
-        return None if before is None or value < before else value - before
-
-
-class NodeSampler:
-    """One node. ``run``: whose storage is looked at."""
-
-    def __init__(self, run: Path) -> None:
-        self.run = run
-        self._growth = Growth()
-
-    def sample(self, seconds: float) -> dict[str, float | None]:
-        """A row of :data:`COLUMNS`; what this machine does not tell is None. ``seconds`` since the row before."""
-        import psutil
-
-        memory = psutil.virtual_memory()
-        rates = {name: self._growth.of(name, value) for name, value in _counters().items()}
-        return {
-            "cpu": psutil.cpu_percent() / 100,
-            "load": os.getloadavg()[0],
-            "memory_gib": (memory.total - memory.available) / 2**30,
-            "disk_free_gib": self._free(),
-            **{name: None if value is None or seconds <= 0 else value / seconds / 1e6 for name, value in rates.items()},
-            "own_cpu_s": time.process_time(),
-        }
-
-    def _free(self) -> float | None:
-        try:
-            found = os.statvfs(self.run)
-        except OSError:
-            return None
-        return found.f_bavail * found.f_frsize / 2**30
-
-
-def _counters() -> dict[str, float | None]:
-    """Bytes since the machine was started, of whole disks and of network cards (else of all interfaces but loopback)."""
+def sample_node(run: Path) -> dict[str, float | None]:
+    """A row of :data:`COLUMNS`. ``run``: whose storage is looked at; None: it does not answer."""
     import psutil
 
-    disks = [found for name, found in (psutil.disk_io_counters(perdisk=True) or {}).items() if _DISK.match(name)]
-    links = {name: found for name, found in psutil.net_io_counters(pernic=True).items() if name != "lo"}
-    cards = [found for name, found in links.items() if Path("/sys/class/net", name, "device").exists()] or [*links.values()]
+    memory, free = psutil.virtual_memory(), None
+    with contextlib.suppress(OSError):
+        found = os.statvfs(run)
+        free = found.f_bavail * found.f_frsize / 2**30
     return {
-        "disk_read_mb_s": sum(disk.read_bytes for disk in disks) if disks else None,
-        "disk_write_mb_s": sum(disk.write_bytes for disk in disks) if disks else None,
-        "net_rx_mb_s": sum(card.bytes_recv for card in cards) if cards else None,
-        "net_tx_mb_s": sum(card.bytes_sent for card in cards) if cards else None,
+        "cpu": psutil.cpu_percent() / 100,
+        "load": os.getloadavg()[0],
+        "memory_gib": (memory.total - memory.available) / 2**30,
+        "disk_free_gib": free,
+        "own_cpu_seconds": time.process_time(),
     }
 
 
@@ -103,7 +56,8 @@ class Gpus:
         self.counts_energy = False
         """Whether energy comes from the GPUs' counters; else it is the power samples times their time."""
         self._handles: list[Any] = []
-        self._growth: list[Growth] = []
+        self._counted: list[int | None] = []
+        """Millijoules by each counter at its last look."""
         self._joules: list[float] = []
         self._xid: dict[int, int] = {}
         try:
@@ -119,7 +73,7 @@ class Gpus:
             return
         self._handles = self._open()
         self.names = [str(self._ask(index, nvml.nvmlDeviceGetName) or "unknown") for index in range(len(self._handles))]
-        self._growth = [Growth() for _ in self._handles]
+        self._counted = [None] * len(self._handles)
         self._joules = [0.0] * len(self._handles)
         self._events = self._listen()
 
@@ -179,7 +133,8 @@ class Gpus:
         joules = ask(index, nvml.nvmlDeviceGetTotalEnergyConsumption)
         if joules is not None:
             self.counts_energy = True
-            self._joules[index] += (self._growth[index].of("energy_mj", joules) or 0.0) / 1e3
+            self._joules[index] += max(0, joules - (self._counted[index] or joules)) / 1e3
+            self._counted[index] = joules
         elif power is not None:
             self._joules[index] += power / 1e3 * seconds
         return {

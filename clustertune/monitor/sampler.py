@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.manifest import open_plain
-from clustertune.monitor.readings import COLUMNS, GPU_COLUMNS, Gpus, NodeSampler
+from clustertune.monitor.readings import COLUMNS, GPU_COLUMNS, Gpus, sample_node
 from clustertune.process import die_with_parent
 from clustertune.report.telemetry import FOLDER, TelemetryRow, Values
 
@@ -50,11 +50,11 @@ def main(run: Path, attempt: int, node: int) -> None:
     where a link or a pipe is in the place of a file: the ranks do not need us."""
     listen_to_parent()
     every = float(os.environ.get("CLUSTERTUNE_SAMPLE_SECONDS", "0"))
-    gpus, machine = Gpus(), NodeSampler(run)
+    gpus = Gpus()
     host = os.uname().nodename
     about = {"host": host, "node": node, "cpus": os.cpu_count(), "gpus": gpus.names}
     began = before = time.monotonic()
-    machine.sample(0.0)
+    sample_node(run)
     gpus.sample(0.0)
     about["energy"] = "counter" if gpus.counts_energy else "power samples" if gpus.names else None
     writer = TelemetryWriter(run / FOLDER, host, about)
@@ -65,9 +65,7 @@ def main(run: Path, attempt: int, node: int) -> None:
         if ended and now - before < LEAST_SECONDS:
             return
         seconds, before = now - before, now
-        writer.add(
-            TelemetryRow(time.time(), attempt, machine.sample(seconds), tuple(gpus.sample(seconds)), dict(gpus.problems))
-        )
+        writer.add(TelemetryRow(time.time(), attempt, sample_node(run), tuple(gpus.sample(seconds)), dict(gpus.problems)))
 
 
 # --- the files -------------------------------------------------------------------------------------------------------

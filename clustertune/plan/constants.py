@@ -63,9 +63,9 @@ class Constants:
     output of attention. Fitted to the 17 runs' peaks."""
     kept_compiled_inner: float = 3.0
     """Elements of the feed-forward width: gate, up and their product."""
-    kept_dropout: float = 2.0
-    """Elements per input of each adapted module that LoRA's dropout keeps: its mask and what it lets through. Counted on a CPU;
-    on a GPU the mask is a byte, and it is 1.5."""
+    dropout_mask: float = 1.0
+    """Bytes per input of each adapted module that LoRA's dropout keeps beside what it lets through: its mask, on a GPU. On a
+    CPU the mask has the input's type."""
     fragmentation: float = 0.03
     """What the caching allocator reserves beyond its tensors, as a share. Assumed."""
     context_gib: float = 1.6

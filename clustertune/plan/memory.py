@@ -243,7 +243,7 @@ class SavedActivations:
             return 0.0 if kept_already else float(self.width)
         adapted = sum(name in shape.targets for name in names)
         if shape.dropout:
-            return adapted * self.constants.kept_dropout * self.width
+            return adapted * (self.width + self.constants.dropout_mask)
         if self.autocast:
             return float(adapted * self.width)  # PEFT casts to the adapter's float32, autocast back, for each
         return float(self.width) if adapted and not kept_already else 0.0
@@ -270,11 +270,15 @@ class SavedActivations:
 
     def working(self, kind: LayerKind) -> float:
         """Gradients on their way through the widest part of a layer: of the product, of the activation and of up, less the
-        product itself, which is gone; and that of the residual sum. Without a fused kernel it may be attention: the softmax's
-        gradient and that of its scores, both in float32, less the probabilities as the product takes them."""
+        product itself, which is gone, where down is trained or adapted and had kept it; and that of the residual sum. Without a
+        fused kernel it may be attention: the softmax's gradient and that of its scores, both in float32, less the probabilities
+        as the product takes them."""
         plan = self.shape.strategy
+        down = [linear for linear in kind.linears if linear.name.endswith(GROUPS[3])]
+        keeps = not plan.lora or any(self.adapts(linear) or linear.name in self.shape.wrapped for linear in down)
         scores = kind.attention.heads * plan.row * (2 * FULL - self.width) if plan.attention == "eager" else 0
-        return max(2.0 * self.width * kind.inner, scores) / plan.tp + self.stream * self.shape.counted.hidden
+        rows = (2.0 if keeps else 3.0) * self.width * kind.inner
+        return max(rows, scores) / plan.tp + self.stream * self.shape.counted.hidden
 
     def norm_back(self, kind: LayerKind) -> float:
         """The same of the second norm, whose rows tensor parallelism leaves whole: five in float32, less what the feed-forward
@@ -432,8 +436,15 @@ class _Memory(SavedActivations):
             there = self._all_gathered(1.0, self.first_end)
             copied, at_work = [*there, self._layers(before)], [*there, self._layers(1.0)]
         rows = self._rows(1, self.shape.tokens, "rows of the embedding")
-        first = [self._layers(0.0 if plan.ends_apart else 2.0), self._ends(2 * self.first_end), rows]
+        first = [*self.first_unit(), rows]
         return [[self.accumulated(1.0), *rest] for rest in (first, [*kept, *copied], [*kept, *at_work, *working])]
+
+    def first_unit(self) -> list[Term]:
+        """The embedding, or the root that keeps the ends, with the buffer from which it was copied. An embedding of its own is
+        given back before the first layer is gathered; one that is the head is not (accelerate, fsdp_utils.py, "tail")."""
+        plan = self.shape.strategy
+        behind = self._layers((1.0 if self.shape.counted.tied else 0.0) if plan.ends_apart else 2.0)
+        return [behind, self._ends(2 * self.first_end)]
 
     @property
     def split_by_columns(self) -> float:
@@ -480,7 +491,9 @@ class _Memory(SavedActivations):
         values = {"tokens": tokens, "size": 2.0 * FULL * self.shape.counted.hidden if self.passes_norms else 0.0}
         norm = Term("buffers", tokens * values["size"], BYTES, "inside the last norm: {tokens} tokens x {size} B", values)
         rows = self._rows(2, tokens, "rows for the last norm and the head")
-        last = [[*gathered, held, *self._at_work(inside, tokens)], [*self.gathered_at_loss(), norm, rows], [*head, rows]]
+        first = [*self.first_unit(), self._rows(1, tokens, "rows of the embedding")] if self.gathers and plan.reshard else []
+        work = [*gathered, held, *self._at_work(inside, tokens)]
+        last = [first, work, [*self.gathered_at_loss(), norm, rows], [*head, rows]]
         return [[self.cast_weights(1.0), *terms] for terms in last]
 
     def at_loss(self) -> list[list[Term]]:
@@ -496,9 +509,11 @@ class _Memory(SavedActivations):
     @property
     def tensor_head(self) -> bool:
         """With LoRA TRL asks for the head's whole tensor, as it is stored (trl/trainer/utils.py, full_tensor), outside of FSDP.
-        Of the reference it asks again, while the model's own waits for its backward pass."""
+        Of the reference it asks again, while the model's own waits for its backward pass. A head that is the embedding is
+        gathered already."""
         plan = self.shape.strategy
-        return self.gathers and plan.ends_apart and plan.reshard and plan.lora and plan.fused_loss and plan.tiled_loss
+        apart = self.gathers and plan.ends_apart and plan.reshard and not self.shape.counted.tied
+        return apart and plan.lora and plan.fused_loss and plan.tiled_loss
 
     @property
     def stored_end(self) -> float:
@@ -513,7 +528,10 @@ class _Memory(SavedActivations):
         held = [self.accumulated(1.0), self.buckets(), self.cast_weights(1.0), *self.activations(1.0, self.last_norm())]
         layers = [self._layers(2.0)] if self.gathers and self.shape.strategy.reshard else []
         inside = max(self.passing(kind) for kind in self.shape.counted.layers)
-        return [[*held, *(head if self.tensor_head else self.gathered_at_loss()), *layers, *self._at_work(inside, tokens)]]
+        ends = head if self.tensor_head else self.gathered_at_loss()
+        if self.shape.counted.tied:
+            ends = [self._ends(self.held_ends)]
+        return [[*held, *ends, *layers, *self._at_work(inside, tokens)]]
 
     def backward(self) -> list[list[Term]]:
         """Beginning and end of a layer's turn: of the last layer (the first one back); of the one before it, when the gradients
@@ -580,7 +598,7 @@ class _Memory(SavedActivations):
             return [self._layers(1.0 if plan.is_fsdp else min(2.0, layers)), self._ends(self.shape.ends)]
         if self.tensor_head:
             return [self._layers(1.0), self._ends(self.head, size=self.stored_end)]
-        if back and plan.fused_loss and plan.tiled_loss:
+        if self.shape.counted.tied or (back and plan.fused_loss and plan.tiled_loss):
             return [self._layers(1.0), self._ends(self.head)]  # the last layer is asked for before the tiles begin
         return [self._ends(self.head * (1 if back else 2))]
 
@@ -610,7 +628,7 @@ class _Memory(SavedActivations):
         plan = self.shape.strategy
         if not plan.ends_apart:
             return self.shape.ends
-        return self.first_end if self.shape.counted.tied and not plan.lora else 0.0
+        return self.first_end if self.shape.counted.tied else 0.0
 
     def _all_gathered(self, left: float, ends: float) -> list[Term]:
         """Kept from forward to backward; a layer that is through with its backward pass gives its weights back."""
@@ -752,8 +770,9 @@ class _Memory(SavedActivations):
         """The end: the embedding's gradient, or the root's with the head's. FSDP2 gives its weights back and copies them for
         their reduction (torch, _fsdp_collectives.py, foreach_reduce)."""
         plan, shape = self.shape.strategy, self.shape
-        if plan.lora:  # no gradient, but its unit is gathered
-            return [[self._ends(2 * self.first_end)]] if self.gathers and plan.ends_apart and plan.reshard else []
+        if plan.lora:  # no gradient, but its unit is gathered, unless it is the head, which is there from the forward pass on
+            again = self.gathers and plan.ends_apart and plan.reshard and not shape.counted.tied
+            return [[self._ends(2 * self.first_end)]] if again else []
         if plan.pp > 1:
             return []
         if plan.kind in ("NO", "DDP"):

@@ -328,17 +328,19 @@ def traffic(shape: ModelShape) -> Traffic:
     if plan.weight_shards > 1:
         size = shape.gathered
         if plan.kind == "FSDP2" and plan.lora and plan.ends_apart and plan.tiled_loss:
-            # TRL gathers the head outside of FSDP, as it is stored, in each forward pass and beside nothing; FSDP gathers the
-            # adapters as well.
+            size += shape.split_trained * shape.end_bytes  # FSDP gathers the adapters as well
+        if plan.kind == "FSDP2" and plan.lora and plan.ends_apart and plan.tiled_loss and not shape.counted.tied:
+            # TRL gathers the head outside of FSDP, as it is stored, in each forward pass and beside nothing.
             head, calls = shape.head_weights / plan.tp, 2 if plan.second_forward == "reference" else 1
             stored = head * (plan.other_bytes if shape.quantised else plan.weight_bytes)
             result.exposed.append(Collective("all-gather of the head", "gather", shards, calls * stored, calls))
-            size += shape.split_trained * ACTIVATION_BYTES - head * shape.end_bytes
+            size -= head * shape.end_bytes
         gathered = Collective(_gather_name(shape), "gather", shards, size, shape.layers + 1)
         result.forward.extend([gathered, gathered] if plan.second_forward else [gathered])
         if plan.reshard:
             # accelerate leaves head and last norm gathered behind the forward pass (fsdp_utils.py, "tail").
-            tail = shape.head_weights / plan.tp * plan.gather_bytes if plan.ends_apart and not plan.lora else 0.0
+            left = plan.ends_apart and (not plan.lora or shape.counted.tied)
+            tail = shape.head_weights / plan.tp * plan.gather_bytes if left else 0.0
             result.backward.append(replace(gathered, size=size - tail))
     _gradients(shape, result)
     _tensor(shape, result)

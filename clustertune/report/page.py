@@ -233,20 +233,10 @@ class _ReportedRun:
         forecast = self.document.get("forecast")
         if not forecast:
             return None
-        known = [(name, wanted, found) for name, wanted, found in self._forecast() if found]
-        shares = [found / wanted for _, wanted, found in known]
         return {
             "note": content.forecast_note(forecast),
             "rows": content.forecast_rows(forecast, self.metrics, self.stages),
-            "plot": plots.bars(
-                "Actual over planned", [name for name, *_ in known], {"actual": shares}, form=lambda v: f"{v:.0%}",
-                marks=[1.0] * len(known), notes=[f"{_short(found)}, planned {_short(wanted)}" for _, wanted, found in known],
-            ),
-        }  # fmt: skip
-
-
-def _short(value: float) -> str:
-    return number(float(f"{value:.4g}"))
+        }
 
 
 def _finite(value: float | None) -> float | None:

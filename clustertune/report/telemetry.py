@@ -40,14 +40,12 @@ class NodeTelemetry:
 
 
 class History:
-    """The course of all nodes together, in at most :data:`POINTS` stretches of time that are equally long."""
+    """The course of all nodes together, minute by minute."""
 
-    POINTS = 300
     COLUMNS = ("utilisation", "memory_gib", "power_w", "cpu")
     """Of GPUs, and of nodes the last."""
 
     def __init__(self) -> None:
-        self._width = 10.0
         self._found: dict[int, dict[str, tuple[float, int, float]]] = {}
 
     def add(self, row: TelemetryRow) -> None:
@@ -55,27 +53,16 @@ class History:
         if row.attempt < 0:
             return
         values = [(name, gpu.get(name)) for gpu in row.gpus for name in self.COLUMNS[:3]] + [("cpu", row.node.get("cpu"))]
-        part = self._found.setdefault(int(row.time // self._width), {})
+        part = self._found.setdefault(int(row.time // 60), {})
         for name, value in values:
             if value is not None:
                 total, count, most = part.get(name, (0.0, 0, value))
                 part[name] = (total + value, count + 1, max(most, value))
-        if len(self._found) > self.POINTS:
-            self._halve()
-
-    def _halve(self) -> None:
-        self._width *= 2
-        before, self._found = self._found, {}
-        for at, values in before.items():
-            part = self._found.setdefault(at // 2, {})
-            for name, (total, count, most) in values.items():
-                old = part.get(name, (0.0, 0, most))
-                part[name] = (old[0] + total, old[1] + count, max(old[2], most))
 
     def column(self, name: str, *, most: bool = False) -> list[tuple[float, float]]:
-        """Unix seconds of each stretch's middle, and the mean of all GPUs (or nodes) in it, or the largest value."""
+        """Unix seconds of each minute's middle, and the mean of all GPUs (or nodes) in it, or the largest value."""
         return [
-            ((at + 0.5) * self._width, part[name][2] if most else part[name][0] / part[name][1])
+            (60 * (at + 0.5), part[name][2] if most else part[name][0] / part[name][1])
             for at, part in sorted(self._found.items())
             if name in part
         ]

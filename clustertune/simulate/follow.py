@@ -393,6 +393,8 @@ class Follow(TorchDispatchMode):  # type: ignore[misc]
         flops = 0.0
         if func.overloadpacket is aten._grouped_mm:  # rows by experts, or, of a weight's gradient, rows that meet rows
             flops = 2.0 * args[0].shape[0] * args[0].shape[1] * args[1].shape[-1]
+        elif func.namespace == "torch_attn":
+            flops = _varlen_flops(func.name(), args, self.length // 4)
         elif (formula := flop_registry.get(func.overloadpacket)) is not None:
             # The formulas do not know the type that a product may be asked for.
             flops = float(formula(*(a for a in args if not isinstance(a, torch.dtype)), **kwargs, out_val=result))
@@ -428,6 +430,16 @@ class Follow(TorchDispatchMode):  # type: ignore[misc]
             except (RuntimeError, TypeError):
                 return None
         return _shape(leaf) if isinstance(leaf, dist.ProcessGroup) else None
+
+
+def _varlen_flops(name: str, args: Any, tokens: int) -> float:
+    """FLOPs of attention over packed conversations of so many tokens each: the causal half of two products, of five going back.
+
+    torch's formula takes a conversation for each entry of their beginnings, which in a fake tensor are as many as tokens.
+    """
+    back = "backward" in name
+    rows, heads, size = args[1 if back else 0].shape  # [tokens, heads, size]; going back the gradient is ahead of the queries
+    return float(rows * tokens * heads * size * (5 if back else 2))
 
 
 def _shape(group: Any) -> tuple[int, int]:

@@ -16,6 +16,8 @@ import trl.kernels.chunked_logprob as chunked
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed import device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param_group
+from torch.distributed.tensor import _utils as tensor_utils
+from torch.distributed.tensor import placement_types
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import core_model_loading
 
@@ -172,6 +174,10 @@ def install(memory: Memory, follow: Follow) -> Reading:
     device_mesh.init_device_mesh = _fsdp_init.init_device_mesh = torch.distributed.init_device_mesh = for_real(
         device_mesh.init_device_mesh
     )
+    # Where a shard of FSDP2 lies in one of tensor parallelism torch looks up in a list of all rows, one fake number each.
+    put(tensor_utils, _compute_local_shape_and_global_offset=for_real(tensor_utils._compute_local_shape_and_global_offset))
+    strided = placement_types._StridedShard
+    put(strided, local_shard_size_and_offset=for_real(strided.local_shard_size_and_offset))
     for name, purpose in (
         ("foreach_all_gather", GATHERED),
         ("foreach_all_gather_copy_out", GATHERED),

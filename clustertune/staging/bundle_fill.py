@@ -16,10 +16,10 @@ from clustertune import manifest
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say
 from clustertune.data.prompts import read_prompts
+from clustertune.data.sources import snapshot as cached_data
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storing
 from clustertune.evaluate.inputs import TaskRows, fetch_benchmark
 from clustertune.evaluate.tasks import data_sets
-from clustertune.evaluate.tasks import snapshot as cached_data
 from clustertune.launch import image as images
 from clustertune.launch.container import enroot_name
 from clustertune.manifest import SHA256, FileRecord

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ class Case:
         return replace(made, mounts="1 0 0:1 / / rw - ext4 /dev/sda rw\n")
 
     def made_cluster(self) -> Cluster:
-        body = load_cluster("rno-rtxpro6000").model_dump()
+        body = reference().model_dump()
         for path, value in self.cluster.items():
             *parents, last = path.split(".")
             section = body
@@ -126,6 +127,12 @@ class Case:
     def rules(self) -> set[str]:
         """The rules that find something."""
         return {item.rule for item in self.findings()}
+
+
+@cache
+def reference() -> Cluster:
+    """The reference cluster, read once."""
+    return load_cluster("rno-rtxpro6000")
 
 
 def make(root: Path) -> Case:

@@ -66,7 +66,6 @@ def test_only_the_ranks_run_in_nvidias_image() -> None:
     [
         ("{runtime: apptainer, image: /s/train.sif}", "container.megatron: missing"),
         (None, "has no container runtime"),
-        ("{runtime: none, megatron: /s/m.sif}", "container.megatron: given, while runtime is none"),
         ("{runtime: pyxis, image: /s/t.sqsh, megatron: /s/m.sif}", "container.megatron: a .sif, which enroot cannot open"),
         (
             f"{{runtime: apptainer, image: /s/t.sif, megatron: 'docker://a/b@sha256:{'0' * 64}'}}",

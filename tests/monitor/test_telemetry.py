@@ -106,7 +106,7 @@ def wide_row(at: float) -> TelemetryRow:
     """As long as rows of a busy node get."""
     figures = [100, 79.11, 1000, 88, 1980, 72, 0, 0, 1_234_567_890]
     gpu = dict(zip(readings.GPU_COLUMNS, figures, strict=True))
-    node = dict(zip(readings.COLUMNS, [0.123, 123.4, 1234.56, 123456.7, *[12345.6] * 4, 12345.67], strict=True))
+    node = dict(zip(readings.COLUMNS, [0.123, 123.4, 1234.56, 123456.7, 12345.67], strict=True))
     return TelemetryRow(1.7e9 + at, 12, node, (gpu,) * 8)
 
 

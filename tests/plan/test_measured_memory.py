@@ -149,7 +149,8 @@ def predict(folder: Path, case: dict[str, Any]) -> list[memory.Moment]:
     used = replace(strategy(resolved), ends_apart=case.get("kind", "FSDP2") == "FSDP2", holds_logits=False)
     if len(case.get("lengths", "abc")) == 1:
         used = replace(used, isolated=False)
-    return memory.moments(make_shape(resolved, used), Constants())
+    noise = 2.0 if case.get("bf16", True) else 4.0  # dropout's mask has the input's type on a CPU
+    return memory.moments(make_shape(resolved, used), Constants(dropout_mask=noise))
 
 
 # --- layers of the real size -------------------------------------------------------------------------------------------

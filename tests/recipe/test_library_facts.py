@@ -46,6 +46,7 @@ def installed() -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_facts_are_the_installed_classes(name: str, installed: dict[str, Any]) -> None:
     assert installed[name] == facts(name), FIX

@@ -148,7 +148,7 @@ def test_the_chain_runs_from_the_parcel_alone(staged: Path, tmp_path: Path) -> N
     assert done.code == 0, done.err
     assert (tmp_path / "r/report.html").is_file()
     result = json.loads((tmp_path / "r/eval/results.json").read_bytes())
-    assert str(staged) in result["dataset"]["file"]
+    assert str(staged) in result["details"]["ifeval"]["dataset"]["file"]
 
 
 @pytest.mark.jobs

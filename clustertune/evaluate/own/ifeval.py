@@ -10,7 +10,7 @@ import difflib
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from clustertune.evaluate.inputs import TaskRows, Wrong
@@ -33,12 +33,6 @@ _PROBES = (
     '{"json": [1, 2]}',
 )
 """Answers that every checker must be able to judge."""
-
-
-STDERR_METHOD = {
-    "prompt_level": "lm-eval's: sample standard deviation over prompts / sqrt(prompts)",
-    "inst_level": "ratio estimator, instructions clustered by prompt (lm-eval gives none)",
-}
 
 
 class OwnRows(TaskRows):
@@ -77,20 +71,6 @@ class OwnRows(TaskRows):
     def is_benchmark(self) -> bool:
         """The rows are google/IFEval's: its counts and several of its prompts word for word."""
         return recognise_benchmark(self.rows)
-
-    def describe(self, result: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """All but ``notes`` stood there before there were tasks."""
-        row, data = result["tasks"][self.task.task], result["details"][self.task.task]["dataset"]
-        instructions = sum(len(sample["inst_level_strict_acc"]) for sample in samples)
-        return {
-            **super().describe(result, samples),
-            "dataset": {**data, "instructions": instructions},
-            "scores": {name: row[f"{name},none"] for name in self.task.metrics},
-            "stderr": {name: row[f"{name}_stderr,none"] for name in self.task.metrics},
-            "stderr_method": STDERR_METHOD,
-            "task_version": self.task.version,
-            "decoding": {**result["decoding"], **samples[0]["arguments"][0][1]},
-        }
 
 
 def _check_instruction(name: str, kwargs: Mapping[str, Any], prompt: str, index: int) -> Iterator[Wrong]:
