@@ -142,6 +142,7 @@ def test_the_commands_on_a_run(finished_copy: Path) -> None:
     assert (finished_copy / "report.html").is_file()
 
 
+@pytest.mark.jobs
 def test_the_commands_on_models(finished_copy: Path, tmp_path: Path) -> None:
     """``export``, ``merge`` and ``eval`` as they are printed there, each with what the one before made."""
     adapter, merged, prompts = tmp_path / "adapter", tmp_path / "merged", tmp_path / "prompts.jsonl"

@@ -22,6 +22,8 @@ from tools.planner_grade.data import published_models
 FOLDERS = sorted(path for path in (REPO / "recipes").iterdir() if path.is_dir() and path.name != "_base")
 NEEDED = ("recipe.yaml", "README.md")
 MAX_LINES = 18
+RUN = ("llama405b-oasst2", "llama70b-megatron", "qwen3-8b-ifeval-grpo", "smollm2-135m-oasst2")
+"""One of each kind, whose commands are run as their README has them."""
 
 
 def own_lines(text: str) -> int:
@@ -101,7 +103,11 @@ def test_a_readme_gives_the_figures_that_the_recipe_expects() -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_the_commands_of_a_readme_are_run(folder: Path) -> None:
-    """As they stand there, but for whole trainings, which other tests run: plans fit, submissions are only shown."""
+    """As they stand there, but for whole trainings, which other tests run: plans fit, submissions are only shown.
+
+    Of most recipes the job's size alone is compared: tests/test_readme.py reads their commands, tests/test_goldens.py plans
+    and submits them.
+    """
     blocks = re.findall(r"^```sh\n(.*?)^```", (folder / "README.md").read_text(), re.M | re.S)
     seen = []
     for line in "".join(blocks).splitlines():
@@ -118,6 +124,7 @@ def test_the_commands_of_a_readme_are_run(folder: Path) -> None:
             words += ["--dry-run"]
         elif words[0] == "make" or words[1] in ("run", "doctor"):  # doctor: of a node of the cluster
             continue
-        done = CliRunner().invoke(app, words[1:])
-        assert done.exit_code == 0, f"{line}\n{done.output}"
+        if folder.name in RUN:
+            done = CliRunner().invoke(app, words[1:])
+            assert done.exit_code == 0, f"{line}\n{done.output}"
     assert {"plan", "nccl-check", "doctor", "sbatch"} <= set(seen)
