@@ -280,13 +280,13 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("format", ["messages", "text", "preference"])
 def test_a_small_model_without_gpus_runs_as_new_wrote_it(format: str, tmp_path: Path) -> None:
-    """Two commands, no edits: two processes on CPUs in float32; steps, minutes and what GPUs need are said; plan takes GPUs."""
+    """Two commands, no edits: two processes on CPUs in float32; steps and what GPUs need are said; plan takes GPUs."""
     row = {"text": "q" * 300} if format == "text" else ROWS[format]
     data = rows(tmp_path / "mine.jsonl", row, 300)
     model = small_model(tmp_path / "hf", None if format == "text" else CHATML)
     done = run("new", tmp_path / "mine", "--model", model, "--data", data, "--json", stack=True)
     assert done.code == 0, done.err
-    assert 0 < done.json["hours"] < 1 and done.json["commands"][0] == f"clustertune run {tmp_path / 'mine'}"
+    assert done.json["hours"] is None and done.json["commands"][0] == f"clustertune run {tmp_path / 'mine'}"
     assert any("--gpus" in line and "--cluster" in line for line in done.json["assumed"])
     resolved = resolve(tmp_path / "mine")
     assert resolved.world_size == 2 and not resolved.warnings and resolved.recipe.eval.limit

@@ -81,11 +81,11 @@ def test_weights_that_are_not_trained_as_published_are_refused_before_the_queue(
 
 def test_a_config_of_its_own(tmp_path: Path) -> None:
     """A config.json that is not listed: its folder is the model's, and each wrong key is named."""
-    own = tmp_path / "Own model"
+    own = tmp_path / "Own model 5b"
     own.mkdir()
     (own / "config.json").write_text(json.dumps({**find_model("Qwen/Qwen3-8B").architecture, "num_hidden_layers": 20}))
     found = find_model(str(own))
-    assert found.section == {"name": "Own-model", "path": str(own)} and found.architecture["num_hidden_layers"] == 20
+    assert found.section == {"name": "Own-model-5b", "path": str(own)} and found.architecture["num_hidden_layers"] == 20
     assert find_model(str(own / "config.json")) == found
     (own / "config.json").write_text(json.dumps(GEMMA | {"quantization_config": {"quant_method": "fp8"}}))
     assert any("fp8" in note for note in find_model(str(own)).notes)
