@@ -772,7 +772,8 @@ class _Memory(SavedActivations):
         plan, shape = self.shape.strategy, self.shape
         if plan.lora:  # no gradient, but its unit is gathered, unless it is the head, which is there from the forward pass on
             again = self.gathers and plan.ends_apart and plan.reshard and not shape.counted.tied
-            return [[self._ends(2 * self.first_end)]] if again else []
+            rows = self._rows(2, shape.tokens, "rows of the embedding and their gradient")
+            return [[self._ends(2 * self.first_end), self.accumulated(1.0), rows]] if again else []
         if plan.pp > 1:
             return []
         if plan.kind in ("NO", "DDP"):
