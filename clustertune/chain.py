@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +41,8 @@ from clustertune.monitor import live
 from clustertune.process import die_with_parent, end
 from clustertune.recipe.sections import Push
 from clustertune.report import content, cost, source
+from clustertune.resolve import tiny as scaled_down
+from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import ROLLOUT_SERVERS, SCORES, STAGES, RunDir, keep_private
 from clustertune.staging import bundle, needs
@@ -47,6 +51,8 @@ from clustertune.tree import IS_INSTALLED, ROOT
 
 MARKS = {"pass_mark", "pass_difference", "stall_seconds"}
 """Settings of an evaluation that judge it or guard it, and do not change it."""
+LOOK_SECONDS, AGAIN_SECONDS, SCORE_TRIES = 2.0, 30.0, 3
+"""Between two looks for a checkpoint to score beside the trainer; before the next try where that failed; and tries of each."""
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "lm_eval", "safetensors", "wandb")
 
 
@@ -59,6 +65,31 @@ def visible_gpus() -> int:
         return 0
     found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return sum(line.startswith("GPU ") for line in found.stdout.splitlines())
+
+
+def resolve_here(
+    recipe: str, overrides: Sequence[str], *, tiny: bool, ranks: int | None = None, made_up: bool = False
+) -> Resolved:
+    """The recipe for the GPUs of this machine; of a small model without GPUs for as many processes.
+
+    ``made_up``: its weights are random though it does not say so. Raises UserError.
+    """
+    resolved = resolve(recipe, overrides, tiny=tiny, ranks=ranks)
+    resolved.require_startable()
+    gpus, asked = visible_gpus(), resolved.world_size
+    small = tiny or made_up or resolved.recipe.model.weights == "random"
+    on_cpus = not gpus and not small and scaled_down.is_small(resolved.architecture)
+    few = gpus or scaled_down.ranks(resolved.accelerate)
+    if ranks is not None or asked <= (few if small or on_cpus else gpus):
+        return resolved
+    if not (small or on_cpus):
+        fix = "use --tiny to run a scaled-down version, clustertune submit on a cluster, or --ranks N to force N processes"
+        raise UserError(f"needs {asked} GPUs, this machine has {gpus}", file=recipe, key="slurm", fix=fix)
+    resolved = resolve(recipe, overrides, tiny=tiny, ranks=few)
+    if on_cpus:
+        slow = "; train.bf16=false is faster on most CPUs" if resolved.train_args["bf16"] else ""
+        say(f"note: the recipe is for {asked} GPUs and there is none here: {few} processes train on the CPUs{slow}")
+    return resolved
 
 
 def check_folder(resolved: Resolved, path: Path) -> None:
@@ -184,6 +215,7 @@ class Chain:
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     ring: Path | None = None
     """What the ranks find the servers of ``rollout: servers`` by, while those run."""
+    _scoring: threading.Lock = field(default_factory=threading.Lock)
 
     def go(self, first: str = STAGES[0], last: str = STAGES[-1]) -> dict[str, dict[str, Any]]:
         """Run the stages from ``first`` to ``last``; a finished one before ``first`` is taken as it is.
@@ -196,7 +228,7 @@ class Chain:
         if missing:
             raise UserError(f"not finished in this run: {', '.join(missing)}", key="--from", fix=f"--from {missing[0]}")
         ours = self.resolved.recipe.megatron is None and self.run.stage("train") is None and "train" in wanted
-        if ours and (problems := image.trackers(self.resolved.train_args)):
+        if ours and (problems := image.lacking_here(self.resolved.train_args, gpus=visible_gpus() > 0)):
             raise UserError(problems)
         self.run.write_own_files(self.resolved)
         for stage in wanted:
@@ -286,11 +318,12 @@ class Chain:
         return record
 
     def part(self, stage: str) -> list[str]:
-        """The command of :meth:`run_part` on this machine."""
-        return [sys.executable, "-m", "clustertune", "part", stage, "--run-dir", str(self.run.path.resolve())]
+        """The command of :meth:`run_part` on this machine; servers that run beside the trainer answer it."""
+        command = [sys.executable, "-m", "clustertune", "part", stage, "--run-dir", str(self.run.path.resolve())]
+        return command if self.ring is None else [*command, "--servers", str(self.ring.parent)]
 
     def run_scores(self) -> None:
-        """Score the newest checkpoint, in a process that gives the GPUs back."""
+        """Score a checkpoint in a process that gives the GPUs back."""
         self.run_part(SCORES, self.part(SCORES))
 
     def run_stage(self, stage: str) -> None:
@@ -364,8 +397,9 @@ class Chain:
         """``stack``: where the servers of the answers are entered, with the first attempt."""
         for earlier in itertools.count():
             newest, broken = store.newest_whole(self.run.checkpoints)
-            if self._is_score_due(newest):
-                self.run_scores()
+            if self._waits_for_scores(newest):
+                self._serve(stack)
+                self._score()
             if newest is not None and _is_final(newest):
                 break
             step = newest.step if newest else 0
@@ -373,8 +407,7 @@ class Chain:
                 progress.check(self.run.path, self.job, step)
             if not earlier:
                 self.get_ready()
-                if self.resolved.recipe.rollout == "servers":
-                    self.ring = stack.enter_context(self.rollout_servers())
+                self._serve(stack)
             for bad, problems in broken if self.quiet else []:  # the ranks' own messages go to their logs only
                 say(f"checkpoint {bad.path.name} is incomplete or damaged and is skipped: {problems[0]}")
             cost.check(self.run, self.resolved.recipe.budget)
@@ -384,7 +417,8 @@ class Chain:
             if outcome.code is ExitCode.OK:
                 source.write(self.run.read(), self.run.path)
             newest, _ = store.newest_whole(self.run.checkpoints)
-            if outcome.code in (ExitCode.OK, ExitCode.AGAIN) and not outcome.stop_requested and self._is_score_due(newest):
+            is_orderly = outcome.code in (ExitCode.OK, ExitCode.AGAIN) and not outcome.stop_requested
+            if is_orderly and self._waits_for_scores(newest):
                 continue
             if outcome.code is ExitCode.OK:
                 break
@@ -396,35 +430,83 @@ class Chain:
             say("the next attempt begins in this allocation")
         return {"checkpoint": Path(store.find_checkpoint(self.run.path)).name}
 
-    def _is_score_due(self, newest: store.Checkpoint | None) -> bool:
-        """Whether the newest checkpoint is to be scored (``eval.during``), and is not yet."""
+    def _serve(self, stack: contextlib.ExitStack) -> None:
+        """Start the servers beside the trainer where the recipe has some, unless they run; and what scores by them."""
+        if self.resolved.recipe.rollout != "servers" or self.ring is not None:
+            return
+        self.ring = stack.enter_context(self.rollout_servers())
+        stack.callback(setattr, self, "ring", None)
+        if self.resolved.recipe.scores_beside:
+            over = threading.Event()
+            threading.Thread(target=self._keep_scoring, args=(over,), daemon=True).start()
+            stack.callback(over.set)
+
+    def _keep_scoring(self, over: threading.Event) -> None:
+        """Score checkpoints as they come, while the ranks train. What fails is tried again, and costs the training nothing."""
+        failures = Counter[Path]()
+        while not over.wait(LOOK_SECONDS):
+            due = self._to_score()
+            if due is None or failures[due.path] == SCORE_TRIES:
+                continue
+            try:
+                self._score()
+            except (UserError, OSError) as error:
+                failures[due.path] += 1
+                if not over.is_set():  # at the end the servers are gone
+                    say(f"warning: {due.path.name} is not scored: {error}")
+                over.wait(AGAIN_SECONDS)
+
+    def _score(self) -> None:
+        """Score what is due, one checkpoint at a time."""
+        with self._scoring:
+            if self._to_score() is not None:
+                self.run_scores()
+
+    def _to_score(self) -> store.Checkpoint | None:
+        """The newest whole checkpoint that is to be scored (``eval.during``); None where it has its scores."""
         from clustertune.evaluate.during import is_scored
 
         wanted, saved = self.resolved.recipe.eval.during, self.resolved.recipe.save
-        if wanted is None or newest is None or is_scored(self.run, newest.path.name):
-            return False
-        return _is_final(newest) or wanted.is_due(newest.step, saved.milestones if saved is not None else ())
+        if wanted is None:
+            return None
+        milestones = saved.milestones if saved is not None else ()
+        for found in store.list_checkpoints(self.run.checkpoints):
+            if store.verify(found.path, hashes=False) or not (_is_final(found) or wanted.is_due(found.step, milestones)):
+                continue
+            store.require_own(found.path)
+            return None if is_scored(self.run, found.path.name) else found
+        return None
+
+    def _waits_for_scores(self, newest: store.Checkpoint | None) -> bool:
+        """Whether the training waits for scores: behind its last step, and without servers beside it each time."""
+        beside = self.resolved.recipe.scores_beside and not (newest is not None and _is_final(newest))
+        return not beside and self._to_score() is not None
 
     def scores(self) -> dict[str, Any]:
-        """The scores of the newest checkpoint, while no rank runs."""
+        """The scores of the checkpoint that is due."""
         from clustertune.evaluate import during
 
-        recipe, (newest, _) = self.resolved.recipe, store.newest_whole(self.run.checkpoints)
-        assert recipe.eval.during is not None and newest is not None
-        began = time.perf_counter()
-        with measured(self.run.path), contextlib.ExitStack() as stack:
-            stack.callback(self.run.evaluating.unlink, missing_ok=True)
+        recipe, checkpoint = self.resolved.recipe, self._to_score()
+        if recipe.eval.during is None or checkpoint is None:
+            return {}
+        began, beside = time.perf_counter(), recipe.scores_beside
+        with contextlib.ExitStack() as stack:
+            if not beside:  # the attempt is measured itself
+                stack.enter_context(measured(self.run.path))
+                stack.callback(self.run.evaluating.unlink, missing_ok=True)
             found = during.take(
                 self.run,
                 recipe.eval.of_checkpoints(recipe.eval.during),
                 self.base_folder(),
-                newest,
+                checkpoint,
                 data=bundle.prompts(self.resolved),
                 benchmark=recipe.model.weights == "hub",
+                beside=beside,
             )
-        with contextlib.closing(EventLog(self.run.metrics, newest.attempt)) as log:
-            log.write("scores", step=newest.step, **found, seconds=round(time.perf_counter() - began, 3))
-        return {"step": newest.step}
+        seconds = round(time.perf_counter() - began, 3)
+        with contextlib.closing(EventLog(self.run.metrics, checkpoint.attempt)) as log:
+            log.write("scores", step=checkpoint.step, **found, seconds=seconds, beside=beside)
+        return {"step": checkpoint.step}
 
     @contextlib.contextmanager
     def rollout_servers(self) -> Iterator[Path]:
@@ -444,6 +526,7 @@ class Chain:
             nodes=nodes,
             gpus=gpus,
             rank=max([int(lora["r"]), *(lora.get("rank_pattern") or {}).values()]),
+            adapters=1 + self.resolved.recipe.scores_beside,
             program=self.server_program(),
             key_file=str(folder / servers.KEY),
         )

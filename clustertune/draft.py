@@ -7,7 +7,6 @@ import math
 import re
 import shlex
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,8 +24,8 @@ from clustertune.plan.calibration import CalibratedCluster, find_calibrated
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, of_counts
 from clustertune.plan.predict import fewest_nodes
 from clustertune.plan.schedule import FEW_STEPS
-from clustertune.recipe.accelerate_file import ALONE, REPLICATED, SHARDED, merged
-from clustertune.recipe.layers import RECIPES, did_you_mean, read_overrides
+from clustertune.recipe.accelerate_file import ALONE, REPLICATED, SHARDED
+from clustertune.recipe.layers import RECIPES, did_you_mean, laid_over, read_overrides
 from clustertune.recipe.native_rules import filled, train_defaults
 from clustertune.recipe.parameters import count, parameter_count
 from clustertune.recipe.sections import NAME
@@ -57,11 +56,6 @@ LARGE = 20e9
 """Parameters from which LoRA takes half of that."""
 CPU_LENGTHS = (256, 512, 1024)
 """Sequence lengths on CPUs: the smallest that holds the conversations, as the logits of long ones take gigabytes."""
-CPU_SHARE = 0.6
-"""Of a matrix product's FLOP/s that a training in float32 reaches: SmolLM2-135M with LoRA, 137 to 512 tokens, had 0.51 to 0.65
-of it on one core of two, other jobs on both."""
-CPU_START_S = 15.0
-"""Seconds until the first step: imports, the model, its data. 12.9 to 22.3 were measured for SmolLM2-135M on two busy cores."""
 CPU_EVAL = {"limit": 8, "max_gen_toks": 128}
 """Documents and tokens of the evaluation on CPUs: a look, no score."""
 _KINDS = ("NO", "DDP", "FSDP2")
@@ -140,7 +134,7 @@ def drafted(
     found: Draft | None = None
     for nodes in at.sizes:
         made = draft(model, method, data, nodes, at.gpus)
-        made = replace(made, recipe=merged(made.recipe, stated))
+        made = replace(made, recipe=laid_over(made.recipe, stated, null_removes=True))
         with folder_of(made, name) as folder:
             try:
                 chosen, burdens = choose(made, folder, at.calibrated, method)
@@ -170,10 +164,8 @@ class NothingFits(UserError):
     """No distribution holds the model on these GPUs."""
 
 
-def on_cpus(
-    model: FoundModel, method: str, data: MeasuredData, stated: Mapping[str, Any] = MappingProxyType({})
-) -> tuple[Draft, float | None]:
-    """The recipe of a small model for this machine's CPUs, and the seconds that it trains there; None where they are unknown.
+def on_cpus(model: FoundModel, method: str, data: MeasuredData, stated: Mapping[str, Any] = MappingProxyType({})) -> Draft:
+    """The recipe of a small model for this machine's CPUs.
 
     ``stated``: keys of the recipe that hold whatever is chosen.
     """
@@ -186,43 +178,15 @@ def on_cpus(
     made = draft(model, method, data, 1, RANKS, longest)
     made.recipe["train"].pop("model_init_kwargs", None)  # bfloat16, which many CPUs emulate
     own = {"train": {"bf16": False, "report_to": "none"}, "activation_checkpointing": {"ratio": 0}, "eval": CPU_EVAL}
-    recipe = merged(merged(made.recipe, own), stated)
-    train, size = recipe["train"], parameter_count(model.architecture)
-    seconds, measured = None, []
-    if data.tokens and size and (flops := product_flops()):
-        pairs = data.section["format"] == "preference"
-        packed = not pairs and bool(train.get("packing", True))
-        length, epochs = train.get("max_length", MAX_LENGTH), train.get("num_train_epochs", 1)
-        tokens = _sequences(data, length, packed=packed) * length if packed else sum(n * m for n, m in data.tokens.items())
-        # Forward 2, backward 4, of LoRA 2 (no gradients of weights); of pairs two sequences each, and a reference's forward.
-        work = (6 if method == "full" else 4) * tokens if not pairs else (8 if method == "full" else 6) * 2 * tokens
-        seconds = CPU_START_S + work * size * epochs / (CPU_SHARE * flops)
-        text = f"{flops / 1e9:.0f} GFLOP/s in a matrix product, measured now; training is assumed to reach {CPU_SHARE:.0%}"
-        measured = [f"these CPUs have {text}, and less beside other work"]
+    recipe = laid_over(laid_over(made.recipe, own), stated, null_removes=True)
     assumed = [
         f"there is no GPU here and none was named, so it is for {RANKS} processes on CPUs, in float32. For GPUs: again with "
         f"--gpus {ANY_GPUS}, or --cluster NAME",
         *made.assumed,
-        *measured,
         f"the evaluation stops after {CPU_EVAL['limit']} prompts of {CPU_EVAL['max_gen_toks']} tokens: no score (section eval)",
     ]
     # Under FSDP each micro batch gathers the model over gloo, which takes longer than a small one computes.
-    return Draft(recipe, SHARDED if method == "full" else REPLICATED, made.architecture, assumed, made.lengths), seconds
-
-
-def product_flops(seconds: float = 0.3) -> float | None:
-    """FLOP/s of this machine's CPUs, measured with products of two float32 matrices of 1,024 rows; None without torch."""
-    if find_spec("torch") is None:
-        return None
-    import torch
-
-    matrix = torch.ones(1024, 1024)
-    matrix @ matrix  # the first one starts the threads
-    began, products = time.perf_counter(), 0
-    while (taken := time.perf_counter() - began) < seconds:
-        matrix @ matrix
-        products += 1
-    return products * 2 * 1024**3 / taken
+    return Draft(recipe, SHARDED if method == "full" else REPLICATED, made.architecture, assumed, made.lengths)
 
 
 def draft(model: FoundModel, method: str, data: MeasuredData | None, nodes: int, gpus: int, longest: int = MAX_LENGTH) -> Draft:
@@ -381,7 +345,7 @@ def choose(made: Draft, folder: Path, calibrated: CalibratedCluster, method: str
         raise NothingFits(f"nothing fits on {machine.name}: {why}", file="command line", key="--gpus", fix=fix)
     arguments = found.candidate.arguments(source.resolved)
     document, _, _ = read_overrides(arguments)
-    recipe = merged(made.recipe, document.data)
+    recipe = laid_over(made.recipe, document.data, null_removes=True)
     accelerate = {key: value for key, value in source.changed(arguments).accelerate.items() if value is not None}
     reason = f"{found.candidate.family} is the fastest that fits on {machine.name}: {found.step_s:.3g} s a step, "
     reason += f"{found.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB"

@@ -23,7 +23,7 @@ from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, UserError, raise_if
 from clustertune.evaluate.servers import GIVEN, JOB, START_SECONDS, ServingJob, note_end
 from clustertune.events import read_object
-from clustertune.launch import cluster_paths, container, image, megatron_image, progress, serving, signal_margin, slurm, srun
+from clustertune.launch import cluster_paths, container, image, progress, serving, shape, slurm, srun
 from clustertune.launch.agent import stop_request_file
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import AttemptPlan, Node
@@ -72,7 +72,7 @@ class JobInputs:
         return self._on_nodes(staging_step.step_command(self.path, attempt), options=["--kill-on-bad-exit=0"])
 
     def _on_nodes(self, command: Sequence[str], **how: Any) -> list[str]:
-        inside = megatron_image.of_training(self.resolved, self.cluster)
+        inside = image.of_training(self.resolved, self.cluster)
         return srun.in_job(command, inside, self.allocation, binds=container.paths_of(self.resolved, self.path), **how)
 
     def settings(self, traces: str | None = None) -> list[Setting]:
@@ -178,11 +178,12 @@ class JobChain(chain.Chain):
 
     def run_stage(self, stage: str) -> None:
         """In the cluster's container where it has one; the training starts one on every node by itself."""
-        with self.servers() if stage in ("eval", SCORES) else contextlib.nullcontext(None) as servers:
+        answered = stage in ("eval", SCORES) and self.ring is None
+        with self.servers() if answered else contextlib.nullcontext(None) as servers:
             self._run_stage(stage, servers)
 
     def run_scores(self) -> None:
-        """With the nodes' servers, as the stage ``eval``."""
+        """With the servers beside the trainer, or the nodes' as the stage ``eval``."""
         self.run_stage(SCORES)
 
     def _run_stage(self, stage: str, servers: Path | None) -> None:
@@ -322,14 +323,14 @@ def check_image(run: RunDir, inputs: JobInputs) -> None:
     raise_if(problems)
     say(f"container: {found.image}, sha256 {(found.sha256 or 'unknown')[:16]}, Python {seen.python}")
     run.update(container={**found.as_json(), **image.record(seen, pinned)})
-    inner = megatron_image.of_training(resolved, inputs.cluster)
+    inner = image.of_training(resolved, inputs.cluster)
     if inner is inputs.cluster or (looked := look(inner)) is None:  # the ranks of a Megatron recipe run in another image
         return
     found, notes, seen = looked
     for text in notes:
         say(f"warning: {text}")
-    raise_if(megatron_image.judge(seen, found.image))
-    versions = {name: seen.packages[name] for name in megatron_image.NEEDED}
+    raise_if(image.judge_megatron(seen, found.image))
+    versions = {name: seen.packages[name] for name in image.MEGATRON_NEEDED}
     say(f"container of the ranks: {found.image}, Megatron-Bridge {versions['megatron-bridge']}")
     run.update(megatron_container={**found.as_json(), "python": seen.python, "packages": versions})
 
@@ -431,13 +432,10 @@ def has_gpus() -> bool:
 def start(inputs: JobInputs, script: Path | None, command: Sequence[str]) -> None:
     """Say what the job is about to do, and run it. ``script``: the batch script of a job by hand. Raises UserError, Stopped."""
     cluster_paths.make()
-    margin = inputs.resolved.recipe.slurm.signal_seconds
     late = None
-    if script is not None:
-        take_log(inputs.path, inputs.allocation.name, inputs.allocation.job_id)
-        if inputs.trains:  # the other stages continue file by file, and need less
-            stated = signal_margin.given_in(script.read_text(errors="replace"))
-            late = signal_margin.warning(stated, margin, inputs.allocation.limit_minutes)
+    if script is not None and inputs.trains:  # the other stages continue file by file, and need less
+        stated = shape.signal_given(script.read_text(errors="replace"))
+        late = shape.signal_warning(stated, inputs.resolved.recipe.slurm.signal_seconds, inputs.allocation.limit_minutes)
     for line in inputs.describe():
         say(line)
     for text in filter(None, (late, *inputs.resolved.warnings)):
@@ -446,35 +444,30 @@ def start(inputs: JobInputs, script: Path | None, command: Sequence[str]) -> Non
     say(f"done: {inputs.path}")
 
 
-def begun(job: str, folders: Iterable[Path]) -> tuple[Path, int] | None:
-    """Run folder and description of a job by hand that is started again; None if its first start recorded none.
+def begun(job: str, folders: Iterable[Path]) -> Path | None:
+    """The run folder of a job by hand that is started again; None if its first start recorded nothing.
 
     Recipe and cluster file may have been edited since: another recipe would be another run, from its first step.
     """
-    for folder in folders:
-        if read_object(folder / progress.OWNER).get("job") == job and RunDir(folder).run_json.exists():
-            body = RunDir(folder).read()
-            return (folder, int(body["description"])) if body.get("cluster") else None
-    return None
+    return next((one for one in folders if read_object(one / progress.OWNER).get("job") == job and _is_recorded(one)), None)
 
 
-def recorded(run_dir: Path | None, number: int | None, *, of_sweep: bool) -> Description | None:
-    """What ``submit``, or ``sweep`` for a point, decided; None for a job by hand.
+def _is_recorded(folder: Path) -> bool:
+    return bool(read_object(RunDir(folder).run_json).get("cluster"))
+
+
+def recorded(run_dir: Path | None, *, of_sweep: bool) -> Description | None:
+    """What ``submit``, or ``sweep`` for a point, decided; None for a point that was not submitted.
 
     Raises UserError where the run folder does not say it.
     """
-    if of_sweep and run_dir is not None and RunDir(run_dir).run_json.exists():
-        body = RunDir(run_dir).read()
-        number = body.get("description") if body.get("cluster") else None
-    if number is None:
-        return None
     if run_dir is None:
-        raise UserError("--description needs --run-dir", file="command line", key="--description", fix="add --run-dir")
-    found = RunDir(run_dir).description(number)
-    if found.cluster is None:
-        text = f"description {number} has no cluster"
-        raise UserError(text, file=str(RunDir(run_dir).run_json), key="cluster", fix="clustertune submit again")
-    return found
+        raise UserError("--recorded needs --run-dir", file="command line", key="--recorded", fix="add --run-dir")
+    if _is_recorded(run_dir):
+        return RunDir(run_dir).description()
+    if of_sweep:
+        return None
+    raise UserError("has no cluster", file=str(RunDir(run_dir).run_json), key="cluster", fix="clustertune submit again")
 
 
 def collected(resolved: Resolved, cluster: Cluster) -> Path | None:
@@ -489,25 +482,3 @@ def collected(resolved: Resolved, cluster: Cluster) -> Path | None:
     for note in notes:
         say(f"note: {note}")
     return found
-
-
-def take_log(run: Path, name: str, job: str) -> None:
-    """Move the log of a job by hand from the checkout, where the header of launch/run.sbatch has it begin, to the run's others.
-
-    A log of another name was chosen, and stays as it is. The batch script is asked to follow (SIGUSR2).
-    """
-    written, wanted = Path.cwd() / f"{name}-{job}.log", run.resolve() / "logs" / f"{name}-{job}.log"
-    try:
-        if written.is_symlink() or not written.is_file() or not written.samefile("/proc/self/fd/1"):
-            return
-        wanted.parent.mkdir(parents=True, exist_ok=True)
-        sys.stdout.flush()
-        handle = os.open(wanted, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # of an earlier start too: requeued jobs append
-        os.write(handle, written.read_bytes())
-        for stream in (1, 2):
-            os.dup2(handle, stream)
-        os.close(handle)
-        os.kill(os.getppid(), signal.SIGUSR2)
-        written.unlink()
-    except OSError as error:
-        say(f"note: the log stays at {written}: {error}")

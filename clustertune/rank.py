@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from clustertune import manifest, secrets
 from clustertune.checkpoint.cadence import Cadence
-from clustertune.checkpoint.store import CheckpointStore
+from clustertune.checkpoint.store import Checkpoint, CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError, is_full, storage_cause, storage_error
-from clustertune.evaluate.during import best
+from clustertune.evaluate.during import may_be_exported
 from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.attempt import PLAN, AttemptPlan, check_fence
 from clustertune.launch.environment import one_gpu
@@ -34,10 +34,10 @@ from clustertune.process import StopFlag, die_with_parent
 from clustertune.report import cost
 from clustertune.report.cost import failures
 from clustertune.resolve.resolved import Resolved
-from clustertune.rundir import RunDir
+from clustertune.rundir import UNSAVED, RunDir
 from clustertune.staging import bundle, needs, staging_step
 from clustertune.staging.hashed_copy import amount
-from clustertune.training import bench_schedule, tracker
+from clustertune.training import tracker
 from clustertune.training.heartbeat import Attempt, Heartbeat
 
 if TYPE_CHECKING:
@@ -200,14 +200,17 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
         return program.train(attempt)
     attempt.notes += _set_environment(resolved, run, source[0], has_key="WANDB_API_KEY" in keys)
 
-    from clustertune.training import stopwatch
     from clustertune.training.session import Session
 
     session, save = Session(attempt), resolved.recipe.save
     limit, milestones = resolved.train_args["save_total_limit"], save.milestones if save is not None else ()
-    if (during := resolved.recipe.eval.during) is not None and during.keep == "best" and (found := best(run)) is not None:
-        milestones = (*milestones, found.step)  # what may be exported is not rotated away
-    store = CheckpointStore(run.checkpoints, number, limit, session.group, session.tell, fence, milestones)
+    during = resolved.recipe.eval.during
+
+    def is_kept(checkpoint: Checkpoint) -> bool:
+        scored = during is not None and may_be_exported(run, during, milestones, checkpoint)
+        return scored or checkpoint.step in milestones
+
+    store = CheckpointStore(run.checkpoints, number, limit, session.group, session.tell, fence, is_kept)
     with session.startup.part("digests"):
         latest = store.latest()
     if latest and latest[1].get("final"):
@@ -220,12 +223,11 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
         _tell_staged(run, session, staging_step.read_records(records, len(plan.nodes)))
     trainer = session.make_trainer(store, data)
     if during is not None:
-        at = save.milestones if save is not None else ()
-        trainer.is_score_due = lambda step: during.is_due(step, at)
+        trainer.is_score_due = lambda step: during.is_due(step, milestones)
+        trainer.ends_for_scores = not resolved.recipe.scores_beside
     if save is not None:
         trainer.cadence = Cadence(save, _between_ends(run, plan))
-    if (steps := bench_schedule.read(run.path)) is not None:
-        stopwatch.attach(trainer, steps, records)
+    trainer.saves = UNSAVED not in os.environ
     return session.run(latest)
 
 

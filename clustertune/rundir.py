@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from clustertune import lock
 from clustertune.errors import UserError
@@ -25,22 +25,19 @@ if TYPE_CHECKING:
     from clustertune.cluster.schema import Cluster
     from clustertune.resolve.resolved import Resolved
 
-STAGES = ("prepare", "train", "export", "merge", "eval", "report")
+Stage = Literal["prepare", "train", "export", "merge", "eval", "report"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
 """The chain, in order."""
 SCORES = "scores"
 """What happens within ``train``, between two attempts, where the recipe asks for scores while training."""
 ROLLOUT_SERVERS = "CLUSTERTUNE_ROLLOUT_SERVERS"
 """The variable that tells ranks the file with their servers' addresses and key: ``{"urls": [...], "key": ...}``."""
+UNSAVED = "CLUSTERTUNE_UNSAVED"
+"""The variable with which ranks save no checkpoint: those of a benchmark."""
 _BEFORE = ("lock", "owner.json", "requeued.json", "attempts", "jobs", "logs")
 """What a job makes in its run folder before ``run.json``."""
 _TORN = (".run.json.", ".owner.json.", ".requeued.json.")
 """How the temporary files begin that a command leaves when it is killed before it has written ``run.json``."""
-
-
-def require_stage(name: str, key: str | None = None) -> None:
-    """Raise UserError for a name that is not a stage's. ``key``: the option that gave it."""
-    if name not in STAGES:
-        raise UserError(f"there is no stage {name!r}", file="command line", key=key, fix=f"one of {', '.join(STAGES)}")
 
 
 def keep_private(cluster: Cluster | None = None) -> None:
@@ -52,8 +49,6 @@ def keep_private(cluster: Cluster | None = None) -> None:
 class Description:
     """What a submission decided: its jobs read it and no file that it was made from."""
 
-    number: int
-    """From 1 in each run folder."""
     resolved: Resolved
     cluster: Cluster | None
     """None: of a run that no cluster file had a part in."""
@@ -155,7 +150,7 @@ class RunDir:
 
     def create(self, resolved: Resolved, **facts: Any) -> None:
         """Write ``run.json``, and the files of the distribution. ``facts``: of the command and the machine."""
-        document = {"description": 1, "recipe": resolved.as_dict(), "fingerprint": resolved.fingerprint()}
+        document = {"recipe": resolved.as_dict(), "fingerprint": resolved.fingerprint()}
         self.path.mkdir(parents=True, exist_ok=True)
         write_durably(self.run_json, json.dumps({**document, "created": round(time.time(), 3), **facts}, indent=1) + "\n")
         self.write_own_files(resolved)
@@ -180,36 +175,25 @@ class RunDir:
         """Whether this run is of this recipe, on whatever ranks. Raises UserError where ``run.json`` cannot be read."""
         return bool(self.read().get("fingerprint") == resolved.fingerprint())
 
-    def description(self, number: int) -> Description:
-        """What the submission of this number decided. Raises UserError where ``run.json`` does not have it."""
+    def description(self) -> Description:
+        """What the newest submission decided. Raises UserError where ``run.json`` does not say it."""
         from clustertune.cluster.schema import Cluster
         from clustertune.resolve.resolved import Resolved
 
         body = self.read()
-        found = next((one for one in (body, *body.get("earlier", [])) if one.get("description") == number), None)
-        fix = "clustertune submit again: its jobs read what it writes"
-        if found is None:
-            raise UserError(f"has no description {number}", file=str(self.run_json), key="description", fix=fix)
         try:
-            cluster = None if found.get("cluster") is None else Cluster.model_validate(found["cluster"])
-            return Description(number, Resolved.from_dict(found["recipe"]), cluster, found.get("evaluation"))
+            cluster = None if body.get("cluster") is None else Cluster.model_validate(body["cluster"])
+            return Description(Resolved.from_dict(body["recipe"]), cluster, body.get("evaluation"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"description {number} cannot be read: {error!r}", file=str(self.run_json), fix=fix) from None
+            fix = "clustertune submit again: its jobs read what it writes"
+            raise UserError(f"cannot be read: {error!r}", file=str(self.run_json), fix=fix) from None
 
     def describe(
-        self,
-        resolved: Resolved,
-        cluster: Cluster | None = None,
-        jobs: Mapping[str, Any] | None = None,
-        evaluation: Any = None,
-        *,
-        write: bool = True,
-    ) -> int:
-        """Record what was decided, and return its number; the former number if nothing changed.
+        self, resolved: Resolved, cluster: Cluster | None = None, jobs: Mapping[str, Any] | None = None, evaluation: Any = None
+    ) -> None:
+        """Record what was decided. None leaves a part as it is recorded.
 
-        Another recipe, cluster, shape of jobs or way to evaluate makes a new description, and the one before it is kept in
-        ``earlier``. ``jobs``: the shape of each stage's; ``evaluation``: the dataclass of ``launch/serving.py``. None leaves a
-        part as it is recorded. ``write=False`` only returns the number.
+        ``jobs``: the shape of each stage's; ``evaluation``: the dataclass of ``launch/serving.py``.
         """
         now: dict[str, Any] = {"recipe": resolved.as_dict()}
         if cluster is not None:
@@ -218,17 +202,9 @@ class RunDir:
             now["jobs"] = {stage: vars(shape) for stage, shape in jobs.items()}
         if evaluation is not None:
             now["evaluation"] = asdict(evaluation)
-        now = json.loads(json.dumps(now))
-        body = self.read() if self.run_json.exists() else {}
-        number = int(body.get("description", 1))
-        parts = ("recipe", "cluster", "jobs", "evaluation")
-        if any(key in body and body[key] != now[key] for key in now):
-            before = {key: body[key] for key in parts if key in body}
-            now["earlier"] = [*body.get("earlier", []), {"description": number, **before, "until": round(time.time(), 3)}]
-            number += 1
-        if write and any(body.get(key) != value for key, value in now.items()):
-            self.update(description=number, **now)
-        return number
+        now, body = json.loads(json.dumps(now)), self.read()
+        if any(body.get(key) != value for key, value in now.items()):
+            self.update(**now)
 
     @property
     def accelerate_file(self) -> Path:

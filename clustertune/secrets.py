@@ -10,6 +10,7 @@ import grp
 import os
 import pwd
 import re
+import shlex
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,17 +33,16 @@ OF_THE_HUB = ("HF_TOKEN", "HF_ENDPOINT", *KNOWN[-6:])
 _MAX_BYTES = 64 << 10
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*|https?_proxy|no_proxy")
 """Other names in lower case are refused and not repeated: ``hfAbC...=`` is a token that ends in base64's padding."""
-_PLAIN = re.compile(r"[!%+,\-./0-9:=?@A-Z^_a-z{}~\[\]]+")
-"""A value without quotes: nothing that a shell would read in another way."""
-_FORM = "KEY=value, one a line"
+_FORM = "KEY=value, one a line; a value with blanks in quotes"
 
 
 def read_env(path: Path, note: Callable[[str], None] = say) -> dict[str, str]:
     """The known keys of a ``.env`` file and their values; empty where there is no file.
 
-    ``KEY=value``, the value plain or in single or double quotes, without any expansion; blank lines and lines that begin
-    with ``#``. Keys that nothing here uses are left out, with a note. The file must be a regular one (no link), belong to
-    the user, and be closed to all others (mode 0600). Raises UserError naming everything that is wrong with it.
+    ``KEY=value``, the value plain or in single or double quotes, as :mod:`shlex` reads them, without any expansion; blank
+    lines and lines that begin with ``#``. Keys that nothing here uses are left out, with a note. The file must be a regular
+    one (no link), belong to the user, and be closed to all others (mode 0600). Raises UserError naming everything that is
+    wrong with it.
     """
     found = _read(path)
     if found is None:
@@ -101,10 +101,6 @@ def parse(text: bytes, file: str) -> tuple[dict[str, str], list[str], list[Probl
     except UnicodeDecodeError as error:
         line = text[: error.start].count(b"\n") + 1
         return {}, [], [Problem("is not UTF-8 text", file=f"{file}:{line}", fix=f"write it again: {_FORM}")]
-    if b"\r" in text:
-        line = text[: text.index(b"\r")].count(b"\n") + 1
-        problem = Problem("carriage return: the line ends are Windows'", file=f"{file}:{line}", fix=f"sed -i 's/\\r$//' {file}")
-        return {}, [], [problem]
     problems: list[Problem] = []
     seen: set[str] = set()
     for number, content in enumerate(lines, 1):
@@ -112,8 +108,8 @@ def parse(text: bytes, file: str) -> tuple[dict[str, str], list[str], list[Probl
             continue
         try:
             name, value = _assignment(content)
-        except _Wrong as wrong:
-            problems.append(Problem(str(wrong), file=f"{file}:{number}", fix=wrong.fix))
+        except ValueError as error:
+            problems.append(Problem(str(error), file=f"{file}:{number}", fix=_FORM))
             continue
         if name in seen:
             problems.append(Problem(f"{name} is set for the second time", file=f"{file}:{number}", fix="leave one"))
@@ -125,38 +121,23 @@ def parse(text: bytes, file: str) -> tuple[dict[str, str], list[str], list[Probl
     return values, unknown, problems
 
 
-class _Wrong(ValueError):
-    """What is wrong with a line, and the remedy."""
-
-    def __init__(self, message: str, fix: str) -> None:
-        super().__init__(message)
-        self.fix = fix
-
-
 def _assignment(line: str) -> tuple[str, str]:
-    """Name and value of a line. Raises _Wrong."""
-    if re.match(r"\s*export\s", line):
-        raise _Wrong("'export' is shell", f"leave the word out: {_FORM}")
+    """Name and value of a line; quotes are taken off, and nothing is expanded. Raises ValueError, without the value."""
     name, equals, value = line.partition("=")
     if not equals:
-        raise _Wrong("is not an assignment", _FORM)
+        raise ValueError("is not an assignment")
     if not _NAME.fullmatch(name):
-        raise _Wrong("bad name before '='", f"capital letters, digits and _, without blanks: {_FORM}")
-    if any(not c.isprintable() for c in value):
-        raise _Wrong(f"{name} holds a character that cannot be printed", "type the value again")
-    quote = value[:1]
-    if quote in ("'", '"'):
-        inner = value[1:-1]
-        if len(value) < 2 or value[-1] != quote or quote in inner:
-            raise _Wrong(f"{name}: the quotes do not close at the line's end", "nothing may follow the closing quote")
-        if quote == '"' and any(c in inner for c in "$`\\"):
-            raise _Wrong(f"{name} holds $, ` or \\ in double quotes", "nothing is expanded here: use single quotes")
-        value = inner
-    elif value and not _PLAIN.fullmatch(value):
-        raise _Wrong(f"{name} holds a blank or a sign that a shell would read", "put the value in single quotes")
-    if not value:
-        raise _Wrong(f"{name if name in KNOWN else 'a key'} has no value", "give it one, or leave the line out")
-    return name, value
+        raise ValueError("bad name before '=': capital letters, digits and _, without blanks and without 'export'")
+    shown = name if name in KNOWN else "a key"
+    if not value.isprintable():
+        raise ValueError(f"{shown} holds a character that cannot be printed")
+    try:
+        words = shlex.split(value)
+    except ValueError:
+        raise ValueError(f"{shown}: the quotes do not close at the line's end") from None
+    if len(words) != 1 or not words[0]:
+        raise ValueError(f"{shown} has {'several words' if len(words) > 1 else 'no value'}")
+    return name, words[0]
 
 
 def _read(path: Path) -> bytes | None:

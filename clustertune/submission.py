@@ -15,8 +15,8 @@ from clustertune import chain, lock
 from clustertune.cluster.load import reference
 from clustertune.cluster.schema import Cluster
 from clustertune.console import aligned, duration, emit_json, reply, say
-from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import bill, cluster_paths, container, image, megatron_image, serving, shape, signal_margin
+from clustertune.errors import Problem, UserError
+from clustertune.launch import bill, cluster_paths, container, image, serving, shape
 from clustertune.launch import stage_jobs as launch
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import newest_attempt
@@ -27,7 +27,7 @@ from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
 from clustertune.report import state as states
 from clustertune.resolve.models import find_obstacles
 from clustertune.resolve.resolved import Resolved, expand_home, is_there
-from clustertune.rundir import STAGES, RunDir, default_run_dir, keep_private, require_stage
+from clustertune.rundir import STAGES, RunDir, default_run_dir, keep_private
 from clustertune.staging import bundle
 from clustertune.tree import ROOT
 
@@ -52,8 +52,6 @@ class SubmissionPlan:
     shapes: dict[str, shape.JobShape]
     """Of the job of each stage, also of those that are finished."""
     evaluation: serving.Evaluation
-    number: int
-    """Of the description in ``run.json`` that the jobs read."""
     notes: list[str]
     """What else to warn of."""
 
@@ -73,9 +71,6 @@ def plan_submission(
     last: str,
 ) -> SubmissionPlan:
     """Resolve and derive. Raises UserError."""
-    for key, stage in (("--from", first), ("--to", last)):
-        if stage is not None:
-            require_stage(stage, key)
     resolved, shaped = shape.resolve_on(recipe, overrides, cluster, tiny=tiny)
     variables = cluster_paths.of_jobs(cluster)
     collected, notes = bundle.offered(resolved, cluster_paths.folder(cluster, "models"))
@@ -87,7 +82,6 @@ def plan_submission(
     stages = launch.left_to_do(finished, first, last)
     shapes = shape.stage_shapes(resolved, cluster)
     evaluation = serving.evaluation(resolved, cluster)
-    number = RunDir(path).describe(resolved, cluster, shapes, evaluation, write=False)
     jobs = []
     if stages:
         jobs = launch.make_jobs(
@@ -101,17 +95,17 @@ def plan_submission(
                 "--cluster",
                 reference(cluster),
                 *cluster_paths.flags(variables),
-                *("--description", str(number)),
+                "--recorded",
             ],
             signal_seconds=resolved.recipe.slurm.signal_seconds,
         )
-    return SubmissionPlan(resolved, cluster, path, stages, jobs, variables, shapes, evaluation, number, notes)
+    return SubmissionPlan(resolved, cluster, path, stages, jobs, variables, shapes, evaluation, notes)
 
 
 def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], image.Image | None, list[str]]:
     """Everything that keeps it from being submitted, at once; the cluster's image as it is here, and what to warn of."""
     problems = shape.find_problems(plan.resolved, plan.cluster) if plan.trains else []
-    problems += megatron_image.find_problems(plan.resolved, plan.cluster)
+    problems += image.megatron_problems(plan.resolved, plan.cluster)
     if plan.resolved.recipe.megatron is not None:
         problems += settings.find_problems(plan.resolved)
     problems += find_obstacles(plan.resolved) + _base_problems(plan)
@@ -119,10 +113,7 @@ def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], image.
     wrong = bundle.find_problems(plan.resolved)
     problems += wrong
     if plan.trains and plan.cluster.container.runtime == "none" and plan.resolved.recipe.megatron is None:
-        problems += image.trackers(plan.resolved.train_args)
-    if plan.trains:
-        minutes = shape.train_shape(plan.resolved, plan.cluster).minutes
-        problems += signal_margin.find_problems(plan.resolved.recipe.slurm.signal_seconds, minutes, file=plan.resolved.name)
+        problems += image.lacking_here(plan.resolved.train_args, gpus=False)
     there = next(path for path in (plan.path, *plan.path.parents) if path.exists())
     fix = "give another --run-dir, or correct storage.runs in the cluster file"
     if not there.is_dir():
@@ -173,23 +164,16 @@ def _not_reached(plan: SubmissionPlan) -> list[Problem]:
 
 def _base_problems(plan: SubmissionPlan) -> list[Problem]:
     """What of a base that lies here is not what the recipe says: its first job would end with it."""
-    from clustertune.doctor.recipe_context import ModelFolder
     from clustertune.training import base_model
 
-    given, found = plan.resolved.recipe.model.path, list[Problem]()
+    given = plan.resolved.recipe.model.path
     if given is None or plan.resolved.tiny or "prepare" not in plan.stages or not is_there(folder := expand_home(given)):
         return []
     try:
         base_model.check(str(folder), None, plan.resolved)
     except UserError as error:
-        found += error.problems
-    tokens = {key: plan.resolved.train_args[key] for key in ("eos_token", "pad_token")}
-    known = ModelFolder(folder).vocabulary if any(tokens.values()) else None
-    fix = f"name a token of {folder / 'tokenizer.json'}"
-    for key, token in tokens.items():
-        if known is not None and token is not None and token not in known:
-            found.append(Problem(f"{token!r} is not in the tokenizer's vocabulary", key=f"train.{key}", fix=fix))
-    return found
+        return list(error.problems)
+    return []
 
 
 def _image_problems(plan: SubmissionPlan) -> tuple[list[Problem], image.Image | None, list[str]]:
@@ -361,9 +345,7 @@ def send(plan: SubmissionPlan, found: image.Image | None, as_json: bool) -> None
         launch.require_none_live(plan.path, "jobs of this run", "clustertune submit --status")
         opened.update(environment=[vars(setting) for setting in plan.variables])
         opened.write_own_files(plan.resolved)
-        if opened.describe(plan.resolved, plan.cluster, plan.shapes, plan.evaluation) != plan.number:
-            text = "another command has changed this run meanwhile"
-            raise UserError(text, file=str(opened.run_json), fix="submit again", code=ExitCode.AGAIN)
+        opened.describe(plan.resolved, plan.cluster, plan.shapes, plan.evaluation)
         sent = launch.submit_all(opened.path, plan.jobs)
     if as_json:
         emit_json({"run_dir": str(plan.path), "jobs": sent})

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clustertune.errors import Problem, raise_if, storage_error
 from clustertune.events import once
 
 BITS = {
@@ -129,6 +130,39 @@ def read_header(path: Path) -> TensorHeader:
     if position != size:
         raise ValueError(f"the header describes {position} bytes, the file has {size}: truncated or damaged")
     return TensorHeader(tensors, metadata, text)
+
+
+FETCH = "fetch the file again (hf download, or clustertune stage), or take it from a whole copy"
+
+
+def read_headers(paths: Iterable[Path], index: Mapping[str, str] | None = None) -> dict[Path, TensorHeader]:
+    """The headers of a model's files.
+
+    ``index``: tensor name -> file name, of the model's own index. Raises UserError with every file that is missing or damaged,
+    every tensor that the index names and its file lacks, and every one that stands in two files; with exit code 73 where the
+    storage fails.
+    """
+    headers, places, problems = dict[Path, TensorHeader](), dict[str, Path](), list[Problem]()
+    for path in paths:
+        try:
+            headers[path] = read_header(path)
+        except FileNotFoundError:
+            problems.append(Problem("missing, although the index names it", file=str(path), fix=FETCH))
+        except ValueError as error:
+            problems.append(Problem(f"is not a whole safetensors file: {error}", file=str(path), fix=FETCH))
+        except OSError as error:
+            raise storage_error(error, "the model was not read", path) from None
+    for path, header in headers.items():
+        for tensor in header.tensors:
+            if (other := places.setdefault(tensor.name, path)) != path:
+                problems.append(Problem(f"is also in {other.name}", file=str(path), key=tensor.name, fix=FETCH))
+    by_name = {path.name: path for path in headers}
+    for name, file in (index or {}).items():
+        if file in by_name and places.get(name) != by_name[file]:
+            text = "is in the index, but not in the file it names"
+            problems.append(Problem(text, file=str(by_name[file]), key=name, fix=FETCH))
+    raise_if(problems)
+    return headers
 
 
 def build_header(tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None) -> bytes:

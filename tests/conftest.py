@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -113,6 +114,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.workers:
         config.pluginmanager.register(parallel.Workers(config.option.workers), "workers")
+
+
+def pytest_collection_finish() -> None:
+    """torch computes with one thread: several wait for each other by turning, which takes half of the cores."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.hookimpl(hookwrapper=True)

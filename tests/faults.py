@@ -45,12 +45,14 @@ def fault_at(number: int, error: OSError | None = None, calls: tuple[str, ...] =
             setattr(os, name, function)
 
 
-def sweep(work: Callable[[int], object], error: OSError | None = None, calls: tuple[str, ...] = CALLS) -> Iterator[int]:
-    """Do ``work`` with a fault at its first call, its second, and so on to its last.
+def sweep(
+    work: Callable[[int], object], error: OSError | None = None, calls: tuple[str, ...] = CALLS, step: int = 1
+) -> Iterator[int]:
+    """Do ``work`` with a fault at its first call, its second, and so on to its last; or at each ``step``-th.
 
     Gives the number of the call (``work`` gets it too) after each time.
     """
-    for number in itertools.count(1):
+    for number in itertools.count(1, step):
         try:
             with fault_at(number, error, calls) as seen:
                 work(number)

@@ -197,7 +197,7 @@ def test_other_marks_and_settings_of_the_evaluation_need_no_training(finished: t
     other = run("run", RECIPE, "--run-dir", folder, "--json", *SHORT, "eval.max_gen_toks=4", "eval.limit=3", stack=True)
     assert other.code == 0, other.err
     assert [name for name, stage in other.json["stages"].items() if stage["status"] == "done"] == ["eval", "report"]
-    assert json.loads((folder / "eval" / "results.json").read_text())["dataset"]["prompts"] == 3
+    assert json.loads((folder / "eval" / "results.json").read_text())["details"]["ifeval"]["dataset"]["prompts"] == 3
     assert len(list(folder.glob("eval-*/results.json"))) == 1
 
 

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from clustertune.cluster.load import load_cluster
-from clustertune.launch import signal_margin
+from clustertune.launch import shape
 from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.resolve.resolve import resolve
@@ -104,7 +104,7 @@ def test_every_job_has_the_shape_of_its_recipe(name: str, tiny: bool) -> None:
     assert trains * train.shape.ranks_per_node == found.resolved.world_size
     assert train.shape.gpus_per_node <= found.cluster.compute.gpus
     assert f"#SBATCH --nodes={train.shape.nodes}\n" in train.script
-    given = signal_margin.given_in(train.script)
+    given = shape.signal_given(train.script)
     assert given == found.resolved.recipe.slurm.signal_seconds and given * 2 < train.shape.minutes * 60
 
 
@@ -120,25 +120,3 @@ def test_every_rank_is_told_how_to_reach_the_others(name: str, tiny: bool) -> No
     assert lines.get("GLOO_SOCKET_IFNAME") == (interface if wanted else None)
     assert "clustertune-JOB" in lines["TRITON_CACHE_DIR"] and int(lines["OMP_NUM_THREADS"]) >= 1
     assert not {"HF_TOKEN", "WANDB_API_KEY"} & lines.keys()
-
-
-# --- figures that the recipes were made for ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("recipe", "ratio", "cluster", "measured"),
-    [
-        ("qwen2.5-14b-tulu3", 0.5, "idris-jeanzay-h100", 1.9978),
-        ("qwen2.5-32b-tulu3", 0.75, "idris-jeanzay-h100", 4.1666),
-        ("qwen2.5-14b-tulu3", 0, "idris-dalia-gb200", 0.9041),
-        ("qwen2.5-32b-tulu3", 0, "idris-dalia-gb200", 1.7988),
-        ("qwen2.5-72b-tulu3", 0.5, "idris-dalia-gb200", 4.3788),
-    ],
-)
-def test_the_recipes_are_the_measured_jobs(recipe: str, ratio: float, cluster: str, measured: float) -> None:
-    """64 GPUs, 2 sequences of 4,096 tokens each, the source's ratio for the GPU's memory: its measured step is the plan's.
-
-    The source padded each conversation to 4,096 tokens. The recipes pack; without lengths a row counts as one conversation.
-    """
-    found = plan(recipe, f"activation_checkpointing.ratio={ratio}", "data.expect.mean_tokens=null", cluster=cluster)
-    assert found.fits and found.step.seconds == pytest.approx(measured, rel=0.08)

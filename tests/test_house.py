@@ -5,10 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib.util
-import json
 import re
-import subprocess
-import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 
@@ -119,31 +116,6 @@ def test_rooms_import_only_to_their_left() -> None:
     assert import_faults(package) == []
 
 
-@pytest.mark.parametrize(
-    ("path", "source", "fault"),
-    [
-        ("clustertune/data/x.py", "from clustertune.merge import merge", "does not lie to its left"),
-        ("clustertune/data/x.py", "def f():\n    from clustertune import chain", "does not lie to its left"),
-        ("clustertune/data/x.py", "import clustertune.report.page", "does not lie to its left"),
-        ("clustertune/data/x.py", "from ..report import page", "does not lie to its left"),
-        ("clustertune/manifest.py", "from clustertune.console import say", "does not lie to its left"),
-        ("clustertune/__init__.py", "from clustertune.errors import UserError", "does not lie to its left"),
-        ("clustertune/cli/x.py", "from clustertune.experimental import raytrain", "does not lie to its left"),
-        ("clustertune/attic/x.py", "", "has no place"),
-        ("clustertune/data/x.py", "from clustertune.data import y", "circle"),
-        ("clustertune/data/x.py", "def f():\n    from .y import g", "circle"),
-    ],
-)
-def test_a_planted_import_is_found(path: str, source: str, fault: str) -> None:
-    """A rule that finds nothing may be a rule that looks at nothing."""
-    package = {
-        **dict.fromkeys(["clustertune/chain.py", "clustertune/merge/__init__.py", "clustertune/report/page.py"], ""),
-        "clustertune/data/y.py": "from clustertune.data import x",
-    }
-    assert import_faults({**package, "clustertune/data/x.py": ""}) == []
-    assert any(fault in found for found in import_faults({**package, "clustertune/data/x.py": "", path: source}))
-
-
 # --- names ---------------------------------------------------------------------------------------------------------------
 
 
@@ -165,11 +137,6 @@ def test_no_file_name_stands_in_two_rooms() -> None:
 def test_no_class_name_stands_in_two_modules() -> None:
     """A class name means one thing, so a search for it finds one class."""
     assert shared_class_names(tree.sources("clustertune/")) == {}
-    planted = {
-        "clustertune/a/x.py": "class Plan: ...\nclass _Run: ...",
-        "clustertune/a/y.py": "class _Run: ...\nclass Plan: ...",
-    }
-    assert shared_class_names(planted) == {name: sorted(planted) for name in ("Plan", "_Run")}
 
 
 # --- calls that are not made ---------------------------------------------------------------------------------------------
@@ -269,66 +236,3 @@ RULES: dict[str, tuple[Callable[[str, str], list[str]], Callable[[], dict[str, s
 def test_the_tree_keeps_the_rule(rule: str) -> None:
     find, files = RULES[rule]
     assert [fault for path, text in files().items() for fault in find(path, text)] == []
-
-
-def test_lint_forbids_what_runs_data_as_code() -> None:
-    words = [sys.executable, "-m", "ruff", "check", "--output-format=json", f"--stdin-filename={X}", "-"]
-    text = "\n".join([IMPORTS, *LINTED_CALLS])
-    done = subprocess.run(words, input=text, cwd=tree.REPO, capture_output=True, text=True, check=False)
-    faults = {fault["location"]["row"] for fault in json.loads(done.stdout) if re.match(r"S[1-3567]|T20", fault["code"])}
-    assert faults >= {*range(2, len(LINTED_CALLS) + 2)}
-
-
-def test_lint_checks_every_script() -> None:
-    (search,) = (line for line in tree.texts()["Makefile"].splitlines() if "$(BIN)/shellcheck" in line)
-    command, _, _ = search.strip("\t@").partition(" -exec ")
-    found = subprocess.run(["bash", "-c", command], cwd=tree.REPO, capture_output=True, text=True, check=True).stdout
-    linted = {name for name in tree.files() if LINTED.search(name)}
-    assert linted and set(found.splitlines()) & set(tree.files()) == linted, "LINTED here says what make lint checks"
-
-
-X = "clustertune/x.py"
-SCRIPT = "#!/usr/bin/env bash\n# why\nset -euo pipefail\ntrue\n"
-LOOKS_ALIKE = """
-torch.load(path, weights_only=True)
-yaml.safe_load(text)
-AutoTokenizer.from_pretrained(x, trust_remote_code=False)
-"""
-CALLS = (
-    "torch.load(path, weights_only=False)", "yaml.unsafe_load(text)", "numpy.load(f, allow_pickle=True)", "joblib.load(f)",
-    "AutoModel.from_pretrained(x, trust_remote_code=Tr" + "ue)", "AutoModel.from_pretrained(x, trust_remote_code=flag)",
-    "class U(pickle.Unpickler): pass", "eval(text)  # noqa: S307",
-)  # fmt: skip
-LINTED_CALLS = (
-    "read(data)", "pickle.Unpickler(f).load()", "yaml.load(text, Loader=yaml.Loader)", "eval(text)", "exec(text)",
-    "os.system('ls')", "sp.run(['ls'], shell=True)", "sp.getoutput('ls')", "marshal.loads(data)", "shelve.open(f)",
-    "print('x')",
-)  # fmt: skip
-"""Each by the name under which it was imported."""
-IMPORTS = "import os, pickle, marshal, shelve, yaml; import subprocess as sp; from pickle import loads as read"
-WORDS = (
-    "data: /wor" + "k/x", "cd /ho" + "me/me", "--index-url https://download.pyt" + "orch.org/whl/cpu", "# TO" + "DO: later",
-    "pip install -i https://mirror.example/sim" + "ple x", "raise NotImplemented" + "Error", "trust_remote_code: tr" + "ue",
-)  # fmt: skip
-PLANTED: dict[str, list[tuple[str, str]]] = {
-    "calls": [(X, source) for source in CALLS],
-    "words": [("x", f"a\nb {text}") for text in WORDS],
-    # No-break and zero-width space, a bidi mark, quote, dash, BOM, carriage return, a Cyrillic e.
-    "characters": [(X, f"a = 1\nb{char} = 2") for char in "\u00a0\u200b\u202e\u2019\u2014\ufeff\r\u0435"],
-    "shell": [("launch/x.sh", "#!/bin/bash\ntrue\nset -euo pipefail\n"), ("bin/start", SCRIPT)],
-}
-PASSES = [
-    ("calls", X, LOOKS_ALIKE), ("shell", "launch/x.sbatch", SCRIPT), ("shell", "a.py", "#!/usr/bin/env python3\n"),
-]  # fmt: skip
-"""What only looks alike: a rule that cries at the wrong line is switched off."""
-
-
-@pytest.mark.parametrize(("rule", "path", "text"), [(rule, *one) for rule, planted in PLANTED.items() for one in planted])
-def test_a_planted_fault_is_found(rule: str, path: str, text: str) -> None:
-    """A rule that finds nothing may be a rule that looks at nothing."""
-    assert len(RULES[rule][0](path, text)) == 1
-
-
-@pytest.mark.parametrize(("rule", "path", "text"), PASSES)
-def test_what_only_looks_alike_passes(rule: str, path: str, text: str) -> None:
-    assert RULES[rule][0](path, text) == []

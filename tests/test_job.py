@@ -39,6 +39,7 @@ def links_of(run: Path, restart: int = 0) -> job.JobChain:
         "save": None,
         "server_nodes": 0,
         "rollout": None,
+        "scores_beside": False,
     }
     recipe = SimpleNamespace(staged=None, budget=None, **ours)
     resolved: Any = SimpleNamespace(name="r", world_size=2, recipe=recipe, inputs={}, folder=str(chain.ROOT / "recipes/r"))
@@ -199,6 +200,7 @@ exec {python} "$@"
 """
 
 
+@pytest.mark.jobs
 def test_every_stage_runs_in_the_container_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only the training: what prepares the data and merges must be the pinned stack too."""
     runtime, recorded, image = tmp_path / "bin" / "apptainer", tmp_path / "recorded", tmp_path / "train.sif"

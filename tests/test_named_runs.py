@@ -10,7 +10,7 @@ import pytest
 
 from clustertune.errors import UserError
 from clustertune.launch import cluster_paths
-from clustertune.launch.named_runs import existing_run, merged_or_model
+from clustertune.launch.cluster_paths import existing_run, merged_or_model
 from tests.command import run
 
 IDS = {"alpha": ("aaaa1111", "aaaa2222"), "beta": ("bbbb3333",)}

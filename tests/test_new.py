@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from clustertune import draft
 from clustertune.cluster.load import of_gpus
 from clustertune.data.measure import measure
-from clustertune.draft import product_flops
 from clustertune.errors import UserError
 from clustertune.recipe.layers import RECIPES
 from clustertune.resolve.models import find_model
@@ -205,9 +203,7 @@ def test_what_new_writes_for_a_local_model_is_what_prepare_takes(case: str, tmp_
     assert made.code == 0 and made.json["tokens"] and 0 < made.json["labelled_share"] <= 1, made.err
 
 
-@pytest.mark.parametrize(
-    ("count", "gpus"), [(300, "1x8xh100-sxm"), (300, "1x1xh100-sxm"), (60, "1x2xh100-sxm"), (20_000, "2x8xh100-sxm")]
-)
+@pytest.mark.parametrize(("count", "gpus"), [(300, "1x8xh100-sxm"), (60, "1x2xh100-sxm"), (20_000, "2x8xh100-sxm")])
 def test_few_rows_make_enough_steps(count: int, gpus: str, tmp_path: Path) -> None:
     """Batch, epochs and packing follow from the data, and it is said; large data keep the recipes' own."""
     data = rows(tmp_path / "mine.jsonl", ROWS["messages"], count)
@@ -222,15 +218,14 @@ def test_few_rows_make_enough_steps(count: int, gpus: str, tmp_path: Path) -> No
 
 
 def test_few_steps_are_warned_of_and_one_without_a_rate_is_refused(tmp_path: Path) -> None:
-    """By show, plan and submit alike; a warm-up of none is a way out."""
-    commands = {"show": ["show"], "plan": ["plan"], "submit": ["submit"]}
-    more = {"show": [], "plan": ["--cluster", "dgx-h100"], "submit": ["--cluster", "dgx-h100", "--dry-run"]}
-    for name, words in commands.items():
-        few = run(*words, "llama8b-lima", *more[name], "train.max_steps=5")
+    """By show, plan and submit; a warm-up of none is a way out."""
+    cluster = ["--cluster", "dgx-h100"]
+    for words in (["show"], ["plan", *cluster], ["submit", *cluster, "--dry-run"]):
+        few = run(*words, "llama8b-lima", "train.max_steps=5")
         assert few.code == 0 and "5 steps" in " ".join((few.out + few.err).split()), few.err
-        idle = run(*words, "llama8b-lima", *more[name], "train.max_steps=1", "train.warmup_steps=0.1")
-        assert idle.code == 2 and "train.warmup_steps" in idle.err
-        assert run(*words, "llama8b-lima", *more[name], "train.max_steps=1", "train.warmup_steps=0").code == 0
+    idle = run("show", "llama8b-lima", "train.max_steps=1", "train.warmup_steps=0.1")
+    assert idle.code == 2 and "train.warmup_steps" in idle.err
+    assert run("show", "llama8b-lima", "train.max_steps=1", "train.warmup_steps=0").code == 0
 
 
 @pytest.mark.parametrize("command", [("new", "x"), ("plan",)], ids=lambda words: words[0])
@@ -285,13 +280,13 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("format", ["messages", "text", "preference"])
 def test_a_small_model_without_gpus_runs_as_new_wrote_it(format: str, tmp_path: Path) -> None:
-    """Two commands, no edits: two processes on CPUs in float32; steps, minutes and what GPUs need are said; plan takes GPUs."""
+    """Two commands, no edits: two processes on CPUs in float32; steps and what GPUs need are said; plan takes GPUs."""
     row = {"text": "q" * 300} if format == "text" else ROWS[format]
     data = rows(tmp_path / "mine.jsonl", row, 300)
     model = small_model(tmp_path / "hf", None if format == "text" else CHATML)
     done = run("new", tmp_path / "mine", "--model", model, "--data", data, "--json", stack=True)
     assert done.code == 0, done.err
-    assert 0 < done.json["hours"] < 1 and done.json["commands"][0] == f"clustertune run {tmp_path / 'mine'}"
+    assert done.json["hours"] is None and done.json["commands"][0] == f"clustertune run {tmp_path / 'mine'}"
     assert any("--gpus" in line and "--cluster" in line for line in done.json["assumed"])
     resolved = resolve(tmp_path / "mine")
     assert resolved.world_size == 2 and not resolved.warnings and resolved.recipe.eval.limit
@@ -318,25 +313,6 @@ def test_little_data_make_ten_steps_on_cpus(format: str, tmp_path: Path) -> None
     assert any(10 <= int(found) <= 30 for line in done.json["assumed"] for found in re.findall(r"^(\d+) optimizer steps", line))
     dry = run("run", tmp_path / "mine", "--dry-run", "--run-dir", tmp_path / "run", "--json", stack=True)
     assert dry.code == 0 and not dry.err.count("warning"), dry.err
-
-
-def test_the_time_on_cpus_is_of_a_measured_product(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Half the FLOP/s, twice the time beyond the start; a pair is two sequences, and its reference answers too; without torch
-    nothing is said."""
-    model = find_model(str(small_model(tmp_path / "hf", CHATML)))
-    found: dict[tuple[str, float], float] = {}
-    for name in ("messages", "preference"):
-        data = measure(str(rows(tmp_path / f"{name}.jsonl", ROWS[name])))
-        for flops in (1e9, 2e9):
-            monkeypatch.setattr(draft, "product_flops", lambda flops=flops: flops)
-            made, seconds = draft.on_cpus(model, "lora", data, {"train": {"packing": False, "num_train_epochs": 1}})
-            assert seconds and any(f"{flops / 1e9:.0f} GFLOP/s" in line for line in made.assumed)
-            found[name, flops] = seconds - draft.CPU_START_S
-        monkeypatch.setattr(draft, "product_flops", lambda: None)
-        assert draft.on_cpus(model, "lora", data)[1] is None
-    assert found["messages", 1e9] == pytest.approx(2 * found["messages", 2e9])
-    assert found["preference", 1e9] == pytest.approx(3 * found["messages", 1e9])
-    assert 1e8 < (product_flops(0.01) or 0) < 1e14
 
 
 @pytest.mark.usefixtures("no_gpu")

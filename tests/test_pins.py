@@ -126,8 +126,6 @@ def test_the_installed_versions_are_the_pinned_ones() -> None:
     """Results are published with the pins: another stack would give other numbers under the same name."""
     installed = {normal(found.metadata["Name"]): found.version for found in importlib.metadata.distributions()}
     assert differences(PINS, dict(installed)) == []
-    assert differences({"torch": "2.1"}, {"torch": "2.1+cpu"}) == []
-    assert len(differences({"torch": "2.1", "trl": "1.0"}, {"torch": "2.1.1"})) == 2
 
 
 brought_by = cache(importlib.metadata.packages_distributions)
@@ -151,4 +149,3 @@ def test_whatever_is_imported_is_pinned() -> None:
     # setup.py is run by what builds the package: BUILD_SETUPTOOLS.
     sources = {path: text for path, text in tree.sources().items() if path != "setup.py"}
     assert {path: missing for path, text in sources.items() if (missing := unpinned(text, PINS))} == {}
-    assert unpinned("import os, torch\nfrom lm_eval.tasks import x\nimport filelock, nowhere", PINS) == {"filelock", "nowhere"}

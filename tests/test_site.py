@@ -72,14 +72,6 @@ def test_links_lead_to_pages_and_nothing_is_fetched(site: Path) -> None:
         assert not [address for address in wanted if re.match(r"(https?:)?//", address)], page
 
 
-def test_a_page_that_is_opened_as_a_file_has_its_search_and_a_window_of_1200_its_navigation(site: Path) -> None:
-    assert (site / "search" / "search_index.js").read_text().startswith("var __index = {")
-    assert 'src="assets/iframe-worker.js"' in (site / "index.html").read_text()
-    for path in (*site.glob("assets/stylesheets/main*.css"), *site.glob("assets/javascripts/bundle*.js")):
-        widths = {float(found) for found in re.findall(r"min-width: ?([\d.]+)em", path.read_text())}
-        assert widths and not [width for width in widths if 75 < width < 77], path
-
-
 def test_a_line_stays_text() -> None:
     """Program output is escaped and broken at the width; committed pictures fetch and run nothing."""
     picture = svg(["$ a <b>", "x y " * 60], "t & u")

@@ -14,11 +14,8 @@ from tests.monitor import simulated
 ON = ("--cluster", "nebius-h100")
 COMMANDS = {
     "plan": ("plan", "llama405b-oasst2", *ON),
-    "advise": ("plan", "llama70b-lora", *ON, "--advise"),
     "clusters": ("plan", "llama70b-lora", "--clusters", "all"),
-    "compare": ("plan", "llama8b-lima", "llama8b-qlora-1gpu", "--compare", *ON),
     "show": ("show", "llama405b-oasst2"),
-    "show-cluster": ("show-cluster", "idris-dalia-gb200"),
 }
 
 

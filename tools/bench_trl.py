@@ -17,21 +17,31 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from clustertune import secrets
 from clustertune.chain import Chain
-from clustertune.events import read_object
 from clustertune.process import end
 from clustertune.rundir import RunDir
-from clustertune.training.bench_schedule import BenchSchedule, result_file
 
 MOST_SECONDS = 3600.0
 """A training of TRL's that takes longer is ended."""
 NOTHING_ELSE = {"eval_strategy": "no", "eval_on_start": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-Records = list[dict[str, Any]]
+
+
+class Training(NamedTuple):
+    """What was measured of one training."""
+
+    steps: list[float]
+    """Seconds of each timed step, from the line in its log before to its own."""
+    tokens: float
+    """Of conversations in all timed steps."""
+    peak: float
+    """GiB of the rank with the most memory: on its GPU, or its resident set without one."""
 
 
 class Failed(Exception):
@@ -40,8 +50,8 @@ class Failed(Exception):
 
 def compare(arguments: argparse.Namespace, bench: Sequence[str], work: Path) -> dict[str, Any]:
     """Run all rounds. Raises Failed."""
-    ours: list[Records] = []
-    theirs: list[Records] = []
+    ours: list[Training] = []
+    theirs: list[Training] = []
     bodies: list[dict[str, Any]] = []
     words = [arguments.recipe, "--steps", str(arguments.steps), "--warmup", str(arguments.warmup), *bench]
     folder = work / "none"
@@ -52,20 +62,21 @@ def compare(arguments: argparse.Namespace, bench: Sequence[str], work: Path) -> 
         shutil.rmtree(folder, ignore_errors=True)
         folder = work / f"clustertune-{number}"
         bodies.append(clustertune(words, folder))
-        ours.append(records_of(folder / "attempts" / "0001", bodies[-1]["hardware"]["ranks"]))
+        ours.append(read_body(bodies[-1]))
         if ours_first:
             theirs.append(plain_trl(folder, arguments, work / f"trl-{number}"))
         say(f"round {number + 1} of {arguments.rounds}: {median(ours[-1]):.3g} s a step, TRL {median(theirs[-1]):.3g} s")
     shutil.rmtree(folder, ignore_errors=True)
+    pairs = list(zip(ours, theirs, strict=True))
     return {
         "recipe": bodies[0]["recipe"],
         "against": "TRL with its defaults" if arguments.defaults else "TRL with the recipe's arguments",
         "rounds": arguments.rounds,
-        "ratio": interval([ratio for pair in zip(ours, theirs, strict=True) for ratio in ratios(*pair)]),
-        "round_ratios": [median(one) / median(other) for one, other in zip(ours, theirs, strict=True)],
-        "peak_ratio": peak(ours) / peak(theirs),
-        "same_tokens": tokens(ours) == tokens(theirs),
-        "trl_step_s": statistics.median(seconds for one in theirs for seconds in steps(one)),
+        "ratio": interval([own / other for one, two in pairs for own, other in zip(one.steps, two.steps, strict=True)]),
+        "round_ratios": [median(one) / median(other) for one, other in pairs],
+        "peak_ratio": max(one.peak for one in ours) / max(one.peak for one in theirs),
+        "same_tokens": [one.tokens for one in ours] == [one.tokens for one in theirs],
+        "trl_step_s": statistics.median(seconds for one in theirs for seconds in one.steps),
         "bench": bodies[0],
     }
 
@@ -80,7 +91,7 @@ def clustertune(words: Sequence[str], folder: Path) -> dict[str, Any]:
     return body
 
 
-def plain_trl(folder: Path, arguments: argparse.Namespace, out: Path) -> Records:
+def plain_trl(folder: Path, arguments: argparse.Namespace, out: Path) -> Training:
     """One training by TRL's own trainer on what a benchmark's run folder holds, as ``accelerate launch`` starts it."""
     run = RunDir(folder)
     resolved = run.resolved()
@@ -94,7 +105,7 @@ def plain_trl(folder: Path, arguments: argparse.Namespace, out: Path) -> Records
         "chat_template": resolved.chat_template,
         "model": str(Chain(run, resolved).base_folder().absolute()),
         "data": str((run.data / "train.jsonl").absolute()),
-        "schedule": {"warmup": arguments.warmup, "steps": arguments.steps},
+        "max_steps": arguments.warmup + arguments.steps,
     }
     out.mkdir(parents=True)
     (out / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
@@ -122,44 +133,28 @@ def plain_trl(folder: Path, arguments: argparse.Namespace, out: Path) -> Records
         lines = [line.strip() for line in (out / "log.txt").read_text(errors="replace").splitlines() if "Error: " in line]
         own = [line for line in lines if "ChildFailedError" not in line]
         raise Failed(f"TRL ended with {code}: {(own or lines or ['it left no message'])[-1][:300]} ({out / 'log.txt'})")
-    return records_of(out, resolved.world_size)
+    return read_ranks(out, resolved.world_size, arguments.warmup)
 
 
 # --- figures ------------------------------------------------------------------------------------------------------------
 
 
-def records_of(folder: Path, ranks: int) -> Records:
-    """What each rank measured. Raises Failed where one left nothing."""
-    found = [read_object(result_file(folder, rank)) for rank in range(ranks)]
-    if not all(found):
-        raise Failed(f"{folder}: a rank left no figures")
-    return found
+def read_body(body: Mapping[str, Any]) -> Training:
+    """Of the document of ``clustertune bench``."""
+    return Training(body["steps_s"], body["tokens"], body["peak"]["allocated_gib"] or body["peak"]["rss_gib"])
 
 
-def steps(records: Records) -> list[float]:
-    """Seconds of each timed step on the slowest rank."""
-    return [max(float(row["seconds"]) for row in rows) for rows in zip(*(one["steps"] for one in records), strict=True)]
+def read_ranks(folder: Path, ranks: int, warmup: int) -> Training:
+    """What the ranks of TRL left."""
+    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    lines = found[0]["lines"][warmup - 1 :]
+    times = [after[0] - before[0] for before, after in pairwise(lines)]
+    return Training(times, lines[-1][1] - lines[0][1], max(one["peak"] for one in found) / 2**30)
 
 
-def median(records: Records) -> float:
+def median(training: Training) -> float:
     """Seconds of the median step."""
-    return statistics.median(steps(records))
-
-
-def ratios(ours: Records, theirs: Records) -> list[float]:
-    """Step times, ours over theirs, of steps of the same number."""
-    return [one / other for one, other in zip(steps(ours), steps(theirs), strict=True)]
-
-
-def peak(rounds: Sequence[Records]) -> float:
-    """Bytes of the rank with the most memory: on its GPU, or its resident set without one."""
-    peaks = [record["peak"] for records in rounds for record in records]
-    return max(float(one.get("allocated") or one["rss"]) for one in peaks)
-
-
-def tokens(rounds: Sequence[Records]) -> int:
-    """Tokens of conversations in all timed steps, each rank's own."""
-    return sum(int(row["tokens"]) for records in rounds for record in records for row in record["steps"])
+    return statistics.median(training.steps)
 
 
 def interval(values: Sequence[float]) -> dict[str, float | int | None]:
@@ -199,7 +194,7 @@ def train(settings: Path, out: Path) -> None:
     import torch
 
     given = json.loads(settings.read_text())
-    schedule, cuda = BenchSchedule(**given["schedule"]), torch.cuda.is_available()
+    cuda = torch.cuda.is_available()
     if given["sft"] is not None and not cuda and os.environ.get("ACCELERATE_USE_FSDP") == "true":
         from clustertune.training import cpu_fsdp  # accelerate follows the recipe's file on CPUs too, as bench's ranks do
 
@@ -208,22 +203,21 @@ def train(settings: Path, out: Path) -> None:
 
     from datasets import load_dataset
     from peft import LoraConfig
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     from clustertune.data.tokenizer import load_tokenizer
     from clustertune.training import packing
-    from clustertune.training.stopwatch import Stopwatch
+    from clustertune.training.figures import peak_memory_bytes
 
-    class Baseline(SFTTrainer):  # type: ignore[misc]
-        """Counts its tokens, and is TRL's own otherwise."""
+    class Times(TrainerCallback):  # type: ignore[misc]
+        """When each step's line was logged, and the tokens until then."""
 
-        on_inputs: Any = None
+        lines: list[tuple[float, float]] = []  # noqa: RUF012 - one object of it is made
 
-        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            self.on_inputs(args[1])
-            loss: torch.Tensor = super().training_step(*args, **kwargs)
-            return loss
+        def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **more: Any) -> None:  # noqa: ARG002
+            if "loss" in logs:
+                self.lines.append((time.time(), logs["num_tokens"]))
 
     tokenizer = None
     if given["sft"] is not None:
@@ -232,17 +226,18 @@ def train(settings: Path, out: Path) -> None:
     elif given["chat_template"]:
         tokenizer = AutoTokenizer.from_pretrained(given["model"])
         tokenizer.chat_template = given["chat_template"]
-    trainer = Baseline(
+    trainer = SFTTrainer(
         model=given["model"],
-        args=SFTConfig(str(out), **sft_arguments(given, cuda=cuda) | {"max_steps": schedule.total}),
+        args=SFTConfig(str(out), **sft_arguments(given, cuda=cuda) | {"max_steps": given["max_steps"], "logging_steps": 1}),
         train_dataset=load_dataset("json", data_files=given["data"], split="train").select_columns(["messages"]),
         processing_class=tokenizer,
         peft_config=LoraConfig(**given["lora"]) if given["lora"] else None,
     )
-    watch = Stopwatch(schedule, result_file(out, int(os.environ.get("RANK", "0"))))
-    trainer.on_inputs = watch.count
-    trainer.add_callback(watch)
+    times = Times()
+    trainer.add_callback(times)
     trainer.train()
+    found = {"lines": times.lines, "peak": peak_memory_bytes()}
+    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found) + "\n")
 
 
 # --- the command --------------------------------------------------------------------------------------------------------

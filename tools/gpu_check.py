@@ -3,7 +3,7 @@
 ``python -m tools.gpu_check --name NAME [--parts a,b] [--again] [--budget SECONDS] [--backend nccl|gloo]``. It needs the
 standard library alone: where something that a part needs is not installed, the part says so. Each part ends in ``pass``,
 ``fail`` or ``not possible here``, after eight minutes at most, and nothing that one does stops the others. The verdicts are
-kept beside the logs, so that a second call continues with what has not passed. Each part renews ``docs/results/gpu-NAME.md``.
+kept beside the logs, so that a second call continues with what has not passed.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def visible_gpus(python: str) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="make gpu-check", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--name", default="", help="of the result: docs/results/gpu-NAME.md; without it the GPU's")
+    parser.add_argument("--name", default="", help="of the result's folder; without it the GPU's")
     parser.add_argument("--parts", default="", help="only these, with commas; tiny takes all that begin so")
     parser.add_argument("--list", action="store_true", help="name the parts")
     parser.add_argument("--again", action="store_true", help="run what has passed once more")
@@ -245,7 +245,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="small models: the script itself is tried, not the machine")
     parser.add_argument("--state", type=Path, help="folder of verdicts and logs; without it runs/gpu-check/NAME")
     parser.add_argument("--work", type=Path, help="folder of the runs; without it work in that of the state")
-    parser.add_argument("--out", type=Path, default=REPO / "docs" / "results", help="folder of the page")
     return parser.parse_args(arguments)
 
 
@@ -276,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     state = read_state(file)
     state |= {"name": name, "gpus": gpus, "command": " ".join(["make gpu-check", *(arguments or sys.argv[1:])])}
     until = time.monotonic() + given.budget if given.budget else float("inf")
-    failed, page = False, given.out / f"gpu-{name}.md"
+    failed = False
     for part in chosen:
         before = state["parts"].get(part, {})
         if before.get("verdict") == PASS and not given.again:
@@ -290,9 +289,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed = failed or result["verdict"] == FAIL
         state["parts"][part] = result
         write_state(file, state)
-        gpu_parts.write_page(page, state, list(known))
         say(f"{part}: {result['verdict']}{', ' if result['why'] else ''}{result['why']} ({result['seconds']} s)")
-    say(f"verdicts and logs: {folder}; page: {page}")
+    say(f"verdicts, figures and logs: {folder}")
     return int(failed)
 
 

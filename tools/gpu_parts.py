@@ -1,4 +1,4 @@
-"""The parts of ``make gpu-check``: what each runs, when it passes, and the page of what they found."""
+"""The parts of ``make gpu-check``: what each runs, and when it passes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from clustertune.containers import pins
 from tools.gpu_check import (
-    FAIL,
     LONGEST,
-    NOT_HERE,
-    PASS,
     REPO,
     EndedCommand,
     Failed,
@@ -430,76 +427,3 @@ def fresh(check: GpuCheck, name: str) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
-
-
-# --- the page -----------------------------------------------------------------------------------------------------------
-
-
-def write_page(path: Path, state: Mapping[str, Any], order: list[str]) -> None:
-    """The page of all verdicts so far: verdicts, versions and speed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = "\n".join(page(state, order))
-    for folder in (str(REPO), str(Path.home())):  # no place of this machine is published
-        text = text.replace(folder, "~" if folder != str(REPO) else ".")
-    path.write_text(text + "\n")
-
-
-def page(state: Mapping[str, Any], order: list[str]) -> Iterator[str]:
-    """Its lines."""
-    done = {name: state["parts"][name] for name in order if name in state["parts"]}
-    facts: dict[str, dict[str, Any]] = {name: one.get("facts") or {} for name, one in done.items()}
-    counts = Counter(one["verdict"] for one in done.values())
-    yield from (f"# gpu-check: {state['name']}", "")
-    left = len(order) - len(done)
-    yield f"{counts[PASS]} passed, {counts[FAIL]} failed, {counts[NOT_HERE]} not possible here, {left} not run."
-    yield from (f"Last command: `{state['command']}`.", "")
-    if found := facts.get("versions"):
-        yield from _machine(found)
-    rows = [[n, p["verdict"], f"{p['seconds']:g}", p["date"], p["commit"], p["why"]] for n, p in done.items()]
-    yield from _table(["part", "verdict", "seconds", "date (UTC)", "commit", ""], rows)
-    if benches := {name: found for name, found in facts.items() if found.get("step_s")}:
-        yield from _speed(benches, {name: done[name]["why"] for name in benches})
-    if runs := {name: found for name, found in facts.items() if found.get("cpu")}:
-        yield from ("## Losses here and on the CPU", "")
-        rows = [[name.removeprefix("tiny-"), str(f["ranks"]), _steps(f["here"]), _steps(f["cpu"])] for name, f in runs.items()]
-        yield from _table(["recipe", "ranks", "here", "CPU"], rows)
-
-
-def _steps(found: Mapping[str, float]) -> str:
-    return " ".join(f"{found[step]:.4f}" for step in sorted(found, key=int))
-
-
-def _table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
-    """A Markdown table with an empty line behind it."""
-    yield f"| {' | '.join(head)} |"
-    yield f"|{'---|' * len(head)}"
-    for row in rows:
-        yield f"| {' | '.join(cell.replace('|', '/').replace(chr(10), ' ') for cell in row)} |"
-    yield ""
-
-
-def _machine(facts: Mapping[str, Any]) -> Iterator[str]:
-    if facts.get("gpu"):
-        yield (
-            f"- hardware: {facts['gpus']} x {facts['gpu']}, {facts['memory_gib']} GiB, "
-            f"compute capability {facts['capability']}, driver {facts['driver']}, NCCL {facts['nccl']}"
-        )
-    else:
-        yield "- hardware: no GPU; ranks are processes on CPUs"
-    have = {name: version for name, version in facts["versions"].items() if version != "absent"}
-    for title, versions_found in (("versions", have), ("other than the pins", facts["differ"])):
-        if versions_found or title == "versions":
-            yield f"- {title}: " + ", ".join(f"{name} {version}" for name, version in versions_found.items())
-    yield ""
-
-
-def _speed(benches: Mapping[str, Mapping[str, Any]], against: Mapping[str, str]) -> Iterator[str]:
-    yield from ("## Speed", "")
-    yield from ("Ratios are step times, clustertune over TRL, the median of pairs with its 95 % interval.", "")
-    rows = []
-    for name, f in benches.items():
-        planned = f"{f['planned']['ratio']:.2f}" if f.get("planned") and f["planned"].get("ratio") else "-"
-        mfu = f"{f['mfu']:.1%}" if f.get("mfu") else "-"
-        speed = [f"{f['step_s']:.3g}", f"{f['tokens_per_s_per_gpu']:,.0f}", mfu, f"{f['peak_gib']:.1f}", planned]
-        rows.append([name, *speed, against[name]])
-    yield from _table(["bench", "s a step", "tokens/s per rank", "MFU", "peak GiB", "measured / planned", "against"], rows)

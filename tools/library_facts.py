@@ -226,7 +226,6 @@ def model_kinds() -> list[str]:
 
 def model_facts(kind: str) -> dict[str, Any]:
     """What one model type takes and is made of."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[kind]
@@ -250,10 +249,6 @@ def model_facts(kind: str) -> dict[str, Any]:
         "defaults": defaults,
         "aliases": aliases,
         "classes": list(classes),
-        "layers": [
-            name for name, value in classes.items()
-            if issubclass(value, GradientCheckpointingLayer) and not (kind.endswith("_text") and "Vision" in name)
-        ],
         # State spaces, linear attention, convolutions; MiniMax and LFM2 show it only by what they are made of.
         "carries_state": "_is_stateful" in flags or '"linear_attention"' in source or "causal_conv1d" in source,
         "sdpa": "_supports_sdpa" in flags,
@@ -334,6 +329,13 @@ def transformers_facts(kinds: list[str]) -> dict[str, Any]:
     return {"transformers": version("transformers"), "keys": base_keys(), "models": found}
 
 
+def lm_eval_facts() -> dict[str, Any]:
+    """The names of lm-eval's tasks, groups and tags, in one line."""
+    from lm_eval.tasks import TaskManager
+
+    return {"lm_eval": version("lm_eval"), "tasks": " ".join(sorted(TaskManager().task_index))}
+
+
 def write(name: str, facts: dict[str, Any]) -> None:
     """One file: a line for each model, so that a difference can be read."""
     models = facts.pop("models", None)
@@ -346,7 +348,7 @@ def write(name: str, facts: dict[str, Any]) -> None:
 
 def main() -> None:
     """Write all files."""
-    for facts in (trl_facts, peft_facts, accelerate_facts, deepspeed_facts):
+    for facts in (trl_facts, peft_facts, accelerate_facts, deepspeed_facts, lm_eval_facts):
         write(facts.__name__.removesuffix("_facts"), facts())
     write("transformers", transformers_facts(model_kinds()))
 

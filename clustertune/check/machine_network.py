@@ -197,35 +197,3 @@ def network_kind(m: Machine) -> Iterator[Seen]:
         yield Seen(FAIL if m.several else WARN, f"NCCL_IB_DISABLE=1, the cluster file says {kind}", "unset NCCL_IB_DISABLE")
     elif kind and m.facts.nics and m.computes:
         yield Seen(PASS, str(kind))
-
-
-def _is_loopback(text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(text.partition("%")[0]).is_loopback
-    return False
-
-
-@RULES("hostname-loopback")
-def hostname_loopback(m: Machine) -> Iterator[Seen]:
-    """The own name is an address that others reach, where gloo is given no interface."""
-    own, name = m.facts.own_addresses, m.facts.hostname
-    held = bool(m.section("network").get("interface") or m.environ("GLOO_SOCKET_IFNAME"))
-    if m.computes and m.several:
-        bad = f"{name} resolves to {', '.join(own)}" if own and all(map(_is_loopback, own)) and not held else ""
-        yield from either(WARN, bad if own else f"{name} does not resolve", ", ".join(own))
-
-
-@RULES("node-names")
-def node_names(m: Machine) -> Iterator[Seen]:
-    """The other nodes' names resolve, to none of this machine's own addresses of loopback."""
-    names, own = m.facts.names, m.facts.hostname.partition(".")[0]
-    if not names or not (m.is_member or m.in_step or not m.cluster):
-        return
-    unknown = sorted(name for name, found in names.items() if not found)
-    looped = [name for name, found in names.items() if found and all(map(_is_loopback, found))]
-    wrong = sorted(name for name in looped if name.partition(".")[0] != own)
-    for what, bad in (("unknown", unknown), ("resolve to loopback", wrong)):
-        if bad:
-            yield Seen(FAIL if m.several and m.computes else WARN, f"{what}: {', '.join(bad[:10])}")
-    if not unknown and not wrong:
-        yield Seen(PASS, f"{len(names)} names resolve")

@@ -9,11 +9,10 @@ from typing import Any
 
 import yaml
 
-from clustertune.check.machine_context import LOGIN, Machine, first_part, gigabytes
-from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Rules, Seen, either, listed
+from clustertune.check.machine_context import Machine, gigabytes
+from clustertune.check.rule import FAIL, MACHINE, PASS, WARN, Rules, Seen, either, listed
 from clustertune.host.credentials import has_login
 from clustertune.host.gpus import has_nvlink
-from clustertune.host.mounts import lies_elsewhere
 from clustertune.host.system import GIB, MIB
 
 RULES = Rules(MACHINE, __file__)
@@ -24,11 +23,6 @@ RULES = Rules(MACHINE, __file__)
 SHM_LEAST, SHM_SMALL = 128 * MIB, GIB
 """NCCL maps 9.6 MB for each connection (https://github.com/NVIDIA/nccl/issues/525): thirteen of them fill the first, which is
 more than Docker's default of 64 MiB; eight ranks with two channels between neighbours come near the second."""
-MEMLOCK_LEAST, MEMLOCK_ENOUGH = 64 * MIB, 4 * GIB
-"""The limit holds for each process (getrlimit(2)). A rank registers 4 MiB for each connection (NCCL_BUFFSIZE in NCCL's guide):
-the second is enough for a thousand of them. Slurm's services start with 64 KiB or 8 MiB: there the first connection fails."""
-ENOUGH_FILES = 4096
-OFFSET_S = 1.0
 
 
 @RULES("shm")
@@ -48,42 +42,6 @@ def shm(m: Machine) -> Iterator[Seen]:
     left = f"{gigabytes(free)} left of {gigabytes(f.shm_bytes)}" if free < GIB // 4 else ""
     clean = "remove what ended jobs have left (ls -l /dev/shm), as root or as the files' owner"
     yield from either(FAIL if free < SHM_LEAST and needed else WARN, left, f"{gigabytes(free)} free", clean)
-
-
-@RULES("memlock")
-def memlock(m: Machine) -> Iterator[Seen]:
-    """No limit where RDMA is used; on a login node it is what Slurm passes on to jobs."""
-    f = m.facts
-    kind = m.section("network").get("kind")
-    rdma = any(port.active for port in f.rdma) or kind in ("infiniband", "roce")
-    # every Ethernet adapter of some makers shows an active port: where the file says ethernet RDMA is switched off
-    if f.memlock_bytes is None or not rdma or m.rehearsal or kind == "ethernet" or m.environ("NCCL_IB_DISABLE") == "1":
-        return
-    text = "unlimited" if f.memlock_bytes < 0 else f"{gigabytes(f.memlock_bytes)} may be locked"
-    if f.memlock_bytes < 0 or f.memlock_bytes >= MEMLOCK_ENOUGH:
-        yield Seen(PASS, text)
-    elif m.place == LOGIN:
-        kept = "MEMLOCK" in f.slurm.get("PropagateResourceLimitsExcept", "")
-        if not kept and f.slurm.get("PropagateResourceLimits") == "ALL":
-            yield Seen(WARN, f"{text} here, and Slurm passes the limit on to jobs")
-    elif not m.several or f.user == "root":  # CAP_IPC_LOCK, where it is not taken away, knows no limit
-        yield Seen(WARN, text)
-    else:
-        yield Seen(FAIL if f.memlock_bytes <= MEMLOCK_LEAST else WARN, text)
-
-
-def _limit(m: Machine, limit: int | None, enough: int, fix: str, hard: int = 0) -> Iterator[Seen]:
-    """A limit of the place where ranks run; below ``hard`` it fails."""
-    if limit is not None and m.computes:
-        low = str(limit) if 0 <= limit < enough else ""
-        yield from either(FAIL if limit < hard else WARN, low, "unlimited" if limit < 0 else str(limit), fix)
-
-
-@RULES("open-files")
-def open_files(m: Machine) -> Iterator[Seen]:
-    """Enough files may be open at once."""
-    fix = "LimitNOFILE=1048576 in slurmd's unit; in a shell: ulimit -n 65536"
-    yield from _limit(m, m.facts.nofile, ENOUGH_FILES, fix, hard=256)
 
 
 @RULES("cores-in-step")
@@ -111,41 +69,10 @@ def memory(m: Machine) -> Iterator[Seen]:
         yield from either(WARN, little, f"{gigabytes(free)} free")
 
 
-@RULES("clock")
-def clock(m: Machine) -> Iterator[Seen]:
-    """The clock is synchronised and accurate."""
-    f = m.facts
-    fix = "as root: systemctl enable --now chronyd (or systemd-timesyncd), with the same servers on all nodes"
-    if f.clock_offset_s is not None and f.clock_offset_s > OFFSET_S:
-        yield Seen(WARN, f"off by {f.clock_offset_s:.1f} s", "as root: chronyc makestep; look at chronyc sources")
-    elif f.clock_synchronised is False and m.in_container:
-        yield Seen(UNKNOWN, "nothing in this container shows whether the clock is synchronised")
-    elif f.clock_synchronised is False:
-        yield Seen(WARN, "no service keeps the clock synchronised", fix)
-    elif f.clock_synchronised:
-        yield Seen(PASS, "synchronised" if f.clock_offset_s is None else f"off by {f.clock_offset_s * 1000:.1f} ms")
-    else:
-        yield Seen(UNKNOWN, "no service reports whether the clock is synchronised")
-
-
 # --- Slurm, as a machine outside of a step sees it ---------------------------------------------------------------------
 
 KILL_WAIT_S = 30
 """Slurm's own KillWait: what is left after the signal and the time limit to write a checkpoint's last bytes."""
-LOST_AT_BOOT = ("/tmp", "/var/tmp", "/run", "/dev/shm")  # noqa: S108 - they are named as wrong
-
-
-@RULES("slurm-nodes")
-def slurm_nodes(m: Machine) -> Iterator[Seen]:
-    """All nodes of the cluster file take jobs."""
-    f = m.facts
-    if f.slurm_silent:
-        yield Seen(UNKNOWN, f"Slurm's controller does not answer: {f.slurm_silent}")
-    if f.slurm_silent or not f.slurm:
-        return
-    wanted = {first_part(name) for name in m.names_with("compute")}
-    bad = [f"{name}: {state}" for name, state in sorted(f.slurm_nodes.items()) if not wanted or first_part(name) in wanted]
-    yield from either(WARN, listed(bad, 8, "; ", "; and"), "all take jobs")
 
 
 @RULES("slurm-devices")
@@ -159,69 +86,13 @@ def slurm_devices(m: Machine) -> Iterator[Seen]:
         yield Seen(WARN if off else PASS, f"ConstrainDevices is {'off' if off else 'on'}")
 
 
-def _gpus(gres: str) -> int:
-    """GPUs of a node as Slurm counts them: ``gpu:h100:8(S:0-1)``."""
-    return sum(int(count) for count in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres))
-
-
-@RULES("slurm-gres")
-def slurm_gres(m: Machine) -> Iterator[Seen]:
-    """Slurm counts the GPUs of each node that the cluster file names, and that this one has."""
-    f, stated = m.facts, m.section("compute").get("gpus")
-    wanted = {first_part(name) for name in m.names_with("compute")}
-    own = first_part(f.hostname)
-    counts = {first_part(name): _gpus(gres) for name, gres in f.slurm_gres.items()}
-    if m.rehearsal or not counts:
-        return
-    bad = [f"{name} has {counts[name]}" for name in sorted(wanted & set(counts)) if stated and counts[name] != stated]
-    text = f"the cluster file says {stated} GPUs a node: {listed(bad, 8)}" if bad else ""
-    if not text and f.nvidia_devices is not None and counts.get(own, f.nvidia_devices) != f.nvidia_devices:
-        text = f"{f.nvidia_devices} GPUs are on the bus, Slurm counts {counts[own]}"
-    yield from either(WARN, text, f"{len(counts)} nodes")
-
-
-@RULES("slurm-folders")
-def slurm_folders(m: Machine) -> Iterator[Seen]:
-    """The controller's state outlives a boot; each slurmd has a spool folder of its own."""
-    state, spool = m.facts.slurm.get("StateSaveLocation", ""), m.facts.slurm.get("SlurmdSpoolDir", "")
-    bad = []
-    if any(state == folder or state.startswith(f"{folder}/") for folder in LOST_AT_BOOT) and not m.rehearsal:
-        bad.append(f"StateSaveLocation={state} is emptied at boot: all jobs are lost")
-    mount = m.mount_of(spool) if spool else None
-    if mount is not None and lies_elsewhere(mount.kind) and not re.search("%[nh]", spool):
-        bad.append(f"SlurmdSpoolDir={spool} is on {mount.kind}, where all nodes write over each other")
-    yield from either(FAIL, "; ".join(bad), f"{state}, {spool}" if state and spool else "")
-
-
-@RULES("slurm-prolog")
-def slurm_prolog(m: Machine) -> Iterator[Seen]:
-    """Prolog and epilog can be run."""
-    bad = [f"{path} {fault}" for path, fault in m.facts.slurm_scripts.items() if fault]
-    if m.computes:
-        yield from either(FAIL, "; ".join(bad), ", ".join(m.facts.slurm_scripts))
-
-
-def _seconds(time: str) -> float:
-    """A time of Slurm's: ``1-00:00:00``, ``30``, ``infinite``."""
-    days, dash, rest = time.rpartition("-")
-    if not re.fullmatch(r"\d+(:\d+){0,2}", rest):
-        return float("inf")
-    parts = [int(part) for part in rest.split(":")]
-    hours = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    return 86400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, hours, strict=False))
-
-
 @RULES("slurm-times")
 def slurm_times(m: Machine) -> Iterator[Seen]:
-    """The partition lets jobs run as long as the cluster file says, and gives them time to end."""
-    section, config = m.section("slurm"), m.facts.slurm
-    limit, stated = m.facts.slurm_limits.get(str(section.get("partition")), ""), str(section.get("max_time") or "")
-    if limit and stated not in ("", "UNLIMITED") and _seconds(limit) < _seconds(stated):
-        yield Seen(WARN, f"the partition's limit is {limit}, the cluster file says {stated}", "correct slurm.max_time")
-    wait = re.match(r"\d+", config.get("KillWait", ""))
+    """Slurm gives jobs time to end."""
+    wait = re.match(r"\d+", m.facts.slurm.get("KillWait", ""))
     if wait and not m.rehearsal:
-        short = f"KillWait is {wait[0]} s" if int(wait[0]) < KILL_WAIT_S else ""
-        yield from either(WARN, short, f"KillWait is {wait[0]} s, the partition's limit {limit or '?'}")
+        text = f"KillWait is {wait[0]} s"
+        yield from either(WARN, text if int(wait[0]) < KILL_WAIT_S else "", text)
 
 
 # --- the ranks' Python and environment ---------------------------------------------------------------------------------

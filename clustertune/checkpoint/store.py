@@ -158,13 +158,13 @@ class CheckpointStore:
     folder: Path
     attempt: int
     limit: int | None
-    """How many whole checkpoints are kept beside the milestones; None keeps all."""
+    """How many whole checkpoints are kept beside those of ``is_kept``; None keeps all."""
     ranks: StoreRanks
     tell: Callable[[str], None]
     """Where a deletion is announced; called on rank 0 only."""
     fence: Callable[[], object] = lambda: None
-    milestones: Collection[int] = ()
-    """Steps whose checkpoints are kept whatever the limit."""
+    is_kept: Callable[[Checkpoint], bool] = lambda _: False
+    """Whether a checkpoint stays whatever the limit; asked on rank 0."""
     _read_back: Path | None = None
     """The checkpoint that this attempt resumed from, whose bytes were compared."""
 
@@ -321,7 +321,7 @@ class CheckpointStore:
                 if not (checkpoint.path / manifest.MANIFEST).exists():
                     if checkpoint.attempt < self.attempt and whole:
                         self._remove(checkpoint, "left unfinished by an earlier attempt", removed)
-                elif checkpoint.step in self.milestones:
+                elif self.is_kept(checkpoint):
                     continue
                 elif verify(checkpoint.path, hashes=False):
                     self.tell(f"checkpoint {checkpoint.path.name} is damaged: kept, not counted")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from clustertune import secrets
-from clustertune.cli.arguments import AsJson, ClusterOption, Device, path_given
+from clustertune.cli.arguments import AsJson, Device, path_given
 from clustertune.console import reply, say
 from clustertune.errors import UserError
 from clustertune.rundir import RunDir
@@ -36,7 +36,7 @@ def chat(
     """
     from clustertune.evaluate import chat as chatting
     from clustertune.evaluate import serve_model
-    from clustertune.launch.named_runs import merged_or_model
+    from clustertune.launch.cluster_paths import merged_or_model
 
     facts = serve_model.facts(merged_or_model(model), max_new_tokens)
     with facts.within_limits() as tokenizing:
@@ -48,25 +48,15 @@ def serve(
     port: Annotated[
         int, typer.Option(min=1024, max=65535, help="Port on 127.0.0.1 only, because there is no password.")
     ] = 8000,
-    submit: Annotated[bool, typer.Option("--submit", help="Run as a Slurm job; prints the ssh line to reach it.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, or the job.")] = False,
-    cluster: ClusterOption = None,
-    time: Annotated[
-        str, typer.Option(metavar="TIME", help="With --submit: the job's time limit, in Slurm's form.")
-    ] = "04:00:00",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command.")] = False,
 ) -> None:
     """Uses vLLM if it is installed, else transformers' own server. Requests name the model "model" with vLLM, and its folder
     with transformers.
     """
-    from clustertune.cluster import load
     from clustertune.evaluate import serve_model
-    from clustertune.launch.named_runs import merged_or_model
+    from clustertune.launch.cluster_paths import merged_or_model
 
-    folder = merged_or_model(model)
-    if submit:
-        serve_model.submit(folder, port, load.load_cluster(cluster), time, dry_run)
-        return
-    command, environ = serve_model.server_command(folder, port, load.load_cluster(cluster) if cluster else None)
+    command, environ = serve_model.server_command(merged_or_model(model), port)
     if dry_run:
         typer.echo(shlex.join(command))
         return
@@ -92,18 +82,16 @@ def push(
 ) -> None:
     """Never uploads the base model or a merged model. HF_TOKEN must be in .env. Pushing the same adapter again changes
     nothing."""
-    from clustertune.launch.named_runs import existing_run
+    from clustertune.launch.cluster_paths import existing_run
     from clustertune.push import hub
-    from clustertune.push import upload as packing
 
     run = RunDir(existing_run(run_dir))
     name = hub.check_name(repo or secrets.read_env(secrets.DEFAULT, lambda _note: None).get("HF_REPO_ID"))
-    packing.refuse_models(run)
     upload = hub.upload_for(run, name, licence)
     for left in upload.left_out:
         say(f"note: {left} stays here: only the adapter and its card are pushed")
     if dry_run:
-        packing.show(upload, name, public, as_json)
+        hub.show(upload, name, public, as_json)
         return
     if not publish:
         fix = "look at it with --dry-run, then give --publish"

@@ -6,16 +6,12 @@ import importlib
 import inspect
 import unicodedata
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from clustertune.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.")]
 OptionalRecipe = Annotated[
@@ -120,11 +116,3 @@ Device = Annotated[
         show_default=False,
     ),
 ]
-
-
-class EvalBackend(StrEnum):
-    """What answers in an evaluation."""
-
-    auto = "auto"
-    hf = "hf"
-    vllm = "vllm"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -82,13 +81,8 @@ DEMO = "recipes/llama405b-oasst2"
 SCRIPT = Path("launch", "run.sbatch")
 
 
-class Isolation(StrEnum):
-    """How the nodes are kept apart."""
-
-    auto = "auto"
-    netns = "netns"
-    none = "none"
-
+Isolation = Literal["auto", "netns", "none"]
+"""How the nodes are kept apart."""
 
 Nodes = Annotated[str, typer.Option(metavar="N|NAME,NAME", help="How many nodes (1 to 16), or their names.")]
 IsolationOption = Annotated[
@@ -103,7 +97,7 @@ def demo_slurm(
     ] = None,
     nodes: Nodes = "2",
     gpus: Annotated[int, typer.Option(min=1, help="GPUs per node; each is one CPU process.")] = 1,
-    isolation: IsolationOption = Isolation.auto,
+    isolation: IsolationOption = "auto",
     run_dir: Annotated[Path | None, path_option("Run folder. Default: a new one in runs/rehearsal/.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -130,7 +124,7 @@ def _spec(nodes: str, gpus: int, isolation: Isolation) -> spec.ClusterSpec:
     from clustertune.testbed import spec
 
     wanted = int(nodes) if re.fullmatch(r"[0-9]{1,9}", nodes) else tuple(nodes.split(","))
-    return spec.ClusterSpec(nodes=wanted, gpus=gpus, isolation=isolation.value)
+    return spec.ClusterSpec(nodes=wanted, gpus=gpus, isolation=isolation)
 
 
 def stage(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from clustertune.cli.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_option, takes
+from clustertune.cli.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_argument, path_option, takes
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,32 @@ def sbatch(
 
     Exit 0: none; 1: findings. Only reads the scripts. Without an installation: uvx --from CHECKOUT clustertune doctor sbatch.
     """
-    from clustertune.cli.lint import lint_scripts
+    from clustertune.check import sbatch as linter
+    from clustertune.check.rule import printable
+    from clustertune.console import emit_json, escape, say
+    from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
 
-    raise typer.Exit(lint_scripts(files, as_json))
+    found, problems = [], []
+    for file in files:
+        try:
+            found.append((file, linter.lint_file(str(path_argument(file)))))
+        except UserError as error:
+            problems += error.problems
+        except ValueError as error:
+            problems.append(Problem(str(error), file=file, fix="give a batch script"))
+        except OSError as error:
+            problems += storage_error(error, "cannot be read", file).problems
+    raise_if(problems)
+    if as_json:
+        keys = {"rule": "rule", "message": "found", "remedy": "fix", "link": "link"}
+        listing = [
+            {"file": path, "findings": [{"line": int(i.where)} | {k: getattr(i, v) for k, v in keys.items()} for i in findings]}
+            for path, findings in found
+        ]
+        emit_json({"files": listing, "findings": sum(len(findings) for _, findings in found)})
+    for path, findings in found if not as_json else []:
+        for item in findings:
+            sys.stdout.write(escape(printable(f"{path}:{item.where}: {item.rule}: {item.found} -> {item.fix}")) + "\n")
+    count = sum(len(findings) for _, findings in found)
+    say(f"{len(found)} files, {count} findings" if len(found) > 1 else f"{count} findings")
+    raise typer.Exit(int(ExitCode.FAILED) if count else 0)

@@ -21,11 +21,11 @@ from clustertune.cli.arguments import (
 )
 from clustertune.console import reply, say
 from clustertune.errors import Problem, UserError, raise_if
-from clustertune.rundir import SCORES, STAGES, RunDir, default_run_dir, require_stage
+from clustertune.rundir import STAGES, RunDir, Stage, default_run_dir
 
 if TYPE_CHECKING:
     from clustertune.resolve.resolved import Resolved
-    from clustertune.sweep.points import Point
+    from clustertune.sweep import Point
 
 
 def submit(
@@ -36,8 +36,8 @@ def submit(
     run_dir: Annotated[
         Path | None, path_option("Run folder. Default: <recipe>/<fingerprint> below storage.runs, else below ./runs.")
     ] = None,
-    first: Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Begin with this stage.")] = None,
-    last: Annotated[str, typer.Option("--to", metavar="STAGE", help="End after this stage.")] = STAGES[-1],
+    first: Annotated[Stage | None, typer.Option("--from", help="Begin with this stage.")] = None,
+    last: Annotated[Stage, typer.Option("--to", help="End after this stage.")] = STAGES[-1],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; needs no Slurm.")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="With --dry-run: the scripts, the environment with its reasons, and all commands.")
@@ -48,7 +48,7 @@ def submit(
     """Every sbatch option is derived from the recipe and the cluster file. Finished stages are not submitted again."""
     from clustertune import submission
     from clustertune.cluster.load import load_cluster
-    from clustertune.launch.named_runs import existing_run
+    from clustertune.launch.cluster_paths import existing_run
 
     if status is not None:
         submission.show_status(existing_run(status), as_json)
@@ -72,18 +72,16 @@ def job(
     tiny: Annotated[bool, typer.Option("--tiny", help="Scale the recipe down; one rank per GPU of the allocation.")] = False,
     cluster: ClusterOption = None,
     run_dir: Annotated[Path | None, path_option("The run's folder.")] = None,
-    first: Annotated[str, typer.Option("--from", help="Begin with this stage.")] = STAGES[0],
-    last: Annotated[str, typer.Option("--to", help="End after this stage.")] = STAGES[-1],
+    first: Annotated[Stage, typer.Option("--from", help="Begin with this stage.")] = STAGES[0],
+    last: Annotated[Stage, typer.Option("--to", help="End after this stage.")] = STAGES[-1],
     sweep: Annotated[Path | None, path_option("Sweep folder; the array task picks the point.")] = None,
     env: Annotated[
         list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A cache variable such as HF_HOME, for all stages.")
     ] = None,
-    description: Annotated[
-        int | None, typer.Option(metavar="N", help="Run what submit recorded under this number in the run's run.json.")
-    ] = None,
+    submitted: Annotated[bool, typer.Option("--recorded", help="Run what submit recorded in the run's run.json.")] = False,
     script: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Checks the allocation, runs the stages, and has the job requeued if it can continue later. With --description it uses the
+    """Checks the allocation, runs the stages, and has the job requeued if it can continue later. With --recorded it uses the
     recipe and cluster as submitted, even if their files have changed since; without it as they were when the job first started.
     """
     from clustertune import chain
@@ -91,18 +89,17 @@ def job(
     from clustertune.cluster import load
     from clustertune.launch import allocation, cluster_paths, serving
 
-    require_stage(first, "--from")
-    require_stage(last, "--to")
     remaining = list(overrides or [])
     if sweep is not None:
         chosen = _point(sweep)
         recipe, remaining, tiny, run_dir = chosen.recipe, list(chosen.overrides), chosen.tiny, chosen.run_dir
     secrets.read_env(secrets.DEFAULT)
     given = allocation.read()
-    if given.restart and description is None and sweep is None:
+    if given.restart and not submitted and sweep is None:
         folders = [run_dir] if run_dir else sorted(cluster_paths.runs(load.load_cluster(cluster)).glob("*/*"))
-        run_dir, description = program.begun(given.job_id, folders) or (run_dir, None)
-    recorded = program.recorded(run_dir, description, of_sweep=sweep is not None)
+        before = program.begun(given.job_id, folders)
+        run_dir, submitted = before or run_dir, before is not None
+    recorded = program.recorded(run_dir, of_sweep=not submitted) if submitted or sweep is not None else None
     on = recorded.cluster if recorded and recorded.cluster else load.load_cluster(cluster)
     cluster_paths.load_modules(on)
     variables = cluster_paths.enter(on, cluster_paths.parse(env or []))
@@ -124,22 +121,18 @@ def job(
         arguments += ["--to", last] if last != STAGES[-1] else []
     path = run_dir or default_run_dir(resolved, cluster_paths.runs(on))
     inputs = program.JobInputs(resolved, on, given, path, (first, last), variables, evaluation)
-    problems = allocation.check(given, resolved, on, arguments, (first, last))
-    problems += allocation.first_node_problems(
-        on, nodes=len(given.nodes), trains="train" in STAGES[STAGES.index(first) : STAGES.index(last) + 1]
-    )
-    raise_if(problems)
+    raise_if(allocation.check(given, resolved, on, arguments, (first, last)))
     program.start(inputs, script, chain.command_line())
 
 
 def _point(sweep: Path) -> Point:
     """What this task of a job array works on."""
-    from clustertune.sweep import points
+    from clustertune.sweep import point
 
     text = os.environ.get("SLURM_ARRAY_TASK_ID", "")
     if not text.isdigit():
         raise UserError("--sweep runs as a task of a job array", fix="clustertune sweep submits it")
-    return points.point(sweep, int(text))
+    return point(sweep, int(text))
 
 
 def train(
@@ -180,8 +173,6 @@ def part(
     from clustertune import chain
     from clustertune.evaluate import servers as eval_servers
 
-    if stage != SCORES:
-        require_stage(stage)
     run = RunDir(run_dir)
     with secrets.lent({eval_servers.GIVEN: str(servers)} if servers else {}):
         chain.Chain(run, run.resolved()).run_stage(stage)

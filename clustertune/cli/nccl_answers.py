@@ -101,8 +101,9 @@ def _judge_logs(args: NcclCheckArguments) -> int:
         raise UserError(Problem("no line of NCCL", file=", ".join(files), fix="run the job with NCCL_DEBUG=INFO"))
     measured_before = {"schema": link_measure.SCHEMA, **({"expected": link_check.expected(cluster)} if cluster else {})}
     _, judged = link_check.judged(measured_before, log, left_out)
-    document = {"schema": link_measure.SCHEMA, "logs": files, "log": nccl_log.as_dict(log), "verdict": judged}
-    reply(args.as_json, document, *nccl_log.summary(log), *link_table.verdict(judged))
+    shown = [*nccl_log.summary(log)]
+    document = {"schema": link_measure.SCHEMA, "logs": files, "log": [*map(str.strip, shown)], "verdict": judged}
+    reply(args.as_json, document, *shown, *link_table.verdict(judged))
     return EXIT[judged["status"]]
 
 
@@ -113,7 +114,6 @@ def _target(args: NcclCheckArguments, cluster: schema.Cluster) -> tuple[link_che
     """Where it runs and what it measures. Raises UserError."""
     if os.environ.get("SLURM_JOB_ID"):
         job = allocation.read()
-        raise_if(allocation.first_node_problems(cluster, nodes=len(job.nodes), trains=True))
         gpus = job.gpus_per_node if job_program.has_gpus() else 0
         cpus = min(job.cpus_per_node or 1 << 20, len(os.sched_getaffinity(0)))
         where = "step" if cluster.container.runtime == "none" else "container+step"

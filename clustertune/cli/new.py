@@ -27,7 +27,7 @@ def new(
     from clustertune import draft
     from clustertune.launch import bill
     from clustertune.plan import predict
-    from clustertune.recipe import accelerate_file
+    from clustertune.recipe import layers
     from clustertune.resolve import models, resolve, tiny
 
     folder = draft.target(name)
@@ -36,18 +36,17 @@ def new(
     if not (stated.get("model") or {}).keys() & {"revision", "path"}:
         made_of = models.pinned(made_of)
     keys, notes = draft.look_at_tokenizer(made_of, found, stated)
-    stated = accelerate_file.merged(keys, stated)
+    stated = layers.laid_over(keys, stated)
     shown = folder.name if "/" not in name else name
     if at.assumed and method != "qlora" and tiny.is_small(made_of.architecture):
-        made, seconds = draft.on_cpus(made_of, method, found, stated)
+        made = draft.on_cpus(made_of, method, found, stated)
         made.assumed.extend(notes)
         following = draft.commands(shown, ())
         with draft.folder_of(made, folder.name) as written:
             resolve.resolve(written)
             _keep(written, folder, draft.page(made, folder.name, made_of, following))
-        document: dict[str, Any] = {"fits": True, "step_s": None, "hours": seconds and seconds / 3600, "total": None}
-        hours = f"about {max(1, round(seconds / 60))} min of training" if seconds else "a training"
-        text = f"\nplanned: {hours} on this machine's CPUs. Next:\n"
+        document: dict[str, Any] = {"fits": True, "step_s": None, "hours": None, "total": None}
+        text = "\nfor this machine's CPUs. Next:\n"
     else:
         following = draft.commands(shown, at.options)
         with draft.drafted(folder.name, made_of, method, found, at, stated) as (made, written):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,7 +12,6 @@ from clustertune import console, secrets
 from clustertune.cli.arguments import (
     AsJson,
     Device,
-    EvalBackend,
     Overrides,
     Ranks,
     RecipeArgument,
@@ -23,48 +21,13 @@ from clustertune.cli.arguments import (
 )
 from clustertune.console import emit_json, reply, say, show_error
 from clustertune.errors import ExitCode, UserError, raise_if
-from clustertune.rundir import STAGES, RunDir, default_run_dir
+from clustertune.rundir import STAGES, RunDir, Stage, default_run_dir
 
 if TYPE_CHECKING:
     from clustertune.resolve.resolved import Resolved
 
 
-class Stage(StrEnum):
-    """The chain's stages, as the command line takes them."""
-
-    prepare = "prepare"
-    train = "train"
-    export = "export"
-    merge = "merge"
-    eval = "eval"
-    report = "report"
-
-
 OutOption = Annotated[Path | None, path_option("The folder to write.", "--out")]
-
-
-def _resolve_here(recipe: str, overrides: list[str], *, tiny: bool, ranks: int | None) -> Resolved:
-    """The recipe for the GPUs of this machine; of a small model without GPUs for as many processes. Raises UserError."""
-    from clustertune import chain
-    from clustertune.resolve import resolve
-    from clustertune.resolve import tiny as scaled_down
-
-    resolved = resolve.resolve(recipe, overrides, tiny=tiny, ranks=ranks)
-    resolved.require_startable()
-    gpus = chain.visible_gpus()
-    small = tiny or resolved.recipe.model.weights == "random"
-    on_cpus = not gpus and not small and scaled_down.is_small(resolved.architecture)
-    few = gpus or scaled_down.ranks(resolved.accelerate)
-    asked = resolved.world_size
-    if ranks is None and (small or on_cpus) and asked > few:
-        resolved = resolve.resolve(recipe, overrides, tiny=tiny, ranks=few)
-        if on_cpus:
-            slow = "; train.bf16=false is faster on most CPUs" if resolved.train_args["bf16"] else ""
-            say(f"note: the recipe is for {asked} GPUs and there is none here: {few} processes train on the CPUs{slow}")
-    elif ranks is None and not (small or on_cpus) and asked > gpus:
-        fix = "use --tiny to run a scaled-down version, clustertune submit on a cluster, or --ranks N to force N processes"
-        raise UserError(f"needs {resolved.world_size} GPUs, this machine has {gpus}", file=recipe, key="slurm", fix=fix)
-    return resolved
 
 
 def prepare(
@@ -98,8 +61,8 @@ def run(
     run_dir: Annotated[
         Path | None, path_option("Run folder. Default: <recipe>/<fingerprint> below storage.runs, else below ./runs.")
     ] = None,
-    first: Annotated[Stage, typer.Option("--from", help="Begin with this stage.")] = Stage.prepare,
-    last: Annotated[Stage, typer.Option("--to", help="End after this stage.")] = Stage.report,
+    first: Annotated[Stage, typer.Option("--from", help="Begin with this stage.")] = STAGES[0],
+    last: Annotated[Stage, typer.Option("--to", help="End after this stage.")] = STAGES[-1],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -112,7 +75,7 @@ def run(
     if not stages:
         fix = f"the order is {', '.join(STAGES)}"
         raise UserError(f"{first} comes after --to {last}", file="command line", key="--from", fix=fix)
-    resolved = _resolve_here(recipe, overrides or [], tiny=tiny, ranks=ranks)
+    resolved = chain.resolve_here(recipe, overrides or [], tiny=tiny, ranks=ranks)
     below = cluster_paths.enter_local()
     path = run_dir or default_run_dir(resolved, below)
     _check_before_anything_is_made(resolved, path, stages)
@@ -157,7 +120,7 @@ def export(
 ) -> None:
     """Exports the adapter of a LoRA run, or the model if all parameters were trained."""
     from clustertune import chain
-    from clustertune.launch.named_runs import existing_run
+    from clustertune.launch.cluster_paths import existing_run
 
     _summarise(chain.export_trained(existing_run(source, "a run folder or a checkpoint"), out, base), as_json)
 
@@ -193,7 +156,7 @@ def evaluate(
     ] = None,
     base: Annotated[Path | None, path_option("Second model, scored on the same prompts and compared.", metavar="MODEL")] = None,
     adapter: Annotated[Path | None, path_option("A LoRA adapter, applied without merging.")] = None,
-    backend: Annotated[EvalBackend, typer.Option(help="Inference engine for the evaluation.")] = EvalBackend.auto,
+    backend: Annotated[Literal["auto", "hf", "vllm"], typer.Option(help="Inference engine for the evaluation.")] = "auto",
     out: OutOption = None,
     num_fewshot: Annotated[
         int | None, typer.Option(min=0, help="Examples before each question. Default: the task's number.")
@@ -212,7 +175,7 @@ def evaluate(
     from clustertune.evaluate import scores
     from clustertune.evaluate.by_command import eval_folder, eval_settings
     from clustertune.launch import cluster_paths
-    from clustertune.launch.named_runs import existing_folder, merged_or_model, newest_merged
+    from clustertune.launch.cluster_paths import existing_folder, merged_or_model, newest_merged
     from clustertune.recipe import sections
 
     below = cluster_paths.enter_local()
@@ -222,7 +185,7 @@ def evaluate(
     prompts = None
     if data is not None and own_prompts.are_own(data, given.get("tasks", [sections.FIRST_TASK])):
         prompts, given, data = data, {"tasks": [], **given, "data": str(data.absolute())}, None
-    settings = eval_settings({**given, "apply_chat_template": apply_chat_template, "backend": backend.value})
+    settings = eval_settings({**given, "apply_chat_template": apply_chat_template, "backend": backend})
     used = {**settings.model_dump(mode="json"), "device": device}
     beside = {"adapter": str(adapter.resolve()) if adapter else None, "base": str(base.resolve()) if base else None}
     folder = out or eval_folder(below / "eval", model, data, {**used, **beside})
@@ -246,7 +209,7 @@ def report(
     out: Annotated[Path | None, path_option("Page to write. Default: RUN/report.html.", "--out", metavar="FILE")] = None,
     as_json: AsJson = False,
 ) -> None:
-    from clustertune.launch.named_runs import existing_run
+    from clustertune.launch.cluster_paths import existing_run
     from clustertune.report import page
 
     run_dir = existing_run(run_dir)
@@ -271,7 +234,7 @@ def verify(path: Annotated[Path, path_given("A checkpoint folder, or a run.", "P
     Reads no pickle. Given a run, checks every checkpoint that has a manifest; one without was never finished.
     """
     from clustertune.checkpoint import store
-    from clustertune.launch.named_runs import existing_run
+    from clustertune.launch.cluster_paths import existing_run
 
     try:
         checkpoint, problems, notes = store.verify_all(existing_run(path, "a checkpoint or a run folder"))

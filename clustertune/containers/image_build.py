@@ -30,7 +30,7 @@ Say = Callable[[str], None]
 WORK = ROOT / "build" / "containers"
 STANDIN = "standin"
 VARIANTS = {"cuda": "train", "cpu": "train-cpu", "vllm": "vllm"}
-DEFINITIONS = ("train", "reference", "megatron")
+DEFINITIONS = ("train", "reference")
 _TAG = re.compile(r"[a-z0-9][a-z0-9._/-]{0,127}(:[A-Za-z0-9][A-Za-z0-9._-]{0,63})?")
 _REFERENCE = re.compile(r"[a-z0-9][a-z0-9._:/-]*@sha256:[0-9a-f]{64}")
 PARTS = ("install.sh", "selftest.py")
@@ -47,7 +47,7 @@ class BuildRequest:
     variant: str = "cuda"
     extras: tuple[str, ...] = ()
     base: str = ""
-    """Empty: of containers/base.env; ``standin``; a docker-archive; or NAME@sha256:DIGEST."""
+    """Empty: of containers/base.env; ``standin``; or NAME@sha256:DIGEST."""
     out: Path | None = None
     """The SIF."""
     tag: str = ""
@@ -55,9 +55,9 @@ class BuildRequest:
 
     @property
     def lock_name(self) -> str:
-        """The lock that the image is built from; empty: its base has all."""
+        """The lock that the image is built from."""
         if self.definition != "train":
-            return "" if self.definition == "megatron" else self.definition
+            return self.definition
         aarch64 = self.variant == "cuda" and platform.machine() == "aarch64"
         return "train-aarch64" if aarch64 else VARIANTS[self.variant]
 
@@ -75,8 +75,7 @@ class BaseImage:
     name: str
     """As labels tell it: never a path of this machine."""
     archive: Path | None = None
-    """A docker-archive, or the files of a stand-in as tar; None: ``name`` is pulled."""
-    standin: bool = False
+    """The files of a stand-in as tar; None: ``name`` is pulled."""
 
 
 def arguments(parser: argparse.ArgumentParser, kind: str) -> None:
@@ -86,9 +85,7 @@ def arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument("--definition", choices=DEFINITIONS if sif else ("train",), default="train", help="containers/NAME.def")
     parser.add_argument("--variant", choices=sorted(VARIANTS), default="cuda", help="which lock; CI uses cpu")
     parser.add_argument("--extras", default="", help=f"layers on top, as A+B: {', '.join(locks.LAYERS)}")
-    parser.add_argument(
-        "--base", default="", help="NAME@sha256:DIGEST, a docker-archive, or `standin` if no registry can be reached"
-    )
+    parser.add_argument("--base", default="", help="NAME@sha256:DIGEST, or `standin` if no registry can be reached")
     if sif:
         parser.add_argument("--out", type=Path, help="the image file")
     else:
@@ -116,9 +113,8 @@ def _find_problems(what: BuildRequest) -> Iterator[Problem]:
         yield Problem(text, key="VARIANT", fix="leave VARIANT or DEFINITION out")
     if what.tag and not _TAG.fullmatch(what.tag):
         yield Problem(f"{what.tag!r} is not an image name", key="TAG", fix="lower case, as in clustertune/train:cpu")
-    if what.base not in ("", STANDIN) and not _REFERENCE.fullmatch(what.base) and not Path(what.base).is_file():
-        fix = "NAME@sha256:DIGEST, a docker-archive, or standin"
-        yield Problem(f"{what.base!r} is not a file and has no digest", key="BASE", fix=fix)
+    if what.base not in ("", STANDIN) and not _REFERENCE.fullmatch(what.base):
+        yield Problem(f"{what.base!r} has no digest", key="BASE", fix="NAME@sha256:DIGEST, or standin")
     machine = platform.machine()
     for spec in what.specs:
         if spec.platform != locks.ANY and not spec.platform.startswith(machine):
@@ -127,10 +123,8 @@ def _find_problems(what: BuildRequest) -> Iterator[Problem]:
             yield Problem(text, key=key, fix="build it there")
 
 
-def locked(what: BuildRequest) -> PackageLock | None:
+def locked(what: BuildRequest) -> PackageLock:
     """The lock with its layers, held to the pins. Raises UserError where a version was moved in one place only."""
-    if not what.lock_name:
-        return None
     found = pins.read()
     parts = {spec: locks.read(spec.path) for spec in what.specs}
     raise_if([problem for spec, part in parts.items() for problem in locks.held_to_pins(spec, part, found)])
@@ -140,26 +134,19 @@ def locked(what: BuildRequest) -> PackageLock | None:
     return whole
 
 
-def _base_of(what: BuildRequest, lock: PackageLock | None, say: Say) -> BaseImage:
+def _base_of(what: BuildRequest, lock: PackageLock, say: Say) -> BaseImage:
     """What it starts from; a stand-in is made once and kept."""
     if what.base == STANDIN:
-        if lock is None:
-            text = "megatron.def has no stand-in: its base is NVIDIA's whole image"
-            raise UserError(text, key="BASE", fix="leave BASE out")
         suite = wheelhouse.suite_of(lock.python)
         archive = WORK / f"standin-{suite}.tar"
         if not archive.exists() and not what.dry_run:
             wheelhouse.make_standin(lock.python, archive, say)
-        return BaseImage(f"stand-in {suite}", archive, standin=True)
-    if what.base and not _REFERENCE.fullmatch(what.base):
-        return BaseImage(Path(what.base).name, Path(what.base).resolve())
-    return BaseImage(what.base or pins.read_bases()["BASE_MEGATRON" if what.definition == "megatron" else "BASE_TRAIN"])
+        return BaseImage(f"stand-in {suite}", archive)
+    return BaseImage(what.base or pins.read_bases()["BASE_TRAIN"])
 
 
-def labels(lock: PackageLock | None, base: BaseImage) -> dict[str, str]:
+def labels(lock: PackageLock, base: BaseImage) -> dict[str, str]:
     """The build arguments that become labels."""
-    if lock is None:
-        return {"base_name": base.name}
     digest = locks.text_digest(lock.text())
     return {"python": lock.python, "lock": lock.name, "lock_sha256": digest, "before": lock.before, "base_name": base.name}
 
@@ -201,8 +188,8 @@ class Gathered:
     """What an image is built from."""
 
     base: BaseImage
-    wheelhouse: Path | None
-    """Of the lock and its layers; None: the base has all."""
+    wheelhouse: Path
+    """Of the lock and its layers."""
     context: Path
     """The folder that the engine builds in; beside it there is room for its own files."""
 
@@ -266,27 +253,24 @@ def _as_user(command: list[str], scratch: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _gathered(what: BuildRequest, lock: PackageLock | None, recipe: str, image: str, say: Say) -> Iterator[Gathered]:
+def _gathered(what: BuildRequest, lock: PackageLock, recipe: str, image: str, say: Say) -> Iterator[Gathered]:
     """What a build needs, for as long as it takes. Raises UserError where storage fails."""
-    folder = None
+    # Of another lock another folder: what a former one left is never installed.
+    folder = WORK / "wheels" / "-".join((lock.name, *what.extras, locks.text_digest(lock.text())[:12]))
     with storing("build the image", image):
         # One build at a time: base and wheels are kept for the next one.
         with in_turn(WORK / "lock", lambda: say("another build is collecting its packages: waiting for it")):
             base = _base_of(what, lock, say)
-            if lock:
-                # Of another lock another folder: what a former one left is never installed.
-                folder = WORK / "wheels" / "-".join((lock.name, *what.extras, locks.text_digest(lock.text())[:12]))
-                wheelhouse.fill(lock, folder, WORK / "tools", say)
+            wheelhouse.fill(lock, folder, WORK / "tools", say)
         with tempfile.TemporaryDirectory(dir=WORK, prefix="build-") as scratch:
             # The folder that the engine builds in: the recipe, what goes into the image, and nothing of this machine.
             context = Path(scratch) / "context"
             context.mkdir()
             shutil.copy(FOLDER / recipe, context / recipe)
-            if lock and folder:
-                for part in PARTS:
-                    shutil.copy(FOLDER / part, context / part)
-                shutil.copy(folder / wheelhouse.REQUIREMENTS, context / wheelhouse.REQUIREMENTS)
-                (context / "image.lock").write_text(lock.text())
+            for part in PARTS:
+                shutil.copy(FOLDER / part, context / part)
+            shutil.copy(folder / wheelhouse.REQUIREMENTS, context / wheelhouse.REQUIREMENTS)
+            (context / "image.lock").write_text(lock.text())
             for path in context.iterdir():
                 path.chmod(0o644)
             yield Gathered(base, folder, context)
@@ -301,7 +285,7 @@ def build(what: BuildRequest, say: Say) -> dict[str, Any]:
     return {**made, "seconds": round(time.monotonic() - started)}
 
 
-def _build_sif(what: BuildRequest, lock: PackageLock | None, say: Say) -> dict[str, Any]:
+def _build_sif(what: BuildRequest, lock: PackageLock, say: Say) -> dict[str, Any]:
     """The image, its ``.sha256`` and its SBOM."""
     program, out = find_apptainer(), _sif_path(what)
     with _gathered(what, lock, f"{what.definition}.def", str(out), say) as given:
@@ -316,13 +300,11 @@ def _sif_path(what: BuildRequest) -> Path:
     return (what.out or ROOT / f"{what.definition}.sif").absolute()
 
 
-def _sif_command(
-    what: BuildRequest, program: str, lock: PackageLock | None, gathered: Gathered, out: Path, say: Say
-) -> list[str]:
+def _sif_command(what: BuildRequest, program: str, lock: PackageLock, gathered: Gathered, out: Path, say: Say) -> list[str]:
     """Everything relative to the context: what stands in the definition ends up in the image."""
     base, context = gathered.base, gathered.context
     given = labels(lock, base)
-    if base.archive and base.standin:
+    if base.archive:
         (context / "base").mkdir()
         run(
             ["tar", "--extract", "--no-same-owner", "--file", str(base.archive), "--directory", str(context / "base")],
@@ -330,12 +312,9 @@ def _sif_command(
             say,
         )
         given |= {"bootstrap": "localimage", "base": "base"}
-    elif base.archive:
-        (context / "base.tar").symlink_to(base.archive)
-        given |= {"bootstrap": "docker-archive", "base": "base.tar"}
     else:
         given |= {"base": base.name}
-    bind = ["--bind", f"{gathered.wheelhouse}:/mnt:ro"] if gathered.wheelhouse else []
+    bind = ["--bind", f"{gathered.wheelhouse}:/mnt:ro"]
     build_arguments = [word for name, value in given.items() for word in ("--build-arg", f"{name}={value}")]
     command = [program, "build", "--mksquashfs-args", SQUASH, *bind, *build_arguments, str(out), f"{what.definition}.def"]
     return _as_user(command, context.parent)
@@ -365,12 +344,10 @@ def _tag(what: BuildRequest) -> str:
     return what.tag or f"clustertune/{what.definition}:{what.variant}"
 
 
-def _build_image(what: BuildRequest, lock: PackageLock | None, say: Say) -> dict[str, Any]:
+def _build_image(what: BuildRequest, lock: PackageLock, say: Say) -> dict[str, Any]:
     """The image in the engine's store, tested, with its SBOM."""
     engine, tag = find_engine(), _tag(what)
-    assert lock, "only train has a Dockerfile"
     with _gathered(what, lock, "Dockerfile", tag, say) as given:
-        assert given.wheelhouse, "there is a lock"
         (given.context / "wheels").mkdir()
         for path in given.wheelhouse.iterdir():
             try:
@@ -399,31 +376,24 @@ def limits(engine: str) -> list[str]:
 
 
 def _loaded(engine: str, base: BaseImage, say: Say) -> str:
-    """The base's name for ``FROM``: an archive is loaded first."""
+    """The base's name for ``FROM``: a stand-in is imported first."""
     if base.archive is None:
         return base.name
-    if base.standin:
-        name = f"clustertune-{base.archive.stem.replace('-', ':')}"
-        # A base of files has no settings: PATH is what the Dockerfile puts the venv in front of.
-        run([engine, "import", "--change", f"ENV PATH={PATH}", str(base.archive), name], "the import of the stand-in", say)
-        return name
-    text = answer([engine, "load", "--input", str(base.archive)], seconds=900) or ""
-    named = re.search(r"Loaded image(?:\(s\)| ID)?: (\S+)", text)
-    if not named:
-        text, fix = f"{engine} loads no image from it", "give a docker-archive with a name"
-        raise UserError(text, ExitCode.FAILED, file=str(base.archive), fix=fix)
-    return named[1]
+    name = f"clustertune-{base.archive.stem.replace('-', ':')}"
+    # A base of files has no settings: PATH is what the Dockerfile puts the venv in front of.
+    run([engine, "import", "--change", f"ENV PATH={PATH}", str(base.archive), name], "the import of the stand-in", say)
+    return name
 
 
 # --- beside the image --------------------------------------------------------------------------------------------------
 
 
-def _plan(what: BuildRequest, lock: PackageLock | None, say: Say) -> dict[str, Any]:
+def _plan(what: BuildRequest, lock: PackageLock, say: Say) -> dict[str, Any]:
     sif = what.kind == "build-sif"
     return {
         "image": str(_sif_path(what)) if sif else _tag(what), "with": "apptainer" if sif else "docker or podman",
-        "definition": f"containers/{f'{what.definition}.def' if sif else 'Dockerfile'}", "lock": lock.name if lock else None,
-        "packages": len(lock.entries) if lock else 0, "extras": list(what.extras), "base": _base_of(what, lock, say).name,
+        "definition": f"containers/{f'{what.definition}.def' if sif else 'Dockerfile'}", "lock": lock.name,
+        "packages": len(lock.entries), "extras": list(what.extras), "base": _base_of(what, lock, say).name,
     }  # fmt: skip
 
 
@@ -455,14 +425,13 @@ def _write_bill(beside: Path, lock: PackageLock, given: Gathered, say: Say) -> d
     return {**made, "sbom": str(bill)}
 
 
-def _publish(part: Path, out: Path, lock: PackageLock | None, given: Gathered, say: Say) -> dict[str, Any]:
+def _publish(part: Path, out: Path, lock: PackageLock, given: Gathered, say: Say) -> dict[str, Any]:
     """The image in its place, and beside it the SBOM and, last, the sum: who finds the sum finds a whole image."""
     total = out.with_name(out.name + ".sha256")
     total.unlink(missing_ok=True)
     digest, size = locks.file_digest(part), part.stat().st_size
     part.replace(out)
     made: dict[str, Any] = {"file": str(out), "sha256": digest, "bytes": size, "base": given.base.name}
-    if lock:
-        made |= _write_bill(out, lock, given, say)
+    made |= _write_bill(out, lock, given, say)
     total.write_text(f"{digest}  {out.name}\n")
     return made

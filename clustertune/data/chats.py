@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from clustertune.data.rows import NOT_A_FAULT, BadRow, JsonError, Rejects, RowLocation, excerpt, parse
+from clustertune.data.rows import NOT_A_FAULT, BadRow, Rejects, RowLocation, excerpt, parse
 from clustertune.recipe.sections import COLUMNS
 
 MAX_MESSAGE_BYTES = 10_000_000
@@ -124,9 +124,9 @@ def _value(value: Any, name: str, kind: type) -> Any:
     """A value of JSON, or a text that holds one, as tables have it. Raises BadRow."""
     if isinstance(value, str):
         try:
-            value, _ = parse(value)
-        except JsonError as error:
-            raise BadRow("invalid-json", f"{name}: {error.message} at column {error.position + 1}") from None
+            value = parse(value)
+        except BadRow as bad:
+            raise BadRow(bad.reason, f"{name}: {bad.detail}") from None
     if not isinstance(value, kind):
         raise BadRow("wrong-column", f"{name} is {excerpt(value)}, not {_KINDS[kind]}")
     try:

@@ -11,20 +11,17 @@ import importlib.abc
 import importlib.util
 import math
 import re
-import tempfile
 import time
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from clustertune.bounded import StandingChild, allow
 from clustertune.console import say
 from clustertune.data import answer_rules, punkt
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.recipe import eval_tasks
 from clustertune.recipe.layers import did_you_mean
 from clustertune.recipe.sections import Reward
 
@@ -159,7 +156,7 @@ def _lacking_instructions(row: Mapping[str, Any]) -> Iterator[tuple[str, str, st
 
 
 class Rewards:
-    """The rewards of a recipe, ready to judge. A context: inside, NLTK cannot download, and ours run in one child.
+    """The rewards of a recipe, ready to judge. A context: inside, ours run in one child.
 
     ``code``: the texts of the recipe's own files, by name without ``.py``; they are run here. Raises UserError where one fails.
     """
@@ -189,10 +186,7 @@ class Rewards:
             import langdetect
 
             langdetect.DetectorFactory.seed = 0  # else the language of one answer is another every time
-            corpora = [task.folder / eval_tasks.TEXT for task in eval_tasks.needed(["ifeval"], eval_tasks.PUNKT).values()]
-            scratch = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
-            found = punkt.prepare([path.read_text(encoding="utf-8") for path in corpora], scratch)
-            self._stack.enter_context(punkt.installed(found.path))
+            punkt.use_shipped()
             _instructions()  # the import looks for the splitter
         if any(reward.module is None for reward in self.rewards):
             self._child = StandingChild(_judge_one)

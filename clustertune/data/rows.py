@@ -46,7 +46,7 @@ class RowLocation:
     file: str
     """Name of the file below the input, or ``dataset/split`` for the Hub."""
     line: int
-    """Line of the file (of the record's first character in a JSON array), or row number in Parquet and the Hub; from 1."""
+    """Line of the file, or row number in a JSON array, Parquet and the Hub; from 1."""
     split: str | None = None
     """``train`` or ``eval`` where the input has splits of its own."""
     row: int = 0
@@ -174,83 +174,43 @@ def excerpt(value: object, width: int = 60) -> str:
     return shown if len(shown) <= 3 * width else shown[: 3 * width] + "..."
 
 
-# --- json ------------------------------------------------------------------------------------------------------------------
-
-# Parsing of JSON values that may be nested deeper than the C parser recurses, with an exact word for a cut-off one.
-#
-# The standard parser stops at about 1,000 levels (fixed in C from Python 3.12 on), orjson and pydantic's jiter at 1,024 and
-# 200, and a conversation tree of 5,000 messages is 10,000 levels: only such a text takes the standard library's parser in
-# Python, whose frames lie on the heap (Python 3.11 and newer).
-
-
-_DECODER = json.JSONDecoder()
 _DEEP_DECODER: Any = json.JSONDecoder()
 _DEEP_DECODER.scan_once = scanner.py_make_scanner(_DEEP_DECODER)  # type: ignore[attr-defined]
 MAX_LEVELS = 250_000
 """Of nesting; with 0.5 GB of frames."""
-_SPACE = re.compile(r"[ \t\r\n]*")
-_FRAGMENT = re.compile(r"[ \t\r\n]*[-+.\w]*\Z")
-"""What may be left of a number or a literal that was cut."""
 
 
-class JsonError(Exception):
-    """Not JSON. ``truncated``: the text ends before the value does."""
-
-    def __init__(self, message: str, position: int, *, truncated: bool) -> None:
-        super().__init__(message)
-        self.message = message
-        self.position = position
-        """Index into the text, from 0."""
-        self.truncated = truncated
-
-
-def skip_space(text: str, at: int) -> int:
-    """Index of the first character at or after ``at`` that is not JSON white space."""
-    match = _SPACE.match(text, at)
-    assert match is not None
-    return match.end()
-
-
-def parse(text: str, at: int = 0) -> tuple[Any, int]:
-    """The value that starts at ``at`` (after white space) and the index after it. Raises JsonError."""
-    at = skip_space(text, at)
+def parse(text: str) -> Any:
+    """The value of a JSON text. Raises BadRow."""
     try:
         try:
-            return _DECODER.raw_decode(text, at)
+            return json.loads(text)
         except RecursionError:
-            return parse_deep(text, at)
+            return _parse_deep(text)
     except json.JSONDecodeError as error:
-        # A \\uXXXX escape that ends with the text is reported as invalid, but was cut like any other open string.
-        cut = error.msg.startswith("Unterminated") or ("uXXXX" in error.msg and '"' not in text[error.pos :])
-        raise _wrong(text, error.pos, error.msg, cut=cut) from None
+        raise BadRow("invalid-json", f"{error.msg} at column {error.colno}") from None
     except RecursionError:
-        raise JsonError(f"nested deeper than {MAX_LEVELS:,} levels", at, truncated=False) from None
+        raise BadRow("invalid-json", f"nested deeper than {MAX_LEVELS:,} levels") from None
     except ValueError as error:  # an integer of more digits than int() takes (4,300)
-        raise JsonError(str(error), at, truncated=False) from None
+        raise BadRow("invalid-json", str(error)) from None
 
 
-def parse_deep(text: str, at: int = 0) -> tuple[Any, int]:
-    """The same without recursion in C, about 10 times slower. Raises json.JSONDecodeError, RecursionError."""
+def _parse_deep(text: str) -> Any:
+    """The same without recursion in C, about 10 times slower, for a tree of 5,000 messages: the standard parser stops at about
+    1,000 levels. The frames of the parser in Python lie on the heap (Python 3.11 and newer)."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(before + 2 * MAX_LEVELS)  # two frames a level
     try:
-        found: tuple[Any, int] = _DEEP_DECODER.raw_decode(text, at)
-        return found
+        return _DEEP_DECODER.decode(text)
     finally:
         sys.setrecursionlimit(before)
-
-
-def _wrong(text: str, at: int, message: str, *, cut: bool = False) -> JsonError:
-    return JsonError(message, at, truncated=cut or _FRAGMENT.match(text, at) is not None)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------------
 
 MAX_RECORD_BYTES = 256 * 1024 * 1024
-"""A longer line is skipped without being held: a record is a message, or a tree of them, and no text nears this."""
+"""Of a value in a table, and of a text file."""
 KINDS = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".feather")
-MAX_EMPTY_LINES = 100_000
-"""A gzip of 1 MB may hold a billion."""
 _BINARY = (".parquet", ".arrow", ".feather")
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 """Compressions, behind any ending but those of Parquet, Arrow and Feather."""
@@ -337,42 +297,22 @@ def _at(location: RowLocation, line: int, row: int) -> RowLocation:
     return RowLocation(location.file, line, location.split, row)
 
 
-def _lines(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[Record]:
-    number = row = empty = 0
-    while line := stream.readline(MAX_RECORD_BYTES):
-        number += 1
-        empty = empty + 1 if line.isspace() else 0
-        if empty > MAX_EMPTY_LINES:
-            text = f"more than {MAX_EMPTY_LINES:,} empty lines, one behind the other: this is no file of rows"
-            raise UserError(text, file=f"{shown}:{number}", fix="give the file that holds the rows")
-        at = _at(location, number, row + 1)
-        if len(line) == MAX_RECORD_BYTES and not line.endswith(b"\n"):
-            while (rest := stream.readline(1 << 20)) and not rest.endswith(b"\n"):
-                pass
+def _lines(stream: Any, location: RowLocation, *_: Any) -> Iterator[Record]:
+    row = 0
+    for number, line in enumerate(stream, 1):
+        text = line.removeprefix(_BOM if number == 1 else b"").strip(b"\0 \t\r\n")
+        if text:  # else a blank line, or the zeros that a crash leaves at the end of a file
             row += 1
-            yield at, BadRow("message-too-long", f"a line of more than {MAX_RECORD_BYTES} bytes")
-            continue
-        if number == 1:
-            line = line.removeprefix(_BOM)
-        line = line.strip(b"\0 \t\r\n")
-        if not line:  # a blank line, or the zeros that a crash leaves at the end of a file
-            continue
-        row += 1
-        yield at, _record(line)
+            yield _at(location, number, row), _record(text)
 
 
 def _record(line: bytes) -> dict[str, Any] | BadRow:
     try:
-        text = line.decode()
-        value, end = parse(text)
+        return _object(parse(line.decode()))
     except UnicodeDecodeError as error:
         return BadRow("not-utf8", f"byte 0x{line[error.start]:02x} at column {error.start + 1}")
-    except JsonError as error:
-        reason = "truncated-json" if error.truncated else "invalid-json"
-        return BadRow(reason, f"{error.message} at column {error.position + 1}")
-    if skip_space(text, end) != len(text):
-        return BadRow("invalid-json", f"more text after the record at column {end + 1}")
-    return _object(value)
+    except BadRow as bad:
+        return bad
 
 
 def _object(value: Any) -> dict[str, Any] | BadRow:
@@ -380,47 +320,19 @@ def _object(value: Any) -> dict[str, Any] | BadRow:
 
 
 def _array(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[Record]:
-    data = stream.read().removeprefix(_BOM).rstrip(b"\0 \t\r\n")
+    """A JSON array: behind a fault in its middle the limits of records are lost, so that the whole file is refused."""
+    fix = "fix the file, or give one record per line (.jsonl), where a bad one can be skipped"
     try:
-        text, damaged = data.decode(), False
-    except UnicodeDecodeError:
-        text, damaged = data.decode(errors="surrogateescape"), True
-    del data
-    at, line, counted, row = skip_space(text, text.index("[") + 1), 1, 0, 0
-    while text[at : at + 1] != "]" or row:
-        line, counted = line + text.count("\n", counted, at), at
-        position = _at(location, line, row := row + 1)
-        try:
-            value, end = parse(text, at)
-            at = skip_space(text, end)
-            mark = text[at : at + 1]
-            if mark not in (",", "]"):
-                raise JsonError("expected ',' or ']'", at, truncated=not mark)
-        except JsonError as error:
-            if not error.truncated:
-                raise _broken_array(shown, text, error) from None
-            yield position, BadRow("truncated-json", "the file ends inside this record")
-            return
-        if damaged and (byte := _ESCAPED_BYTE.search(text, counted, end)):
-            yield position, BadRow("not-utf8", f"byte 0x{ord(byte.group()) - 0xDC00:02x} in the record that starts here")
-        else:
-            yield position, _object(value)
-        if mark == "]":
-            break
-        at = skip_space(text, at + 1)
-    if (end := skip_space(text, at + 1)) != len(text):
-        raise _broken_array(shown, text, JsonError("more text after the array", end, truncated=False))
-
-
-def _broken_array(shown: str, text: str, error: JsonError) -> UserError:
-    """Behind a fault in the middle of an array the limits of records are lost: no row is left out, the file is refused."""
-    line = text.count("\n", 0, error.position) + 1
-    column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
-    return UserError(
-        f"not JSON: {error.message} at column {column}",
-        file=f"{shown}:{line}",
-        fix="fix the file, or give one record per line (.jsonl), where a bad one can be skipped",
-    )
+        rows = json.loads(stream.read().removeprefix(_BOM).rstrip(b"\0 \t\r\n").decode())
+    except UnicodeDecodeError as error:
+        text = f"byte 0x{error.object[error.start]:02x} at byte {error.start} is not UTF-8; of Latin-1: {LATIN1}"
+        raise UserError(text, file=shown, fix=fix) from None
+    except json.JSONDecodeError as error:
+        text = f"not JSON: {error.msg} at column {error.colno}"
+        raise UserError(text, file=f"{shown}:{error.lineno}", fix=fix) from None
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"not JSON: {error}", file=shown, fix=fix) from None
+    yield from ((_at(location, number, number), _object(row)) for number, row in enumerate(rows, 1))
 
 
 def _table(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[Record]:
@@ -532,8 +444,8 @@ def arrow_rows(batch: Any) -> Iterator[dict[str, Any] | BadRow]:
     def decoded(row: dict[str, Any]) -> dict[str, Any] | BadRow:
         try:
             return row | {name: decode(row[name]) for name, decode in changed.items() if row[name] is not None}
-        except JsonError as error:
-            return BadRow("invalid-json", f"{error.message} at column {error.position + 1} of a value of the type Json")
+        except BadRow as bad:
+            return bad
 
     try:
         rows: list[dict[str, Any]] = batch.to_pylist()
@@ -570,7 +482,7 @@ def _decoder(kind: Any) -> Decode | None:
     import pyarrow as pa
 
     if isinstance(kind, pa.JsonType):
-        return _json_value
+        return parse
     if isinstance(kind, pa.BaseExtensionType):
         return _decoder(kind.storage_type)
     if pa.types.is_struct(kind):
@@ -587,10 +499,3 @@ def _decoder(kind: Any) -> Decode | None:
         inner = _decoder(kind.value_type)
         return inner and (lambda value: [item if item is None else inner(item) for item in value])
     return None
-
-
-def _json_value(text: Any) -> Any:
-    value, end = parse(text)
-    if skip_space(text, end) != len(text):
-        raise JsonError("more text after the value", end, truncated=False)
-    return value

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
@@ -32,8 +33,6 @@ def split_of(name: str) -> str | None:
 
 
 _READABLE = f"{', '.join(KINDS)}, all but the last three also with {', '.join(PACKED)} behind"
-_MARKS = ("ETag", "etag", "md5Hash", "content_md5", "last_modified", "LastModified", "mtime", "created")
-"""What object stores say about a file that changes with its content."""
 
 
 def _readable(name: Path) -> str:
@@ -72,10 +71,12 @@ class InputFile:
     """One file of the input."""
 
     path: str
-    """On this machine, or in the object store."""
+    """On this machine."""
     name: str
     """Below the input, as text that can be written."""
     split: str | None
+    shown: str = ""
+    """What to call it in a message; empty: the path."""
 
 
 class LocalFiles:
@@ -151,16 +152,10 @@ class LocalFiles:
     def has_splits(self) -> bool:
         return _has_splits({file.split for file in self.files}, self.shown)
 
-    def _open(self, file: InputFile) -> Any:
-        return Path(file.path).open("rb", buffering=0)
-
-    def _size(self, file: InputFile) -> int:
-        return Path(file.path).stat().st_size
-
     def records(self) -> Iterator[Record]:
         before = 0
         with byte_progress() as bar:
-            sizes = [self._size(file) for file in self.files]
+            sizes = [Path(file.path).stat().st_size for file in self.files]
             task = bar.add_task("reading", total=sum(sizes))
             for file, size in zip(self.files, sizes, strict=True):
 
@@ -168,12 +163,13 @@ class LocalFiles:
                     bar.update(task, completed=base + done)
 
                 location = RowLocation(file.name, 1, file.split)
-                yield from read_file(partial(self._open, file), location, file.path, self._wanted, advance, self.unused)
+                opened = partial(Path(file.path).open, "rb", buffering=0)
+                yield from read_file(opened, location, file.shown or file.path, self._wanted, advance, self.unused)
                 before += size
 
 
 class RemoteFiles(LocalFiles):
-    """The same in an object store, or behind a web address, through fsspec, which reads them piece by piece.
+    """The same in an object store, or behind a web address, through fsspec: they are fetched to this machine first.
 
     ``datasets`` opens such files with fsspec too. The keys are those of the storage's own tools, in the environment.
     """
@@ -181,65 +177,33 @@ class RemoteFiles(LocalFiles):
     def __init__(self, address: str, part: DataSource) -> None:
         self.shown, self.root = address, None
         self._begin(part)
+        self._fetched = tempfile.TemporaryDirectory(prefix="clustertune-data-")
         try:
             import fsspec
 
-            self._fs, path = fsspec.core.url_to_fs(address)
+            fs, path = fsspec.core.url_to_fs(address)
             web = address.startswith(("http://", "https://"))
-            if not web and self._fs.isdir(path):
+            if not web and fs.isdir(path):
                 base = f"{path}/{part.config}" if part.config else path
-                found = [(name, name.removeprefix(base).lstrip("/")) for name in sorted(self._fs.find(base))]
+                found = [(name, name.removeprefix(base).lstrip("/")) for name in sorted(fs.find(base))]
             else:
-                names = sorted(self._fs.glob(path)) if "*" in path else [path]
-                found = [(name, PurePosixPath(name).name) for name in names]
+                found = [(name, PurePosixPath(name).name) for name in (sorted(fs.glob(path)) if "*" in path else [path])]
+            self.files = []
+            for number, file in enumerate(self._chosen(found)):
+                local = Path(self._fetched.name, str(number), PurePosixPath(file.name).name)
+                local.parent.mkdir()
+                fs.get_file(file.path, str(local))
+                self.files.append(replace(file, path=str(local), shown=f"{address}: {file.name}"))
         except ImportError as error:
             fix = "install the package in the image, or fetch the files and name the folder"
             raise UserError(f"cannot be read: {error}", file=address, key="data.input", fix=fix) from None
-        except Exception as error:  # each storage has its own exceptions
-            raise self._unreachable(error) from None
-        self.files = self._chosen(found)
-
-    def _unreachable(self, error: Exception) -> UserError:
-        message = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fix = "is the address right, does this machine have a network, and are the storage's keys in the environment?"
-        return UserError(f"cannot be read: {type(error).__name__}: {message}", file=self.shown, key="data.input", fix=fix)
-
-    def _info(self, file: InputFile) -> Mapping[str, Any]:
-        try:
-            found: Mapping[str, Any] = self._fs.info(file.path)
-        except Exception as error:
-            raise self._unreachable(error) from None
-        return found
-
-    def identity(self) -> list[Any] | None:
-        found = []
-        for file in self.files:
-            info = self._info(file)
-            marks = [str(info[key]) for key in _MARKS if info.get(key)]
-            if not marks:
-                self.warnings.append(
-                    f"{self.shown}: the storage does not say when {file.name} changed: it is read again each time"
-                )
-                return None
-            found.append([file.name, file.split, info.get("size"), *marks])
-        return found
-
-    def _open(self, file: InputFile) -> Any:
-        try:
-            return self._fs.open(file.path, "rb")
-        except Exception as error:
-            raise self._unreachable(error) from None
-
-    def _size(self, file: InputFile) -> int:
-        return int(self._info(file).get("size") or 0)
-
-    def records(self) -> Iterator[Record]:
-        try:
-            yield from super().records()
-        except (UserError, GeneratorExit):
+        except UserError:
             raise
-        except Exception as error:  # a connection that breaks while a file is read
-            raise self._unreachable(error) from None
+        except Exception as error:  # each storage has its own exceptions
+            message = (str(error).strip() or type(error).__name__).splitlines()[0]
+            fix = "is the address right, does this machine have a network, and are the storage's keys in the environment?"
+            text = f"cannot be read: {type(error).__name__}: {message}"
+            raise UserError(text, file=address, key="data.input", fix=fix) from None
 
 
 def wanted_splits(part: DataSource) -> dict[str | None, str]:
@@ -253,6 +217,16 @@ def _is_of(name: str, split: str) -> bool:
     """Whether a file is of a split, by its path: ``train_sft/rows.jsonl`` and ``data/train_sft-00000-of-00003.parquet`` are of
     the split ``train_sft``."""
     return any(re.match(rf"{re.escape(split)}(?![A-Za-z0-9_])", part) for part in name.split("/"))
+
+
+def snapshot(name: str, revision: str | None = None) -> Path | None:
+    """The folder of a data set in the Hub's cache on this machine, as ``hf download`` or ``stage --to`` leaves it, or None."""
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, repo_type="dataset", revision=revision, local_files_only=True))
+    except (OSError, ValueError):  # not there, or no name of a data set
+        return None
 
 
 class HubDataset:
@@ -305,16 +279,10 @@ class HubDataset:
         """Without the network: the Hub's cache, which ``datasets`` 5.2 does not look into for a dataset's own files."""
         import huggingface_hub
 
-        if not huggingface_hub.constants.HF_HUB_OFFLINE:
-            return None
-        try:
-            found: str = huggingface_hub.snapshot_download(
-                self.name, repo_type="dataset", revision=self.revision, local_files_only=True
-            )
-        except (OSError, ValueError):  # not there: datasets may have prepared it before
-            return None
-        require_whole(Path(found))
-        return found
+        found = snapshot(self.name, self.revision) if huggingface_hub.constants.HF_HUB_OFFLINE else None
+        if found is not None:
+            require_whole(found)
+        return None if found is None else str(found)
 
     def has_splits(self) -> bool:
         return _has_splits({split for _, split, _ in self._splits}, self.shown)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Rules, Seen, listed
-from clustertune.data import punkt
 from clustertune.doctor.recipe_context import RecipeContext
 from clustertune.doctor.recipe_rules import hours
 from clustertune.errors import UserError
 from clustertune.host.mounts import lies_elsewhere
 from clustertune.recipe.architecture import contradictions
-from clustertune.recipe.eval_tasks import PUNKT, needed, with_rows
+from clustertune.recipe.eval_tasks import with_rows
 from clustertune.recipe.findings import show_value
 from clustertune.recipe.parameters import weight_bytes
-from clustertune.resolve.resolved import expand_home, is_there
+from clustertune.resolve.resolved import is_there
 from clustertune.staging import needs
 
 RULES = Rules(RECIPE, __file__)
@@ -80,28 +77,6 @@ def eval_tasks(context: RecipeContext) -> Iterator[Seen]:
         if _is_empty(context.hub / f"datasets--{name.replace('/', '--')}" / "snapshots"):
             fix = f"hf download {name} --repo-type dataset, on a machine with a network; or clustertune stage RECIPE --to DIR"
             yield Seen(FAIL, context.not_cached(name), fix)
-
-
-def nltk_folders(context: RecipeContext) -> list[Path]:
-    """Where NLTK looks for its data, in its order (nltk/data.py)."""
-    given = [part for part in context.environment.get("NLTK_DATA", "").split(os.pathsep) if part]
-    own = ["~/nltk_data", f"{sys.prefix}/nltk_data", f"{sys.prefix}/share/nltk_data", f"{sys.prefix}/lib/nltk_data"]
-    system = ["/usr/share/nltk_data", "/usr/local/share/nltk_data", "/usr/lib/nltk_data", "/usr/local/lib/nltk_data"]
-    return [expand_home(part) for part in (*given, *own, *system)]
-
-
-@RULES("punkt-data")
-def punkt_data(context: RecipeContext) -> Iterator[Seen]:
-    """NLTK's punkt_tab for the tasks that need it, where their scores are compared."""
-    places = [folder / punkt.FOLDER for folder in nltk_folders(context)] if needed(_compared(context), PUNKT) else []
-    found = next((path for path in places if is_there(path)), None)
-    missing = [name for name in punkt.FILES if found and not is_there(found / name)]
-    fix = "unpack punkt_tab.zip of nltk_data in a folder tokenizers/, and export NLTK_DATA=the folder above it"
-    if places and found is None:
-        status = UNKNOWN if not context.versions else WARN  # the image may have it
-        yield Seen(status, f"{punkt.FOLDER} is in none of {len(places)} folders of NLTK", fix)
-    elif missing:
-        yield Seen(FAIL, f"it lacks {', '.join(missing)}", fix, str(found))
 
 
 # --- the model ------------------------------------------------------------------------------------------------------------
@@ -186,20 +161,6 @@ def eos_not_in_template(context: RecipeContext) -> Iterator[Seen]:
     eos = model.special("eos_token") if model and template and not context.args["eos_token"] else None
     if model and template and eos is not None and eos not in template and not re.search(r"\beos_token\b", template):
         yield Seen(WARN, f"EOS is {show_value(eos)}, which the chat template never writes", where=str(model.path))
-
-
-@RULES("tokenizer-mismatch")
-def tokenizer_mismatch(context: RecipeContext) -> Iterator[Seen]:
-    """Token ids against the rows of the embedding."""
-    model = context.model
-    rows = (model.config or {}).get("vocab_size") if model else None
-    if model is None or not isinstance(rows, int) or not model.vocabulary:
-        return
-    beyond = {name: number for name, number in model.vocabulary.items() if number >= rows}
-    if beyond:
-        last = max(beyond, key=beyond.__getitem__)
-        text = f"{len(beyond)} tokens have ids from {rows} on, the last is {show_value(last)} = {beyond[last]}"
-        yield Seen(FAIL, f"{text}; the embedding has {rows} rows", where=str(model.path))
 
 
 @RULES("weights-on-network")

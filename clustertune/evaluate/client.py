@@ -35,12 +35,20 @@ class ServersLM(LocalCompletionsAPI):  # type: ignore[misc]
     """lm-eval's model over equal servers. ``urls``: without a path; ``model``: what the servers call it.
 
     ``concurrent``: requests under way at once, in all. ``max_length``: the servers' ``--max-model-len``. ``stall_seconds``: a
-    server that leaves a request unanswered for so long leaves the ring.
+    server that leaves a request unanswered for so long leaves the ring. ``key``: that the servers ask for.
     Raises UserError (exit 1) where no server is left, one answers with an error :data:`TRIES` times, or with no text.
     """
 
     def __init__(
-        self, urls: Sequence[str], folder: Path, *, model: str, concurrent: int, max_length: int, stall_seconds: float = 1800
+        self,
+        urls: Sequence[str],
+        folder: Path,
+        *,
+        model: str,
+        concurrent: int,
+        max_length: int,
+        stall_seconds: float = 1800,
+        key: str | None = None,
     ) -> None:
         self.down: dict[str, str] = {}
         """Servers that left the ring, and why."""
@@ -55,6 +63,7 @@ class ServersLM(LocalCompletionsAPI):  # type: ignore[misc]
             max_retries=TRIES + len(self._ring),
             max_length=max_length,
             timeout=stall_seconds,
+            header={"Authorization": f"Bearer {key}"} if key else None,
         )
 
     @property

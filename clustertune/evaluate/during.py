@@ -1,22 +1,23 @@
 """Scores while the training is under way: the base and the adapters of checkpoints, each beside the base, without a merge.
 
-The training stands still for them: its ranks save and end, all GPUs answer as in the stage ``eval``, and the next attempt goes
-on from the checkpoint, with the same bytes as if it had never stopped. A score that was taken is not taken again.
+Where servers of answers run beside the trainer, they take the adapter too, and the training goes on. Elsewhere it stands
+still: its ranks save and end, all GPUs answer as in the stage ``eval``, and the next attempt goes on from the checkpoint, with
+the same bytes as if it had never stopped. A score that was taken is not taken again.
 """
 
 from __future__ import annotations
 
 import shutil
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertune.checkpoint.store import Checkpoint, list_checkpoints, verify
+from clustertune.checkpoint.store import Checkpoint, list_checkpoints, parse, verify
 from clustertune.console import say
 from clustertune.evaluate.scores import headline, read_result
 from clustertune.export.export import export
-from clustertune.recipe.sections import Eval
+from clustertune.recipe.sections import During, Eval
 from clustertune.rundir import RunDir
 
 BASE = "base"
@@ -29,16 +30,18 @@ def is_scored(run: RunDir, name: str) -> bool:
 
 
 def take(
-    run: RunDir, settings: Eval, base: Path, checkpoint: Checkpoint, *, data: Path | None, benchmark: bool
+    run: RunDir, settings: Eval, base: Path, checkpoint: Checkpoint, *, data: Path | None, benchmark: bool, beside: bool
 ) -> dict[str, Any]:
     """Score a checkpoint's adapter beside the base; the values of its event.
 
-    ``base``: the base model's folder; ``data`` and ``benchmark`` as :func:`clustertune.evaluate.run.evaluate` has them. What is
-    on disk of an earlier call that was killed is used again. Raises UserError as the export and the evaluation do.
+    ``base``: the base model's folder; ``data`` and ``benchmark`` as :func:`clustertune.evaluate.run.evaluate` has them.
+    ``beside``: the ranks train meanwhile; their GPUs are left alone, and the run is not shown as evaluating. What is on disk
+    of an earlier call that was killed is used again. Raises UserError as the export and the evaluation do.
     """
     from clustertune.evaluate.run import evaluate
 
-    asked: dict[str, Any] = {"settings": settings, "data": data, "benchmark": benchmark, "progress_file": run.evaluating}
+    place = {"device": "cpu"} if beside else {"progress_file": run.evaluating}
+    asked: dict[str, Any] = {"settings": settings, "data": data, "benchmark": benchmark, **place}
     adapter = run.scores / f"adapter-{checkpoint.path.name}"
     export(checkpoint.path, adapter, base)
     out = run.scores / checkpoint.path.name
@@ -80,3 +83,12 @@ def best(run: RunDir) -> Checkpoint | None:
         if difference is not None and not verify(checkpoint.path, hashes=False):
             found.append((difference, checkpoint))
     return max(found)[1] if found else None
+
+
+def may_be_exported(run: RunDir, during: During, milestones: Collection[int], checkpoint: Checkpoint) -> bool:
+    """Whether ``keep: best`` may choose a checkpoint: the best so far, and one that is newer than the last scores."""
+    if during.keep != "best":
+        return False
+    named = [parse(path) for path in run.scores.glob("step-*") if is_scored(run, path.name)]
+    last = max((one.step for one in named if one is not None), default=0)
+    return (checkpoint.step > last and during.is_due(checkpoint.step, milestones)) or checkpoint == best(run)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import importlib.util
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +20,6 @@ from clustertune.recipe import eval_tasks
 from clustertune.recipe.eval_tasks import PinnedRows, Seeds, TaskFile
 from clustertune.recipe.sections import Eval
 
-NLTK = "nltk_data"
-
-
 Wrong = tuple[str | None, str, str | None]
 """Something wrong in a row: the column, or a place within it; what; and what to do. The file and the line are added."""
 
@@ -35,10 +29,7 @@ class TaskRows:
     would cost the run. A task that needs more checks has a class of its own in :mod:`clustertune.evaluate.own`."""
 
     def __init__(self, task: TaskFile, path: Path, called: str) -> None:
-        """``called``: what the file is called in a result. Raises UserError with every bad line (``file:line``).
-
-        Call within :func:`clustertune.data.punkt.installed` where the scorer needs that.
-        """
+        """``called``: what the file is called in a result. Raises UserError with every bad line (``file:line``)."""
         self.task, self.file, self.called = task, path, called
         require_whole(path.parent, only=[path.name])
         self.rows: list[dict[str, Any]] = []
@@ -48,7 +39,7 @@ class TaskRows:
             if isinstance(row, BadRow):
                 found: list[Wrong] = [(None, f"{row.reason}: {row.detail}", None)]
             else:
-                found = list(self._check_columns(row)) or list(self.check(row, at.line))
+                found = list(self._check_columns(row)) or list(self.check(row))
                 self.rows.append(row)
             problems += [Problem(text, f"{path}:{at.line}", key, fix) for key, text, fix in found]
         if not self.rows and not problems:
@@ -69,7 +60,7 @@ class TaskRows:
         except (ValueError, RecursionError) as error:  # NaN and infinity; thousands of levels
             yield None, f"not JSON: {error}", None
 
-    def check(self, row: Mapping[str, Any], line: int) -> Iterable[Wrong]:  # noqa: ARG002
+    def check(self, row: Mapping[str, Any]) -> Iterable[Wrong]:  # noqa: ARG002
         """What is wrong with a row that has every column."""
         return ()
 
@@ -106,19 +97,6 @@ class TaskRows:
         }
         file.write_text(yaml.safe_dump(body, sort_keys=False))
         return file
-
-    def find_difference(self, documents: Sequence[Mapping[str, Any]]) -> Problem | None:
-        """Whether what lm-eval read through Arrow says the same as the file; None where it does.
-
-        Arrow guesses: a column of texts that all look like dates becomes a column of dates.
-        """
-        if len(documents) != len(self.rows):
-            return Problem(f"lm-eval reads {len(documents)} rows of {len(self.rows)}", file=str(self.file))
-        for number, (row, document) in enumerate(zip(self.rows, documents, strict=True), start=1):
-            if self.plain(row) != (found := self.plain(document)):
-                fix = "write its values so that they do not look like dates"
-                return Problem(f"lm-eval reads row {number} as {found!r}", file=str(self.file), fix=fix)
-        return None
 
     def dataset(self, count: int) -> dict[str, Any]:
         """What a result says of the data; ``count`` rows were asked."""
@@ -208,53 +186,29 @@ class Inputs:
 
     rows: dict[str, TaskRows]
     """Of the tasks whose rows are read here."""
-    splitter: punkt.Punkt | None
-    """Where a scorer needs one."""
     seeds: Seeds
 
     def write_tasks(self, settings: Eval, folder: Path) -> dict[str, Path]:
         """Task files that replace lm-eval's own of the same name, with their rows."""
         return {name: rows.write_task(settings, folder) for name, rows in self.rows.items()}
 
-    def keep(self, settings: Eval, out: Path, folder: Path) -> None:
-        """Write what repeats the scoring by hand into the evaluation's folder."""
-        if self.splitter is not None and self.splitter.source == punkt.TRAINED:
-            shutil.copytree(self.splitter.path, out / NLTK, dirs_exist_ok=True)
-            self.splitter = dataclasses.replace(self.splitter, path=(out / NLTK).resolve())
-        self.write_tasks(settings, folder)
-
-    def find_differences(self, loaded: Mapping[str, Any]) -> list[Problem]:
-        """Where lm-eval has read rows otherwise than they stand in their file."""
-        found = [rows.find_difference(list(loaded[name].eval_docs)) for name, rows in self.rows.items()]
-        return [difference for difference in found if difference]
-
     def describe(self, result: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What a result says about these tasks at its top level."""
         found = dict(result)
         for name, rows in self.rows.items():
             found |= rows.describe(found, [sample for sample in samples if sample["task"] == name])
-        if self.splitter is not None:
-            found["punkt"] = {**vars(self.splitter), "path": str(self.splitter.path)}
-            found["notes"] = found["notes"] + [punkt.NOTE] * (self.splitter.source == punkt.TRAINED)
         return found
 
 
-@contextlib.contextmanager
-def opened(names: Sequence[str], data: Path | None, benchmark: bool, scratch: Path) -> Iterator[Inputs]:
-    """What the tasks ``names`` need; while the context lasts, NLTK uses the splitter, if one is needed, and cannot download.
-
-    ``data``: a file of rows for the one task that reads some; None: see :func:`choose_source`. ``scratch``: where a splitter
-    is trained, if the site has none. Raises UserError.
+def read_inputs(names: Sequence[str], data: Path | None, benchmark: bool) -> Inputs:
+    """What the tasks ``names`` need; ``data``: a file of rows for the one task that reads some, None: see
+    :func:`choose_source`. Raises UserError.
     """
+    punkt.use_shipped()
     reading = eval_tasks.with_rows(names)
     if data is not None:
         eval_tasks.reader_of(names, data, "--data")
     for task in reading.values():
         check_version(task)
-    with contextlib.ExitStack() as stack:
-        splitter, texts = None, [task.folder / eval_tasks.TEXT for task in eval_tasks.needed(names, eval_tasks.PUNKT).values()]
-        if texts:
-            splitter = punkt.prepare([path.read_text(encoding="utf-8") for path in texts], scratch / NLTK)
-            stack.enter_context(punkt.installed(splitter.path))
-        rows = {name: read_rows(task, *choose_source(task, data, benchmark=benchmark)) for name, task in reading.items()}
-        yield Inputs(rows, splitter, next((found.seeds for name in names if (found := eval_tasks.find_task(name))), Seeds()))
+    rows = {name: read_rows(task, *choose_source(task, data, benchmark=benchmark)) for name, task in reading.items()}
+    return Inputs(rows, next((found.seeds for name in names if (found := eval_tasks.find_task(name))), Seeds()))

@@ -44,7 +44,7 @@ KIND = "evaluation"
 SAMPLES, TASK = "samples.jsonl", "task"
 ANSWERS = "answers.jsonl"
 """Of an evaluation with one's own prompts: a line for each, with the answers of base and tuned."""
-_OURS = {RESULT, SAMPLES, ANSWERS, TASK, manifest.MANIFEST, inputs.NLTK}
+_OURS = {RESULT, SAMPLES, ANSWERS, TASK, manifest.MANIFEST}
 _PACKAGES = ("lm_eval", "torch", "transformers", "datasets", "nltk", "langdetect")
 
 
@@ -144,10 +144,9 @@ def _prepared(
         with collect_problems(problems):
             asked = read_prompts(prompts, EVAL_DATA) if prompts is not None else None
         with collect_problems(problems):
-            own = stack.enter_context(inputs.opened(settings.tasks, data, benchmark, scratch))
+            own = inputs.read_inputs(settings.tasks, data, benchmark)
             loaded, places = tasks.load(settings.tasks, own.write_tasks(settings, scratch / TASK), settings, asked)
             problems += _check_marks(loaded, settings)
-            problems += own.find_differences(loaded["tasks"])
         raise_if(problems)
         assert facts is not None
         name, why = choose(settings.backend, facts, device)
@@ -231,7 +230,6 @@ class _Evaluation:
             "max_gen_toks": self.settings.max_gen_toks,
             "batch_size": self.settings.batch_size,
             "seeds": self.own.seeds.model_dump(),
-            "punkt": self.own.splitter and self.own.splitter.sha256,
             "device": self.device,
             "base": base and hashlib.sha256(json.dumps(base, sort_keys=True).encode()).hexdigest(),
             "versions": {name: version(name) for name in _PACKAGES},
@@ -239,7 +237,7 @@ class _Evaluation:
 
     def execute(self, out: Path, started: float) -> dict[str, Any]:
         """Answer, score, compare, write, seal."""
-        self.own.keep(self.settings, out, out / TASK)
+        self.own.write_tasks(self.settings, out / TASK)
         name = hashlib.sha256(json.dumps({**self.identity(), "base": None}, sort_keys=True).encode()).hexdigest()[:16]
         log = AnswerLog(out / f".answers-{name}.tmp")
         try:
@@ -251,7 +249,6 @@ class _Evaluation:
             ]
             lines = [json.dumps(sample, ensure_ascii=False, default=str) for sample in samples]
             result = self._describe(raw, samples, lm, started)
-            result["by_hand"] = self._by_hand(result["decoding"], out)
             if self.base is not None:
                 result |= self._compare(result, [json.loads(line) for line in lines], raw["higher_is_better"])
             result["pass"] = judge(result, self.settings)
@@ -405,31 +402,6 @@ class _Evaluation:
         found = compare({"samples": [json.loads(line) for line in lines]}, own, self.members)
         base = {"model": before["model"], "tasks": before["tasks"], "dir": str(self.base)}
         return {**found, "paired_method": METHOD, "base": base}
-
-    def _by_hand(self, decoding: Mapping[str, Any], out: Path) -> list[str]:
-        """The ``lm_eval`` command that repeats an evaluation, with ``NLTK_DATA`` set to its ``punkt.path``; one's own prompts
-        are no task of its own. Empty where nothing else was asked."""
-        if not self.settings.tasks:
-            return []
-        spread, facts, settings = decoding["device"] == "auto", self.facts, self.settings
-        model = f"pretrained={facts.folder.resolve()},dtype=auto"
-        model += f",peft={self.adapter.resolve()}" if self.adapter else ""
-        model += f",tokenizer={facts.tokenizer_folder.resolve()}" if facts.tokenizer_folder != facts.folder else ""
-        model += ",parallelize=True" if spread else ""
-        shots, tokens = settings.num_fewshot, settings.max_gen_toks
-        return [
-            *("lm_eval", "run", "--model", "hf", "--model_args", model, "--tasks", ",".join(settings.tasks)),
-            *(("--include_path", str((out / TASK).resolve())) if self.own.rows else ()),
-            *(() if spread else ("--device", str(decoding["device"]))),
-            *("--batch_size", str(settings.batch_size), *(("--apply_chat_template",) if settings.apply_chat_template else ())),
-            *(("--num_fewshot", str(shots)) if shots is not None else ()),
-            *(
-                ("--gen_kwargs", f"max_gen_toks={tokens}")
-                if tokens is not None and {*settings.tasks} - {*self.own.rows}
-                else ()
-            ),
-            *(("--limit", str(settings.limit)) if settings.limit is not None else ()),
-        ]
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,11 +19,9 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.evaluate.model import Backend, ModelFacts, weight_bytes
 from clustertune.host.network import addresses
 from clustertune.launch.rendezvous import first_port, free_port
+from clustertune.launch.server_requests import ask, load_adapter, unload_adapter
 from clustertune.launch.serving import ModelSize, Serving, deadline_seconds, serving, start_seconds
 from clustertune.manifest import write_durably
 from clustertune.merge.base import check_tensors
@@ -88,6 +87,8 @@ class ServingJob:
     """vLLM's program; None: as :func:`find_program` says."""
     start_seconds: float = START_SECONDS
     """Until all servers answer."""
+    adapters: int = 1
+    """That a server applies at once, where it is given some while it runs."""
     key_file: str | None = None
     """Of servers that other nodes ask, each node's its own: who has the key in this file may ask, and give them adapters. One
     that ends is started again. None: of one server over :attr:`nodes`, or this machine's own."""
@@ -95,7 +96,9 @@ class ServingJob:
     @property
     def served(self) -> str:
         """What requests call the model: the adapter's name where there is one."""
-        return "adapter" if self.adapter else NAME
+        if self.adapter is None:
+            return NAME
+        return Path(self.adapter).name if self.key_file else "adapter"
 
     @property
     def urls(self) -> list[str]:
@@ -151,9 +154,9 @@ def commands(job: ServingJob, node: int, address: str | None = None) -> list[Ser
         both += ["--enable-lora", "--lora-modules", f"{job.served}={job.adapter}", "--max-lora-rank", str(lora_rank(job.rank))]
     guarded = {}
     if job.key_file:
-        host, lora = job.nodes[node], ["--enable-lora", "--max-lora-rank", str(lora_rank(job.rank)), "--max-loras", "1"]
+        host, lora = job.nodes[node], ["--enable-lora", "--max-lora-rank", str(lora_rank(job.rank)), "--max-loras"]
         # Of the token that was drawn, temperature and the like included: what the trainer corrects by.
-        both += [*lora, "--logprobs-mode", "processed_logprobs"]
+        both += [*lora, str(job.adapters), "--logprobs-mode", "processed_logprobs"]
         guarded = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_API_KEY": Path(job.key_file).read_text()}
     found = []
     for i in range(1 if several else shape.servers):
@@ -307,8 +310,7 @@ class Servers:
 
     def _answers(self, url: str) -> bool:
         """Whether our server answers there; another program may have taken the port. Raises UserError."""
-        key = Path(self.job.key_file).read_text() if self.job.key_file else None
-        if (reply := ask(f"{url}/v1/models", key=key)) is None:
+        if (reply := ask(f"{url}/v1/models", key=_key(self.job))) is None:
             return False
         found = {entry.get("id"): entry.get("root") for entry in reply.get("data", [])}
         if found.get(NAME) != self.job.model:
@@ -327,22 +329,6 @@ class Servers:
             _kill(process, signal.SIGKILL)
             process.wait()
         self._running.clear()
-
-
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""A proxy of the site would be asked for this machine's own servers."""
-
-
-def ask(url: str, seconds: float = 5.0, key: str | None = None) -> dict[str, Any] | None:
-    """What a server says there; None where it says nothing. ``key``: with which it is asked."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    request = urllib.request.Request(url, headers=headers)  # noqa: S310 - http, of our own servers
-    try:
-        with _DIRECT.open(request, timeout=seconds) as reply:
-            found: dict[str, Any] = json.loads(reply.read() or b"{}")
-            return found
-    except (OSError, HTTPException, ValueError, RecursionError):  # one that ends in the middle of a reply leaves half of it
-        return None
 
 
 def _kill(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
@@ -408,6 +394,8 @@ def _run_kept(job: ServingJob, folder: Path, node: int) -> None:
         servers = stack.enter_context(Servers(job, node))
         servers.wait()
         write_durably(folder / READY.format(node), "{}\n")
+        if node == 0:
+            write_durably(folder / VERSION, json.dumps({"version": _version(job.program)}) + "\n")
         servers.keep()
 
 
@@ -484,7 +472,7 @@ def describe(model: ModelFacts, adapter: Path | None = None) -> Backend:
 
 @contextlib.contextmanager
 def model_for(model: ModelFacts, settings: Eval, *, adapter: Path | None = None) -> Iterator[Any]:
-    """lm-eval's ``LM`` over servers, which are ended with the context.
+    """lm-eval's ``LM`` over servers, which are ended with the context; those beside a trainer stay, and lose the adapter.
 
     Raises UserError where a tensor is missing, before a server starts; where one does not start; and where no server gives an
     answer within ``settings.stall_seconds``, with the last lines of each log.
@@ -493,7 +481,11 @@ def model_for(model: ModelFacts, settings: Eval, *, adapter: Path | None = None)
 
     raise_if(check_tensors(model.folder))
     with contextlib.ExitStack() as stack:
-        if named := os.environ.get(GIVEN):
+        urls = None
+        if (named := os.environ.get(GIVEN)) and (template := ServingJob.read(Path(named) / JOB)).key_file:
+            job = _of(template, model, adapter)
+            urls = stack.enter_context(_with_adapter(job))
+        elif named:
             job = _ask_for(Path(named), model, adapter)
         else:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="clustertune-vllm-"))
@@ -501,12 +493,13 @@ def model_for(model: ModelFacts, settings: Eval, *, adapter: Path | None = None)
             stack.enter_context(Servers(job)).wait()
         shape = job.shape
         lm = ServersLM(
-            job.urls,
+            urls or job.urls,
             model.tokenizer_folder,
             model=job.served,
             concurrent=shape.concurrent,
             max_length=shape.max_model_len,
             stall_seconds=settings.stall_seconds,
+            key=_key(job),
         )
         try:
             yield lm
@@ -517,6 +510,29 @@ def model_for(model: ModelFacts, settings: Eval, *, adapter: Path | None = None)
             while named and not (found := _given_up(Path(named))) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)  # the node whose part ended is about to say so
             raise UserError([*error.problems, *(found.problems if found else last_log_lines(job))], error.code) from None
+
+
+def _key(job: ServingJob) -> str | None:
+    """That the servers ask for; None: they ask for none."""
+    return Path(job.key_file).read_text() if job.key_file else None
+
+
+@contextlib.contextmanager
+def _with_adapter(job: ServingJob) -> Iterator[list[str]]:
+    """Servers beside a trainer have the job's adapter while the context lasts; the addresses of those that do.
+
+    Raises UserError where none does.
+    """
+    key, urls = _key(job) or "", job.urls
+    try:
+        if job.adapter is not None:
+            urls = [url for url in job.urls if load_adapter(url, key, job.served, Path(job.adapter))]
+        if not urls:
+            raise UserError(f"none of {', '.join(job.urls)} takes it", file=str(job.adapter), code=ExitCode.AGAIN)
+        yield urls
+    finally:
+        for url in job.urls if job.adapter is not None else ():
+            unload_adapter(url, key, job.served)
 
 
 def _ask_for(folder: Path, model: ModelFacts, adapter: Path | None) -> ServingJob:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.data.prompts import OwnPrompts
+from clustertune.data.sources import snapshot
 from clustertune.data.tokenizer import BoundedTokenizer
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.recipe.eval_tasks import with_rows
@@ -69,17 +70,6 @@ def data_sets(names: Sequence[str]) -> dict[str, str]:
         elif isinstance(path := body.get("dataset_path"), str) and "/" in path:
             found[name] = path
     return found
-
-
-def snapshot(name: str) -> Path | None:
-    """The folder of a data set in the Hub's cache on this machine, as ``hf download`` or ``stage --to`` leaves it, or None."""
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(huggingface_hub.snapshot_download(name, repo_type="dataset", local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError):
-        return None
 
 
 @contextlib.contextmanager

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clustertune import bounded
 from clustertune.host import credentials, gpus, mounts, network, packages, system
 from clustertune.host.facts import HostFacts, Package
 from clustertune.host.probe import Ask, Probe, ask
@@ -25,12 +23,9 @@ Reader = Callable[[Probe], dict[str, Any]]
 # --- where it is ------------------------------------------------------------------------------------------------------
 
 _SLURM_KEYS = """
-    SLURM_VERSION AccountingStorageType ConstrainDevices GresTypes PropagateResourceLimits PropagateResourceLimitsExcept
-    TaskPlugin SlurmdSpoolDir StateSaveLocation KillWait Prolog Epilog
+    SLURM_VERSION AccountingStorageType ConstrainDevices GresTypes
+    TaskPlugin KillWait
 """.split()  # noqa: SIM905 (one word a key is what a person can read and extend)
-_BAD_STATES = re.compile(
-    r"(?i)(?<!power_)(?<!powered_)(?<!powering_)down|drain|fail|not_respond|unknown|error|reboot|inval|\*$"
-)
 
 
 def container(probe: Probe, environ: Mapping[str, str]) -> str:
@@ -61,44 +56,18 @@ def find_place(kind: str, environ: Mapping[str, str], *, slurm: bool) -> str:
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """The keys of ``scontrol show config`` that rules read; of several scripts (``Prolog[0]``) the first."""
+    """The keys of ``scontrol show config`` that rules read."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         name, equals, value = line.partition("=")
-        name = name.strip().partition("[")[0]
-        if equals and name in _SLURM_KEYS:
-            found.setdefault(name, value.strip())
-    return found
-
-
-def parse_nodes(text: str) -> dict[str, Any]:
-    """Nodes that take no jobs, GRES of nodes and limits of partitions, of ``sinfo -h -N -o '%N|%T|%G|%R|%l|%E'``."""
-    found: dict[str, dict[str, str]] = {"slurm_nodes": {}, "slurm_gres": {}, "slurm_limits": {}}
-    for line in text.splitlines():
-        fields = [field.strip() for field in line.split("|", 5)]
-        if len(fields) != 6:
-            continue
-        name, state, gres, partition, limit, reason = fields
-        found["slurm_gres"][name], found["slurm_limits"][partition] = gres, limit
-        if _BAD_STATES.search(state):
-            found["slurm_nodes"][name] = state + (f" ({reason})" if reason not in ("", "none") else "")
+        if equals and name.strip() in _SLURM_KEYS:
+            found.setdefault(name.strip(), value.strip())
     return found
 
 
 def slurm(probe: Probe) -> dict[str, Any]:
     """What the controller says. Not to be asked by every node of a job at once: it is one process for all of them."""
-    answer = probe.call("scontrol", "show", "config", seconds=8.0)
-    if not answer.present:
-        return {}
-    if not answer.good:
-        return {"slurm_silent": answer.fault}
-    config = parse_config(answer.text)
-    nodes = probe.call("sinfo", "-h", "-N", "-o", "%N|%T|%G|%R|%l|%E", seconds=8.0)
-    scripts = {path: "" for key in ("Prolog", "Epilog") if (path := config.get(key, "")).startswith("/")}
-    for path in scripts:
-        if probe.live and not os.access(path, os.X_OK):
-            scripts[path] = "cannot be run" if Path(path).exists() else "does not exist"
-    return {"slurm": config, "slurm_scripts": scripts, **parse_nodes(nodes.text)}
+    return {"slurm": parse_config(probe.call("scontrol", "show", "config", seconds=8.0).text)}
 
 
 def files_with_secrets(environ: Mapping[str, str], cwd: str) -> list[str]:
@@ -114,20 +83,6 @@ def files_with_secrets(environ: Mapping[str, str], cwd: str) -> list[str]:
     ]
 
 
-def probe_folders(environ: Mapping[str, str]) -> list[str]:
-    """Folders in which libraries keep caches and locks, whether the user named them or not."""
-    home = environ.get("HOME", "")
-    cache = environ.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home else "")
-    named = [
-        environ.get("HF_HOME") or (f"{cache}/huggingface" if cache else ""),
-        environ.get("HF_DATASETS_CACHE", ""),
-        environ.get("TRITON_CACHE_DIR", ""),
-        environ.get("TORCHINDUCTOR_CACHE_DIR", ""),
-        environ.get("TMPDIR") or "/tmp",  # noqa: S108 - it is looked at, as everybody uses it
-    ]
-    return [path for path in dict.fromkeys(named) if path.startswith("/")]
-
-
 def has_slurm(probe: Probe, environ: Mapping[str, str]) -> bool:
     """Whether this machine belongs to a Slurm: its commands alone may be left from anything."""
     named = environ.get("SLURM_CONF", "")
@@ -141,13 +96,11 @@ DIRECT: tuple[Reader, ...] = (
     system.memory,
     system.limits,
     system.kernel,
-    gpus.bridges,
     gpus.iommu,
     network.rdma,
     network.nccl_files,
     gpus.devices,
     network.interfaces,
-    system.clock,
 )
 """Readers of the kernel's files, which answer at once."""
 ASKING: tuple[Reader, ...] = (gpus.driver, gpus.topology, gpus.kernel_log)
@@ -161,16 +114,13 @@ def collect(
     seconds: float = 20.0,
     root: str = "/",
     *,
-    names: Sequence[str] = (),
-    folders: Sequence[str] = (),
     python: str | None = None,
     command: Ask = ask,
 ) -> HostFacts:
     """The facts of this machine; of a recorded tree where ``root`` names one.
 
     ``place``: where this is, as ``HostFacts.place``; None: found by looking. ``seconds``: how long it may take in all; what
-    did not answer by then is missing. ``names``: hosts to resolve. ``folders``: where locks, mappings and programs are tried,
-    beside those that libraries use. ``python``: the ranks' interpreter; None: this one. ``command``: runs commands.
+    did not answer by then is missing. ``python``: the ranks' interpreter; None: this one. ``command``: runs commands.
     Raises nothing for what a machine lacks.
     """
     probe = Probe(Path(root), command, time.monotonic() + seconds)
@@ -178,15 +128,14 @@ def collect(
     kind, in_slurm = container(probe, environ), has_slurm(probe, environ)
     name = platform.node() if probe.live else probe.read("/proc/sys/kernel/hostname") or probe.read("/etc/hostname")
     user = "root" if os.geteuid() == 0 else str(os.geteuid())  # a name may be asked of a directory service, which may hang
-    facts = HostFacts(hostname=name or "?", user=user if probe.live else "", container=kind)
+    facts = HostFacts(hostname=name or "?", time=time.time(), user=user if probe.live else "", container=kind)
     facts.environment = credentials.environment(environ)
     facts.place = place or find_place(kind, environ, slurm=in_slurm)
     asking: list[Reader] = [*ASKING, partial(_stack, python=python)]
     if "step" not in facts.place and in_slurm:
         asking.append(slurm)
     # Children are forked before threads begin.
-    cuda = bounded.Pending(gpus.cuda, probe.left(gpus.INIT_SECONDS)) if probe.live else None
-    _take(facts, _storage, lambda: _storage(probe, environ=environ, names=names, folders=folders))
+    _take(facts, _storage, lambda: _storage(probe, environ))
     pool = ThreadPoolExecutor(max_workers=len(asking))
     try:
         started = [(reader, pool.submit(reader, probe)) for reader in asking]
@@ -195,8 +144,6 @@ def collect(
         for reader, future in started:
             left = max(0.0, probe.deadline - time.monotonic()) + GRACE
             _take(facts, reader, partial(future.result, timeout=left))
-        if cuda is not None:
-            _take(facts, gpus.cuda, lambda: cuda.answer().found or {})
     finally:
         pool.shutdown(wait=False)
     return facts
@@ -218,10 +165,8 @@ def _take(facts: HostFacts, reader: Any, read: Callable[[], dict[str, Any]]) -> 
             setattr(facts, key, value)
 
 
-def _storage(probe: Probe, *, environ: Mapping[str, str], names: Sequence[str], folders: Sequence[str]) -> dict[str, Any]:
+def _storage(probe: Probe, environ: Mapping[str, str]) -> dict[str, Any]:
     wanted = mounts.MountQuery(
-        folders=[*probe_folders(environ), *(folder for folder in folders if folder.startswith("/"))],
-        names=list(names),
         files=files_with_secrets(environ, str(Path.cwd())),
         libraries=[path for path in dict.fromkeys(environ.get("LD_LIBRARY_PATH", "").split(":")) if path.startswith("/")],
     )

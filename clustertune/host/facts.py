@@ -22,7 +22,6 @@ class Gpu:
     used_mib: int | None = None
     pids: list[int] | None = None
     """Compute processes on it; None: the driver did not tell."""
-    persistence: bool | None = None
     mig: bool | None = None
     ecc: bool | None = None
     """Whether ECC is on."""
@@ -106,19 +105,6 @@ class Mount:
 
 
 @dataclass
-class FolderProbe:
-    """Something that was tried in a folder, with a file of the own, removed again."""
-
-    folder: str
-    what: str
-    """``mmap`` (a shared mapping of a file), ``flock`` (a lock)."""
-    ok: bool | None = None
-    """None: it could not be tried, because nothing can be written there, or nothing answered in time."""
-    message: str = ""
-    """The system's error."""
-
-
-@dataclass
 class FileMode:
     """A file with secrets, which others should not read."""
 
@@ -147,9 +133,6 @@ class HostFacts:
     """``login``, ``container``, ``step`` (an srun step), ``container+step`` or ``here``."""
     time: float = 0.0
     """Seconds since 1970 when it was looked."""
-    clock_synchronised: bool | None = None
-    clock_offset_s: float | None = None
-    """Of the time daemon's last estimate."""
     kernel: str = ""
     glibc: str = ""
     python: str = ""
@@ -184,8 +167,6 @@ class HostFacts:
     kernel_log_read: bool = False
     iommu: bool | None = None
     """Whether an IOMMU translates (groups exist and it is not in passthrough)."""
-    acs_redirect: list[str] | None = None
-    """PCI bridges whose ACS control redirects peer-to-peer traffic; None: needs root, or not seen."""
     nics: list[Nic] = field(default_factory=list)
     rdma: list[RdmaPort] = field(default_factory=list)
     rdma_devices: list[str] = field(default_factory=list)
@@ -207,46 +188,21 @@ class HostFacts:
     """The CPUs that this process may use, ``0-3,8``."""
     numa_cpus: dict[str, str] = field(default_factory=dict)
     """CPU list of each NUMA node, by its number."""
-    own_addresses: list[str] = field(default_factory=list)
-    """What the machine's own name resolves to."""
-    names: dict[str, list[str]] = field(default_factory=dict)
-    """What the names that were asked for resolve to; empty: to nothing."""
     nccl_conf: dict[str, str] = field(default_factory=dict)
     """NCCL's settings that stand in files, ``NCCL_ALGO`` to ``Tree (/etc/nccl.conf)``."""
     nvidia_devices: int | None = None
     """NVIDIA GPUs on the PCI bus, whether a driver serves them or not."""
     nvidia_smi: str = ""
     """Why ``nvidia-smi`` says nothing; empty where it answered, or is not installed."""
-    cuda_init: int | None = None
-    """What cuInit returned in a process of its own; None: there is no libcuda, or it did not return."""
-    cuda_devices: int | None = None
-    """GPUs that CUDA counts."""
-    cuda_library: str = ""
-    """The libcuda that is loaded."""
-    torch_cuda: str = ""
-    """CUDA that the installed torch was built for, ``13.0``; empty: none, or no torch."""
     libraries: list[str] = field(default_factory=list)
     """Libraries below LD_LIBRARY_PATH that torch brings itself: ``/usr/lib/x/libnccl.so.2``."""
     user_site: str = ""
     """Folder of the user's own packages."""
     user_site_used: bool | None = None
     """Whether the ranks' Python looks there."""
-    exports: dict[str, str] = field(default_factory=dict)
-    """Folders of /etc/exports, each with its clients and their options."""
-    probes: list[FolderProbe] = field(default_factory=list)
     files: list[FileMode] = field(default_factory=list)
     slurm: dict[str, str] = field(default_factory=dict)
     """What ``scontrol show config`` says, the keys that rules read."""
-    slurm_nodes: dict[str, str] = field(default_factory=dict)
-    """State and reason of each node that takes no jobs."""
-    slurm_gres: dict[str, str] = field(default_factory=dict)
-    """Generic resources of each node, ``gpu:h100:8(S:0-1)``."""
-    slurm_limits: dict[str, str] = field(default_factory=dict)
-    """Time limit of each partition, ``1-00:00:00`` or ``infinite``."""
-    slurm_scripts: dict[str, str] = field(default_factory=dict)
-    """Prolog and epilog as configured, each with why this machine cannot run it; empty: it can."""
-    slurm_silent: str = ""
-    """Why Slurm's controller says nothing; empty where it answered, or Slurm is not installed."""
     uptime_s: float | None = None
     """How long the kernel runs; times in its log count from its start."""
     unread: list[str] = field(default_factory=list)

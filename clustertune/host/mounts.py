@@ -1,28 +1,22 @@
-"""The file systems of a machine, with their room, and what can be done in folders that matter."""
+"""The file systems of a machine, with their room."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import mmap
 import os
 import re
-import shlex
-import socket
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from clustertune import bounded
-from clustertune.host.facts import FileMode, FolderProbe, Mount
+from clustertune.host.facts import FileMode, Mount
 from clustertune.host.probe import Probe
 
 SECONDS = 12.0
 """How long a file system may take to say how full it is: a server under load some seconds, one that is gone for ever."""
-PROBES = ("mmap", "flock")
 _PSEUDO = frozenset(
     """
     autofs binfmt_misc bpf cgroup cgroup2 configfs debugfs devpts devtmpfs efivarfs fuse.gvfsd-fuse fuse.lxcfs fuse.portal
@@ -102,43 +96,10 @@ def unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
-def export_lines(text: str) -> Iterator[tuple[int, str, str]]:
-    """Number, text and folder of each line of exports(5); those that a backslash continues are one, comments are left out."""
-    held, start = "", 0
-    for number, line in enumerate(text.split("\n"), 1):
-        start = start or number
-        held += line.rstrip("\r")
-        if held.endswith("\\"):
-            held = held[:-1]
-            continue
-        bare = held.partition("#")[0].strip() if '"' not in held else held.strip()
-        if bare and not bare.startswith("#"):
-            yield start, bare, _exported(bare)
-        held, start = "", 0
-
-
-def _exported(line: str) -> str:
-    try:
-        fields = shlex.split(line.replace("\\", "\\\\"), posix=True)
-    except ValueError:
-        fields = line.split()
-    first = fields[0] if fields else ""
-    return os.path.normpath(unescape(first)) if first.startswith("/") else ""
-
-
-def parse_exports(text: str) -> dict[str, str]:
-    """The folders of /etc/exports, each with its clients and options as they stand there."""
-    return {folder: re.sub(r"^(\"[^\"]*\"|\S+)\s*", "", line) for _, line, folder in export_lines(text) if folder}
-
-
 @dataclass
 class MountQuery:
     """What is asked of file systems that may not answer."""
 
-    folders: Sequence[str] = ()
-    """Where locks, mappings and programs are tried."""
-    names: Sequence[str] = ()
-    """Hosts to resolve."""
     files: Sequence[str] = ()
     """Files with secrets, whose mode matters."""
     libraries: Sequence[str] = ()
@@ -146,24 +107,17 @@ class MountQuery:
 
 
 def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
-    """The mounts with their room, the exports, and what is wanted; what does not answer in time is silent, or missing."""
+    """The mounts with their room, and what is wanted; what does not answer in time is silent, or missing."""
     mounts = parse_mounts(probe.read("/proc/self/mountinfo"))
-    exports = parse_exports(probe.read("/etc/exports"))
-    for name in probe.names("/etc/exports.d"):
-        exports |= parse_exports(probe.read(f"/etc/exports.d/{name}"))
     automounts = parse_automounts(probe.read("/proc/self/mountinfo"))
-    found: dict[str, Any] = {"mounts": mounts, "exports": exports, "automounts": automounts}
+    found: dict[str, Any] = {"mounts": mounts, "automounts": automounts}
     if not probe.live:
         return found
-    own = os.uname().nodename
-    folders = list(dict.fromkeys(wanted.folders))
     points = sorted({"/dev/shm", *(mount.point for mount in mounts)})  # noqa: S108
     requests = [("space", point) for point in points]
     requests += [("pool", mount.point) for mount in mounts if mount.kind == "fuse.mergerfs"]
-    requests += [("names", name) for name in dict.fromkeys([own, *wanted.names])]
     requests += [("mode", path) for path in wanted.files]
     requests += [("list", path) for path in wanted.libraries]
-    requests += [(what, folder) for folder in folders for what in PROBES]
     answered = answers(list(dict.fromkeys(requests)), probe.left(2 * SECONDS) / 2)  # the driver is asked after it
     for mount in mounts:
         answer = answered.get(("space", mount.point))
@@ -173,11 +127,8 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
         mount.options += answered.get(("pool", mount.point)) or []
         for key in ("total_bytes", "free_bytes", "free_inodes"):
             setattr(mount, key, (answer or {}).get(key))
-    found["names"] = {name: answered[("names", name)] for name in wanted.names if ("names", name) in answered}
-    found["own_addresses"] = answered.get(("names", own)) or []
     modes = [(path, answered.get(("mode", path))) for path in wanted.files]
     found["files"] = [FileMode(path, mode) for path, mode in modes if mode is not None]
-    found["probes"] = [_probe(folder, what, answered) for folder in folders for what in PROBES]
     found["libraries"] = [
         f"{folder.rstrip('/')}/{name}"
         for folder in wanted.libraries
@@ -190,18 +141,13 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
     return found
 
 
-def _probe(folder: str, what: str, answered: Mapping[tuple[str, str], Any]) -> FolderProbe:
-    answer = answered.get((what, folder)) or {"message": "no answer in time"}
-    return FolderProbe(folder, what, answer.get("ok"), answer.get("message") or answer.get("error", ""))
-
-
 def mount_is_last(mount: Mount, mounts: Sequence[Mount]) -> bool:
     """Whether nothing is mounted over it: only the last one at a point can be asked."""
     return next(other for other in reversed(mounts) if other.point == mount.point) is mount
 
 
 def answers(requests: Sequence[tuple[str, str]], seconds: float) -> dict[tuple[str, str], Any]:
-    """What file systems and name servers answer within ``seconds``, by request; what does not answer is missing."""
+    """What file systems answer within ``seconds``, by request; what does not answer is missing."""
     works = {f"{kind} {subject}": partial(_answer, kind, subject) for kind, subject in requests}
     together = bounded.ask(lambda: {name: work() for name, work in works.items()}, seconds / 3).found
     if together is None:  # a child for each, so that a server which is gone hides only what is on it
@@ -211,9 +157,6 @@ def answers(requests: Sequence[tuple[str, str]], seconds: float) -> dict[tuple[s
 
 
 # --- in a child: what may hang --------------------------------------------------------------------------------------------
-
-PREFIX = ".clustertune-probe-"
-"""Begin of the names of files that a probe makes; it removes them."""
 
 
 def space(path: str) -> dict[str, Any]:
@@ -225,15 +168,6 @@ def space(path: str) -> dict[str, Any]:
         # btrfs and many network file systems count no inodes: 0 of 0 are not none left
         "free_inodes": volume.f_favail if volume.f_files else None,
     }
-
-
-def resolved(name: str) -> list[str]:
-    """The IPv4 and IPv6 addresses of a host name; none where it is unknown."""
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return sorted({str(entry[4][0]) for entry in found})
 
 
 def mode(path: str) -> int | None:
@@ -257,41 +191,13 @@ def mode(path: str) -> int | None:
     return bits
 
 
-POOL = ("branches", "cache.files", "category.create", "minfreespace", "moveonenospc", "version")
-"""Settings of a mergerfs that rules read, as extended attributes of its control file (its manual, "Runtime interface")."""
-
-
 def pool(point: str) -> list[str]:
-    """The settings of a mergerfs, ``cache.files=off``: the kernel's table of mounts does not have them."""
-    found = []
-    for name in POOL:
-        try:
-            value = os.getxattr(f"{point.rstrip('/')}/.mergerfs", f"user.mergerfs.{name}")
-        except OSError:
-            continue
-        found.append(f"{name}={value.decode(errors='replace')}")
-    return found
-
-
-def probe_folder(folder: str, what: str) -> dict[str, Any]:
-    """Try one thing with a small file in a folder: ``ok`` is None where no file can be made there."""
+    """The branches of a mergerfs, an attribute of its control file: the kernel's table of mounts does not have them."""
     try:
-        handle, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
-    except OSError as error:
-        return {"ok": None, "message": error.strerror or str(error)}
-    try:
-        os.write(handle, b"\0" * mmap.PAGESIZE)
-        if what == "mmap":
-            mmap.mmap(handle, mmap.PAGESIZE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE).close()
-        else:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return {"ok": None if full else False, "message": error.strerror or str(error)}
-    finally:
-        os.close(handle)
-        Path(path).unlink()
-    return {"ok": True, "message": ""}
+        value = os.getxattr(f"{point.rstrip('/')}/.mergerfs", "user.mergerfs.branches")
+    except OSError:
+        return []
+    return [f"branches={value.decode(errors='replace')}"]
 
 
 def listing(folder: str) -> list[str]:
@@ -299,12 +205,12 @@ def listing(folder: str) -> list[str]:
     return sorted(entry.name for entry in Path(folder).iterdir())[:2000]
 
 
-ANSWERS: dict[str, Any] = {"space": space, "names": resolved, "mode": mode, "pool": pool, "list": listing}
+ANSWERS: dict[str, Any] = {"space": space, "mode": mode, "pool": pool, "list": listing}
 
 
 def _answer(kind: str, subject: str) -> dict[str, Any]:
     try:
-        return {"told": ANSWERS[kind](subject) if kind in ANSWERS else probe_folder(subject, kind)}
+        return {"told": ANSWERS[kind](subject)}
     except OSError as error:
         failed: Any = {"error": error.strerror or str(error), "errno": error.errno}
         return {"told": [] if kind in ("list", "pool") else failed}

@@ -1,4 +1,4 @@
-"""Which image a run is in: its sum, held against the ``.sha256`` beside it, labels, and what it has installed."""
+"""Which image a run is in: its sum, held against the ``.sha256`` beside it, and what it has installed."""
 
 from __future__ import annotations
 
@@ -9,67 +9,22 @@ import stat
 import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.cluster.schema import Container
+from clustertune.cluster.schema import Cluster, Container
 from clustertune.console import byte_progress, say
 from clustertune.containers import pins
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch.inventory import MARK, inventory
 from clustertune.process import captured
 from clustertune.resolve import kernels
+from clustertune.resolve.resolved import Resolved
 from clustertune.tree import ROOT
 
-PROBE_SECONDS = 60.0
-HELPERS = ("squashfuse_ll", "squashfuse")
-
-
-def unshielded(settings: Container) -> list[str]:
-    """A warning where this machine mounts the image with a program that a signal of Slurm (preemption, scancel) ends.
-
-    A rootless Apptainer mounts the image with squashfuse, which ends with SIGTERM. launch/inside.sh puts launch/fuse/keep.sh in
-    its place, on the PATH. An Apptainer that brings a squashfuse of its own looks there first ("The internal bin
-    ${prefix}/libexec/apptainer/bin is always included ... at the beginning of $PATH", apptainer.conf, BINARY PATH): it cannot
-    be shielded from here, so this warns.
-
-    Empty where the runtime is not here: a login node may have none, and the job looks again.
-    """
-    if settings.runtime not in ("apptainer", "singularity") or "--unsquash" in settings.options:
-        return []
-    folder = _own_folder(settings)
-    own = sorted(path.name for path in folder.iterdir()) if folder is not None else []
-    if "starter-suid" in own and "--userns" not in settings.options:
-        return []  # the kernel mounts the image
-    found = next((name for name in HELPERS if name in own), None)
-    if found is None:
-        return []
-    text = f"the image is mounted by {folder}/{found}, which ends with any SIGTERM of Slurm's (preemption, scancel)"
-    unsquash = "container.options: [--unsquash], or " if settings.runtime == "apptainer" else ""
-    fix = f"{unsquash}PreemptParameters=send_user_signal, or that program out of the folder and squashfuse on the PATH"
-    return [f"{text}: the steps since the newest checkpoint are lost then -> {fix}"]
-
-
-def _own_folder(settings: Container) -> Path | None:
-    """Where the runtime keeps its own helpers, as it says itself; None where it does not."""
-    try:
-        done = captured([settings.command, "buildcfg"], PROBE_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    found_line = re.search(r"^LIBEXECDIR=(/.*)$", done.stdout, re.MULTILINE)
-    name = re.search(r"^PACKAGE_NAME=([a-z-]+)$", done.stdout, re.MULTILINE)
-    if not found_line or not name:
-        return None
-    folder = Path(found_line[1]) / name[1].partition("-")[0] / "bin"
-    return folder if folder.is_dir() else None
-
-
-LABEL_SECONDS = 60.0
 _CHUNK = 1 << 22
 _MAX_SUM = 4096
-_LABELS, _LABEL = 60, 200
-"""How many labels of an image are kept, and how many characters of each."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +39,6 @@ class Image:
     checked: bool
     """Whether ``sha256`` was held against something: the file beside the image, or a registry's digest."""
     bytes: int | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """For run.json."""
@@ -92,7 +46,7 @@ class Image:
 
 
 def look(settings: Container) -> tuple[Image | None, list[str]]:
-    """The cluster's image with its sum and labels, and what to warn of; None where there is no container.
+    """The cluster's image with its sum, and what to warn of; None where there is no container.
 
     Raises UserError where it is not there, or is not what the ``.sha256`` beside it says.
     """
@@ -115,9 +69,7 @@ def look(settings: Container) -> tuple[Image | None, list[str]]:
         fix = f"it was altered or copied in part: copy or build it again; where it is meant so: {again}"
         text = f"its SHA-256 is {digest[:16]}..., and {path.name}.sha256 says {stated[:16]}..."
         raise UserError(text, file=str(path), key="container.image", fix=fix)
-    labels = labels_of(settings, path)
-    warnings = [*notes, *unshielded(settings)]
-    return Image(settings.runtime, settings.image, digest, stated is not None, size, labels), warnings
+    return Image(settings.runtime, settings.image, digest, stated is not None, size), notes
 
 
 def _stated(path: Path) -> tuple[str | None, list[str]]:
@@ -165,22 +117,6 @@ def _read(path: Path, size: int) -> str:
             digest.update(chunk)
             bar.advance(task, len(chunk))
     return digest.hexdigest()
-
-
-# --- what it says about itself --------------------------------------------------------------------------------------------
-
-
-def labels_of(settings: Container, path: Path) -> dict[str, str]:
-    """The labels of an image; empty where they cannot be read here. Of a .sqsh there are none."""
-    if settings.runtime not in ("apptainer", "singularity"):
-        return {}
-    try:
-        done = captured([settings.command, "inspect", "--json", "--labels", str(path)], LABEL_SECONDS)
-        body = json.loads(done.stdout)
-        found = body["data"]["attributes"]["labels"]
-        return {str(key)[:_LABEL]: str(value)[:_LABEL] for key, value in sorted(found.items())[:_LABELS]}
-    except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, TypeError, AttributeError):
-        return {}
 
 
 def changed(before: object, now: Image) -> str:
@@ -302,9 +238,11 @@ def own() -> Stack:
     return Stack(str(found["python"]), found["packages"])
 
 
-def trackers(train: Mapping[str, Any]) -> list[Problem]:
-    """The trackers of a recipe's ``train`` section that this Python lacks."""
-    return lacking(own(), train, "this Python", gpus=False) if train["report_to"] not in ([], "none", "wandb") else []
+def lacking_here(train: Mapping[str, Any], *, gpus: bool) -> list[Problem]:
+    """The packages that a recipe's ``train`` section asks for and this Python lacks."""
+    if not any(kernels.needed(train, gpus=gpus)):
+        return []
+    return lacking(own(), train, "this Python", gpus=gpus)
 
 
 def _differences(stack: Stack, wanted: Mapping[str, str]) -> list[str]:
@@ -319,3 +257,60 @@ def _differences(stack: Stack, wanted: Mapping[str, str]) -> list[str]:
 def record(stack: Stack, pinned: pins.Pins) -> dict[str, Any]:
     """For run.json: the Python, and the packages that are pinned."""
     return {"python": stack.python, "packages": {n: v for n, v in sorted(stack.packages.items()) if n in pinned[pins.PY]}}
+
+
+# --- Megatron's -----------------------------------------------------------------------------------------------------------
+
+# The ranks of a Megatron recipe run in NVIDIA's image, by the same step and launcher on every node.
+
+MEGATRON_KEY = "container.megatron"
+MEGATRON_NEEDED = (
+    "megatron-bridge", "megatron-core", "transformer-engine", "torch", "transformers", "pyarrow",
+    "pydantic", "pyyaml", "rich", "typer",
+)  # fmt: skip
+"""Packages that the ranks import: NVIDIA's own, and what the launcher's side of a rank needs."""
+BRIDGE_RELEASE = "0.5."
+
+
+def is_megatron(resolved: Resolved) -> bool:
+    """Whether the ranks of a recipe are Megatron's."""
+    return resolved.recipe.megatron is not None
+
+
+def of_training(resolved: Resolved, cluster: Cluster) -> Cluster:
+    """The cluster as the ranks see it: for a Megatron recipe with NVIDIA's image in the place of the project's own."""
+    if not is_megatron(resolved) or cluster.container.megatron is None:
+        return cluster
+    container = cluster.container.model_copy(update={"image": cluster.container.megatron})
+    return cluster.model_copy(update={"container": container})
+
+
+def megatron_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
+    """A cluster that has no image for the ranks of a Megatron recipe."""
+    if not is_megatron(resolved):
+        return []
+    if cluster.container.runtime == "none":
+        text = "a Megatron recipe runs in NVIDIA's image, and this cluster has no container runtime"
+        fix = "container: {runtime: apptainer, image: ..., megatron: ...}"
+        return [Problem(text, file=cluster.source, key="container.runtime", fix=fix)]
+    if cluster.container.megatron is None:
+        fix = "make build-sif DEFINITION=megatron builds it; name the file there"
+        return [Problem("missing: the image that a Megatron recipe trains in", file=cluster.source, key=MEGATRON_KEY, fix=fix)]
+    return []
+
+
+def judge_megatron(seen: Stack, image: str) -> list[Problem]:
+    """What keeps the ranks from running in an image, by what it has installed."""
+    fix = "build it from containers/megatron.def"
+    found = [
+        Problem(f"the image has no {name}", file=image, key=MEGATRON_KEY, fix=fix)
+        for name in MEGATRON_NEEDED
+        if name not in seen.packages
+    ]
+    version = seen.packages.get("megatron-bridge")
+    if version is not None and not version.startswith(BRIDGE_RELEASE):
+        text = f"the image has Megatron-Bridge {version}, and this release of clustertune is for {BRIDGE_RELEASE}x"
+        found.append(Problem(text, file=image, key=MEGATRON_KEY, fix=fix))
+    if text := too_old(seen.python):
+        found.append(Problem(text, file=image, key=MEGATRON_KEY, fix=fix))
+    return found

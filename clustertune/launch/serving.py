@@ -124,6 +124,8 @@ def rollout_serving(resolved: Resolved, gpus: int) -> Serving:
     """The servers of one node beside a trainer (``rollout: servers``). ``gpus``: the node's; 0: one server on the CPU."""
     args, wide = resolved.train_args, resolved.recipe.servers.tensor_parallel_size
     length = int(args["max_prompt_length"]) + int(args["max_completion_length"])
+    if resolved.recipe.scores_beside:  # the prompts and answers of the tasks are longer
+        length = max(length, min(int(resolved.architecture.get("max_position_embeddings") or LONGEST), LONGEST))
     return Serving(max(1, gpus // wide), wide if gpus else 1, 1, length, MOST)
 
 
@@ -227,7 +229,7 @@ def evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
 
 @dataclass(frozen=True)
 class WhileTraining:
-    """What the scores of checkpoints take while the training is under way (``eval.during``)."""
+    """What the scores of checkpoints cost a training (``eval.during``)."""
 
     times: int | None
     """How many checkpoints are scored; None: the number of steps is not known."""
@@ -235,6 +237,8 @@ class WhileTraining:
     """That the training stands still for one, its next start included; None: not known."""
     base_seconds: float
     """Of the base, with the first."""
+    beside: bool = False
+    """The servers beside the trainer answer, and it goes on."""
 
     @property
     def seconds(self) -> float | None:
@@ -243,6 +247,8 @@ class WhileTraining:
 
     def __str__(self) -> str:
         many = "an unknown number of checkpoints" if self.times is None else f"{self.times} checkpoints"
+        if self.beside:
+            return f"scores while training: {many}, by the servers beside the trainer, which goes on meanwhile"
         each = "" if self.each_seconds is None else f", about {self.each_seconds / 60:.0f} min each, the next start included"
         return f"scores while training: {many}{each}; the training stands still meanwhile"
 
@@ -255,12 +261,14 @@ def while_training(resolved: Resolved, cluster: Cluster, steps: int | None, star
     wanted, saved = resolved.recipe.eval.during, resolved.recipe.save
     if wanted is None:
         return None
-    asked = resolved.recipe.model_copy(update={"eval": resolved.recipe.eval.of_checkpoints(wanted)})
-    found = evaluation(replace(resolved, recipe=asked), cluster)
     times = None
     if steps is not None:
         milestones = saved.milestones if saved is not None else ()
         times = sum(wanted.is_due(step, milestones) for step in range(1, steps)) + 1
+    if resolved.recipe.scores_beside:
+        return WhileTraining(times, 0.0, 0.0, beside=True)
+    asked = resolved.recipe.model_copy(update={"eval": resolved.recipe.eval.of_checkpoints(wanted)})
+    found = evaluation(replace(resolved, recipe=asked), cluster)
     each = None if found.seconds is None else found.seconds + start_seconds
     return WhileTraining(times, each, found.seconds or 0.0)
 

@@ -227,8 +227,8 @@ def _limit(cluster: Cluster) -> int:
     return math.floor(found) if found is not None else 10**9
 
 
-def find_problems(resolved: Resolved, cluster: Cluster, *, memory: bool = True) -> list[Problem]:
-    """What a recipe asks for that the cluster does not have: nodes, GPUs, time, and with ``memory`` room for it."""
+def find_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
+    """What a recipe asks for that the cluster does not have: nodes, GPUs, memory, and time beyond the signal's margin."""
     nodes, ranks = _size(resolved, cluster)
     have, compute = len(cluster.compute_nodes), cluster.compute
     called = f"cluster {cluster.name}{' (this machine)' if cluster.name == LOCAL and not cluster.slurm else ''}"
@@ -243,7 +243,8 @@ def find_problems(resolved: Resolved, cluster: Cluster, *, memory: bool = True) 
     if compute.gpus and ranks > compute.gpus:
         fix = f"slurm.gpus_per_node={compute.gpus}"
         add("slurm.gpus_per_node", f"the recipe needs {ranks} GPUs per node; {called} has {compute.gpus}", fix)
-    shared = serving.evaluation(resolved, cluster).serving if resolved.recipe.eval.during is not None else None
+    answers_itself = resolved.recipe.eval.during is not None and not resolved.recipe.scores_beside
+    shared = serving.evaluation(resolved, cluster).serving if answers_itself else None
     if shared is not None and shared.nodes > nodes:
         text = f"the model is served over {shared.nodes} nodes, and the training has {nodes}: no place to score checkpoints"
         add("eval.during", text, "leave it out, or train on as many nodes")
@@ -254,7 +255,8 @@ def find_problems(resolved: Resolved, cluster: Cluster, *, memory: bool = True) 
         most = cluster.slurm.max_time
         text = f"{resolved.recipe.slurm.time}, partition {cluster.slurm.partition} allows {most}"
         add("slurm.time", text, f"slurm.time={most}: the run continues in another job")
-    return problems + (fit_problems(resolved, cluster) if memory else [])
+    margin = signal_problems(resolved.recipe.slurm.signal_seconds, train_shape(resolved, cluster).minutes, file=resolved.name)
+    return [*problems, *fit_problems(resolved, cluster), *margin]
 
 
 def held(resolved: Resolved, cluster: Cluster) -> Footprint | None:
@@ -330,3 +332,53 @@ def warnings(resolved: Resolved, cluster: Cluster) -> list[str]:
     if chosen.note:
         found.append(f"eval: {chosen.note}")
     return found
+
+
+# --- the signal before the limit ------------------------------------------------------------------------------------------
+
+# How long before its time limit Slurm signals a job (``slurm.signal_seconds``): it ends the step it is in, saves, and exits.
+# Slurm looks at its jobs now and then and may send the signal up to 60 seconds early (sbatch(1), --signal): that only costs
+# time. A signal that comes too late costs everything since the last save.
+
+EARLY_SECONDS = 60
+"""How much earlier than asked the signal may come."""
+_SIGNAL = re.compile(r"^#SBATCH\s+(?:.*\s)?--signal[=\s]+['\"]?(?:R?B:|R:)?[A-Z0-9]+@(\d+)", re.MULTILINE)
+
+
+def signal_given(text: str) -> int | None:
+    """The seconds of a script's ``#SBATCH --signal=B:USR1@N``; None where it has none."""
+    found = _SIGNAL.findall(text)
+    return int(found[-1]) if found else None
+
+
+def signal_warning(given: int | None, wanted: int, limit_minutes: float | None = None) -> str | None:
+    """What to say at the start of a job whose script signals too late, or halfway to its limit or before; None if it is right.
+
+    ``given``: of the script, in seconds. ``wanted``: the recipe's. ``limit_minutes``: the job's time limit, None where there is
+    none or it is not known. What sbatch was given on its command line replaces the script's, and Slurm does not report it: the
+    message names the script.
+    """
+    again = f"-> sbatch --signal=B:USR1@{wanted} ..."
+    if given is None or given < wanted:
+        has = "no --signal" if given is None else f"--signal=B:USR1@{given}"
+        return (
+            f"{has}: too late to save before the time limit, slurm.signal_seconds is {wanted}; what was computed since the "
+            f"last save would be lost {again}"
+        )
+    if limit_minutes is not None and limit_minutes * 60 < 2 * (given + EARLY_SECONDS):
+        left = max(0, round(limit_minutes * 60 - given))
+        return (
+            f"the script's --signal=B:USR1@{given} tells a job of {limit_minutes:g} minutes to stop {left} s after its start, "
+            f"and it goes back into the queue each time; slurm.signal_seconds is {wanted} {again}"
+        )
+    return None
+
+
+def signal_problems(seconds: int, minutes: float, *, file: str) -> list[Problem]:
+    """A time limit that the warning would use up: the job would be asked to stop as soon as it starts."""
+    least = 2 * (seconds + EARLY_SECONDS) / 60
+    if minutes >= least:
+        return []
+    text = f"{minutes:g} minutes leave no time to train: the signal comes slurm.signal_seconds={seconds} before the end"
+    fix = f"give at least {math.ceil(least)} minutes, or a smaller slurm.signal_seconds"
+    return [Problem(text, file=file, key="slurm.time", fix=fix)]

@@ -7,16 +7,17 @@ import json
 import re
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from clustertune import secrets
 from clustertune.cluster.schema import Cluster
-from clustertune.console import say
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.console import emit_json, say
+from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
 from clustertune.launch import cluster_paths, slurm
 from clustertune.launch.shape import JobShape
 from clustertune.manifest import write_durably
@@ -167,7 +168,7 @@ def left_to_do(finished: Sequence[str], first: str | None, last: str) -> list[st
     if missing:
         text = f"not finished in this run: {', '.join(missing)}"
         raise UserError(text, file="command line", key="--from", fix=f"--from {missing[0]}")
-    todo = [stage for stage in wanted if stage not in finished or stage == first]
+    todo: list[str] = [stage for stage in wanted if stage not in finished or stage == first]
     if first is None and todo:
         todo = [stage for stage in wanted if STAGES.index(stage) >= STAGES.index(todo[0])]
     return todo
@@ -286,3 +287,70 @@ def _after_refusal(stage: str, left: Sequence[str]) -> Problem:
         return Problem(f"the job for {stage} could not be submitted; nothing of this submission is left in the queue")
     text = f"the job for {stage} could not be submitted, and those before it ({', '.join(left)}) could not be cancelled"
     return Problem(text, fix=f"scancel {' '.join(left)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchJob:
+    """What is submitted."""
+
+    shape: JobShape
+    script: str
+    """The text of the sbatch file."""
+    folder: Path
+    """Where its file and its log go."""
+    arguments: tuple[str, ...]
+    """Those of the command that it runs."""
+    file: str = "job.sbatch"
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """What the job reads, by the names of files beside its own."""
+
+    @property
+    def path(self) -> Path:
+        return self.folder / self.file
+
+    @property
+    def options(self) -> list[str]:
+        """Paths, which an ``#SBATCH`` line would split at blanks, and what SBATCH_EXPORT would replace there."""
+        return ["--export=NIL", f"--chdir={ROOT}", f"--output={escape_pattern(self.folder)}/%x-%j.log"]
+
+    def command(self) -> list[str]:
+        """``sbatch`` as it is called."""
+        return ["sbatch", "--parsable", *self.options, str(self.path), *self.arguments]
+
+    def show(self, as_json: bool, **more: Any) -> None:
+        """What a dry run prints; ``more``: keys of the JSON document."""
+        if as_json:
+            emit_json({"file": str(self.path), "script": self.script, "command": self.command(), **more})
+        else:
+            sys.stdout.write(f"# {self.shape}\n# {self.path}\n{self.script}$ {shlex.join(self.command())}\n")
+
+    def submit(self, cluster: Cluster, as_json: bool, places: tuple[tuple[str, Path], ...] = (), **more: Any) -> str:
+        """Write the file and put the job into the queue; its number.
+
+        Raises UserError where there is no sbatch, nodes would not see the checkout or one of ``places``, or storage fails.
+        ``more``: keys of the JSON document.
+        """
+        if shutil.which("sbatch") is None:
+            raise UserError("sbatch is not on PATH", fix="call this on a login node of the cluster; --dry-run needs no Slurm")
+        raise_if(cluster_paths.find_unshared([*places, ("the checkout", ROOT)], cluster))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name, text in {**self.beside, self.file: self.script}.items():
+                write_durably(self.folder / name, text)
+        except OSError as error:
+            raise storage_error(error, "cannot hold the job", error.filename or self.folder) from None
+        number = slurm.submit(self.options, str(self.path), self.arguments)
+        if as_json:
+            emit_json({"job": number, "folder": str(self.folder), **more, "command": self.command()})
+        say(f"job {number}: {self.shape}")
+        return number
+
+
+def render_alone(name: str, shape: JobShape, note: str, source: str, *, alone: bool = True) -> str:
+    """The sbatch file; the job is never started again, and ``alone`` on its nodes, so that no neighbour is measured.
+
+    ``note`` says from what it was derived; ``source`` is the text of its body's file.
+    """
+    _, body = split_script(source)
+    options = [f"--job-name={name}", *shape.options(), *(["--exclusive"] if alone else []), "--no-requeue", "--export=NIL"]
+    return f"#!/usr/bin/env bash\n# {note}\n" + "".join(map(header_line, options)) + ahead_of_body(shape) + body

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.cluster.schema import Cluster
-from clustertune.launch import megatron_image, node
+from clustertune.launch import image, node
 from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.shape import train_shape
 from clustertune.megatron import megatron_files, program, settings
@@ -33,7 +33,7 @@ def document(resolved: Resolved, cluster: Cluster, run_path: Path) -> dict[str, 
     source = {"model": model.path or model.name, "revision": model.revision}
     exported = "adapter" if resolved.lora is not None else "model"
     return {
-        "image": megatron_image.of_training(resolved, cluster).container.image,
+        "image": image.of_training(resolved, cluster).container.image,
         "ranks_command": ["python3", *command[1:]],
         "conversion": {
             "from": source, "to": str(where["base"]), "ranks": resolved.world_size,

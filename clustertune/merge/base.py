@@ -12,7 +12,7 @@ from typing import Any
 from clustertune.errors import Problem, UserError, collect_problems, raise_if
 from clustertune.export.companions import read_json
 from clustertune.manifest import DigestComparison
-from clustertune.tensorfile import FLOATS, Tensor, TensorHeader, read_header
+from clustertune.tensorfile import FLOATS, Tensor, TensorHeader, read_headers
 
 SHOWN = 5
 """Tensors that the errors name."""
@@ -85,31 +85,15 @@ def find_shards(folder: Path) -> tuple[list[Path], dict[str, str], dict[str, Any
 def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[Path, TensorHeader], dict[str, Any]]:
     """The tensors by name, each file's header, and the index's metadata. Raises UserError for files that are not whole."""
     shards, weights, metadata = find_shards(folder)
-    problems: list[Problem] = []
-    tensors: dict[str, Tensor] = {}
-    headers: dict[Path, TensorHeader] = {}
-    for path in shards:
-        try:
-            header = read_header(path)
-        except FileNotFoundError:
-            problems.append(Problem(f"missing, although {INDEX} names it", file=str(path), fix="copy or download it again"))
-            continue
-        except (OSError, ValueError) as error:
-            problems.append(Problem(str(error), file=str(path), fix="copy or download it again"))
-            continue
-        headers[path] = header
-        if (kind := header.metadata.get("format", "pt")) != "pt":
-            problems.append(Problem(f"weights in the layout of {kind!r}, not of PyTorch", file=str(path)))
-        for tensor in header.tensors:
-            if tensor.name in tensors:
-                problems.append(Problem(f"tensor {tensor.name!r} is also in {tensors[tensor.name].file.name}", file=str(path)))
-            tensors[tensor.name] = tensor
-    absent = [n for n, f in weights.items() if folder / f in headers and (n not in tensors or tensors[n].file.name != f)]
-    if absent:
-        problems.append(
-            Problem(f"{len(absent)} tensors are not in the file it names, such as {absent[0]}", file=str(folder / INDEX))
-        )
-    if not problems and not tensors:
+    headers = read_headers(shards, weights)
+    kinds = {path: header.metadata.get("format", "pt") for path, header in headers.items()}
+    problems = [
+        Problem(f"weights in the layout of {kind!r}, not of PyTorch", file=str(path))
+        for path, kind in kinds.items()
+        if kind != "pt"
+    ]
+    tensors = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
+    if not tensors:
         problems.append(Problem("contains no tensors", file=str(folder)))
     raise_if(problems)
     return tensors, headers, metadata

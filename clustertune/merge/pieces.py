@@ -7,9 +7,9 @@ import errno
 import itertools
 import math
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,9 +131,7 @@ class Worker:
             part = view[start : start + STEP]
             self.source.read(file, part, offset + start)
             # 85 GB per CPU second, as the part is still in the core's cache.
-            if copied.dtype in EXPONENTS and not is_finite(part, copied.dtype):
-                text = f"{copied.tensor.name} has NaN or infinity: the model would answer with noise"
-                raise UserError(text, file=str(file), fix="copy the model again; of a training, take an earlier checkpoint")
+            _require_finite(part, copied.dtype, f"{copied.tensor.name} has NaN or infinity", file)
             self._write(part, piece.offset + start, output)
 
     def _load(self, name: str, tensor: Tensor, first: int, last: int) -> Any:
@@ -166,10 +164,8 @@ class Worker:
             self.source.read(weight.file, part, weight.offset + start * width)
             block = as_tensor(part, tensor.dtype, end - start, columns)
             add_update(block, a, b, update.scaling, self.scratch, rounded=update.experts > 0)
-            if not is_finite(part, tensor.dtype):
-                text = f"{tensor.name} has NaN or infinity after the update ({tensor.dtype})"
-                fix = "merge into the base in bfloat16, of larger range than float16; if it is that, one of the two is damaged"
-                raise UserError(text, file=str(weight.file), fix=fix)
+            text = f"{tensor.name} has NaN or infinity after the update ({tensor.dtype})"
+            _require_finite(part, tensor.dtype, text, weight.file)
             self._write(part, piece.offset + (start - first) * width, output)
 
     def _convert(self, piece: Piece, converted: Stored, view: memoryview, output: Output) -> None:
@@ -179,7 +175,16 @@ class Worker:
         raw = self.scratch.bytes(count * width)
         self.source.read(tensor.file, raw, tensor.offset + converted.start)
         as_tensor(view, converted.dtype, 1, count).copy_(as_tensor(raw, tensor.dtype, 1, count))
+        _require_finite(view, converted.dtype, f"{tensor.name} has NaN or infinity", tensor.file)
         self._write(view, piece.offset, output)
+
+
+def _require_finite(values: memoryview, dtype: str, text: str, file: Path) -> None:
+    """Raise UserError where a buffer holds NaN or infinity."""
+    # 85 GB per CPU second, as the part is still in the core's cache.
+    if dtype in EXPONENTS and not is_finite(values, dtype):
+        fix = "it would answer with noise: copy the base again, take an earlier checkpoint, or merge in bfloat16, not float16"
+        raise UserError(text, file=str(file), fix=fix)
 
 
 # --- kernel ---------------------------------------------------------------------------------------------------------------
@@ -422,8 +427,6 @@ class Output:
 
 # How the output is cut into files: the rule and the names of ``save_pretrained``.
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -440,10 +443,12 @@ class Shard:
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes from ``5GB`` (decimal, as Hugging Face counts), ``512MiB`` (binary) or a plain number. Raises UserError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?\s*", str(text).upper())
-    unit = (match[2] or "") if match else ""
-    size = int(float(match[1]) * _UNITS[unit]) if match and unit in _UNITS else 0
+    """Bytes from ``5GB`` (decimal, as Hugging Face counts) or a plain number. Raises UserError."""
+    from huggingface_hub.serialization._base import parse_size_to_int
+
+    size = 0
+    with suppress(ValueError):
+        size = int(text) if str(text).isdigit() else parse_size_to_int(str(text))
     if size < 1:
         raise UserError(f"{text!r} is not a size", key="--shard-size", fix="such as 5GB, 500MB or a number of bytes")
     return size

@@ -173,13 +173,6 @@ def _values(status: RunStatus) -> Mapping[str, float | None]:
     }  # fmt: skip
 
 
-def _based(column: str, value: float) -> tuple[str, float]:
-    """A column of telemetry in Prometheus' base units, as ``promtool check metrics`` wants them."""
-    if column.endswith("_mb_s"):
-        return column.removesuffix("_mb_s") + "_bytes_per_second", value * 1e6
-    return column + "econds" if column.endswith("_s") else column, value
-
-
 def _samples(status: RunStatus) -> Iterator[tuple[str, str, dict[str, str], float]]:
     """Name, help, labels and value; those of one name stand together."""
     run = {"recipe": status.recipe or "", "run": status.title}
@@ -191,15 +184,13 @@ def _samples(status: RunStatus) -> Iterator[tuple[str, str, dict[str, str], floa
     for column in COLUMNS:
         for host, row in measured:
             if (value := row.node.get(column)) is not None:
-                name, value = _based(column, value)
-                yield f"node_{name}", f"Telemetry of a node: {column}.", {**run, "node": host}, float(value)
+                yield f"node_{column}", f"Telemetry of a node: {column}.", {**run, "node": host}, float(value)
     for column in GPU_COLUMNS:
         for host, row in measured:
             for index, gpu in enumerate(row.gpus):
                 if (value := gpu.get(column)) is not None:
                     labels = {**run, "node": host, "gpu": str(index)}
-                    name, value = _based(column, value)
-                    yield f"gpu_{name}", f"Telemetry of a GPU: {column}.", labels, float(value)
+                    yield f"gpu_{column}", f"Telemetry of a GPU: {column}.", labels, float(value)
 
 
 def openmetrics(status: RunStatus) -> str:

@@ -27,9 +27,6 @@ SAVES_AHEAD = 2
 """Of the largest checkpoint so far: room for fewer is an alert."""
 
 _OF_GPUS = {"sm_mhz": ("clock", "MHz", 0.05), "temperature_c": ("temperature", "C", 0.15), "power_w": ("power", "W", 0.15)}
-_OF_NODES = {
-    "load": ("load", "", 0.5), "net_tx_mb_s": ("network", "MB/s sent", 0.3), "rdma_tx_mb_s": ("RDMA", "MB/s sent", 0.3),
-}  # fmt: skip
 """What a slow rank is compared by: word, unit, and the share by which a value must differ from the median of all."""
 
 
@@ -181,9 +178,8 @@ class RunStatus:
             for name, (word, unit, much) in _OF_GPUS.items():
                 differences += _apart(word, mine.get(name), [gpu.get(name) for gpu in all_gpus], unit, much)
             differences += [word for bit, word in SLOWED.items() if int(mine.get("throttle") or 0) & bit]
-        for name, (word, unit, much) in _OF_NODES.items():
-            mine_here = node.row.node.get(name) if node.row else None
-            differences += _apart(word, mine_here, [row.node.get(name) for row in rows], unit, much)
+        load = [row.node.get("load") for row in rows]
+        differences += _apart("load", node.row.node.get("load") if node.row else None, load, "", 0.5)
         return ", ".join(differences)
 
     # -- alerts --------------------------------------------------------------------------------------------------------

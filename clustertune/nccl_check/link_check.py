@@ -23,7 +23,7 @@ from clustertune.cluster.ignoring import ignored
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.host.system import GIB, MIB
-from clustertune.launch import batch, rendezvous, srun
+from clustertune.launch import rendezvous, srun, stage_jobs
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import environment
 from clustertune.launch.shape import JobShape
@@ -440,9 +440,9 @@ def job_shape(cluster: Cluster, nodes: int | None, time: str | None, seconds: fl
     )
 
 
-def make_job(shape: JobShape, folder: Path, arguments: Sequence[str]) -> batch.BatchJob:
+def make_job(shape: JobShape, folder: Path, arguments: Sequence[str]) -> stage_jobs.BatchJob:
     """The job. ``arguments`` are those of the command that it runs; its folder is added."""
     note = "Derived by clustertune nccl-check --submit from the cluster file."
-    script = batch.render("nccl-check", shape, note, SCRIPT.read_text())
+    script = stage_jobs.render_alone("nccl-check", shape, note, SCRIPT.read_text())
     job_arguments = (*arguments, "--out", str(folder.absolute()))
-    return batch.BatchJob(shape=shape, script=script, folder=folder.absolute(), arguments=job_arguments)
+    return stage_jobs.BatchJob(shape=shape, script=script, folder=folder.absolute(), arguments=job_arguments)

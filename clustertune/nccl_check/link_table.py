@@ -84,13 +84,8 @@ def notes(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"did not end: {entry['collective']} ({entry['scope']}){size}{where}{text}"
     for entry in result.get("problems", []):
         yield f"{entry['node']}: {entry['message']}"
-    kinds: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
     for entry in result.get("left_out", []):
-        kinds.setdefault((entry["scope"], entry["collective"], "memory" in entry["reason"]), []).append(entry)
-    for (scope, name, _), entries in kinds.items():
-        sizes = ", ".join(show_size(entry["bytes"]) for entry in sorted(entries, key=lambda entry: -int(entry["bytes"]))[:4])
-        more = f" and {len(entries) - 4} more" if len(entries) > 4 else ""
-        yield f"left out: {name} ({scope}) of {sizes}{more}: {entries[0]['reason']}"
+        yield f"left out: {entry['collective']} ({entry['scope']}) of {show_size(entry['bytes'])}: {entry['reason']}"
 
 
 def verdict(document: Mapping[str, Any]) -> Iterator[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,12 @@ from clustertune.recipe.findings import Found, is_whole, show_value
 from clustertune.recipe.layers import (
     COMMAND_LINE,
     Document,
-    Emptied,
-    KeyPath,
     did_you_mean,
     leaves,
-    nearest,
     parse_json,
     read_text,
 )
-from clustertune.recipe.library_facts import facts, model_facts
+from clustertune.recipe.library_facts import facts
 
 DISTRIBUTED_TYPES = ("FSDP", "MULTI_GPU", "DEEPSPEED", "NO")
 _NO_PRECISION = {
@@ -216,12 +212,12 @@ def offload_device(body: Mapping[str, Any], deepspeed: Mapping[str, Any] | None,
 # --- what is wrong with a file --------------------------------------------------------------------------------------------
 
 
-def find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> Iterator[Found]:
-    """Everything that is wrong with a recipe's accelerate file. ``kind`` is the model type where it is known."""
-    return ((("accelerate", *path), message, fix) for path, message, fix in _find_problems(body, folder, kind))
+def find_problems(body: Mapping[str, Any], folder: Path) -> Iterator[Found]:
+    """Everything that is wrong with a recipe's accelerate file."""
+    return ((("accelerate", *path), message, fix) for path, message, fix in _find_problems(body, folder))
 
 
-def _find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> Iterator[Found]:
+def _find_problems(body: Mapping[str, Any], folder: Path) -> Iterator[Found]:
     known = frozenset(facts("accelerate")["keys"])  # the fields of its ClusterConfig
     for key in body:
         if key in _MACHINE:
@@ -248,7 +244,7 @@ def _find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> I
         text = f"accelerate reads it only with distributed_type: FSDP, here it is {kind_of}"
         yield ("fsdp_config",), text, "leave it out, on the command line accelerate.fsdp_config=null"
     elif kind_of == "FSDP":
-        yield from _check_fsdp(section(body, "fsdp_config"), kind)
+        yield from _check_fsdp(section(body, "fsdp_config"))
     if kind_of == "DEEPSPEED":
         yield from _check_deepspeed(body, folder)
 
@@ -269,7 +265,7 @@ def _check_sections(body: Mapping[str, Any]) -> Iterator[Found]:
                 yield (name, key), f"{show_value(value)} is not a whole number from 1", None
 
 
-def _check_fsdp(config: Mapping[str, Any], kind: str | None) -> Iterator[Found]:
+def _check_fsdp(config: Mapping[str, Any]) -> Iterator[Found]:
     known = {name for name in facts("accelerate")["options"] if name.startswith("fsdp_")}
     values = {}
     for key, value in config.items():
@@ -292,31 +288,14 @@ def _check_fsdp(config: Mapping[str, Any], kind: str | None) -> Iterator[Found]:
             yield path, "is not carried", "leave it out: train.activation_offloading moves activations to host memory"
         elif full in _FSDP1_ONLY:
             yield path, f"has no meaning under {FSDP2}", _FSDP1_ONLY[full]
-    yield from _check_wrap(values, kind)
+    key, names = values.get("fsdp_transformer_layer_cls_to_wrap", ("", None))
+    if names is not None and str(values.get("fsdp_auto_wrap_policy", ("", ""))[1]).upper() != "TRANSFORMER_BASED_WRAP":
+        yield ("fsdp_config", key), "is read only with fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", None
     # What accelerate or clustertune refuses for two keys together.
     plain = {full: value for full, (_, value) in values.items()}
     states = plain.get("fsdp_state_dict_type")
     if str(states).upper() in {"FULL_STATE_DICT", "LOCAL_STATE_DICT"}:
         yield ("fsdp_config", "fsdp_state_dict_type"), f"{states}: checkpoints are written sharded", "write SHARDED_STATE_DICT"
-
-
-def _check_wrap(values: Mapping[str, tuple[str, Any]], kind: str | None) -> Iterator[Found]:
-    policy = str(values.get("fsdp_auto_wrap_policy", ("", ""))[1]).upper()
-    key, names = values.get("fsdp_transformer_layer_cls_to_wrap", ("", None))
-    if names is None:
-        return
-    path = ("fsdp_config", key)
-    if policy != "TRANSFORMER_BASED_WRAP":
-        yield path, "is read only with fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", None
-    if not isinstance(names, str) or not names:
-        yield path, f"{show_value(names)} is not the name of a class (several with commas between)", None
-    elif kind is not None:
-        for name in names.split(","):
-            if name not in (classes := model_facts(kind)["classes"]):
-                layers = model_facts(kind)["layers"]
-                close = nearest(name, layers) or (layers[0] if len(layers) == 1 else None)
-                fix = f"did you mean {close}?" if close else did_you_mean(name, classes)
-                yield path, f"{kind} of the pinned transformers has no class {show_value(name)}", fix
 
 
 def _check_deepspeed(body: Mapping[str, Any], folder: Path) -> Iterator[Found]:
@@ -339,43 +318,6 @@ def _check_deepspeed(body: Mapping[str, Any], folder: Path) -> Iterator[Found]:
 
 ACCELERATE, DEEPSPEED = "accelerate.yaml", "deepspeed.json"
 """Names in a run folder of the files that a run's ranks read in place of the recipe's."""
-
-
-@dataclass(frozen=True)
-class OverriddenFile(Document):
-    """A file with overrides over it: what they gave stands on the command line, the rest in the file."""
-
-    given: tuple[KeyPath, ...] = ()
-
-    def position(self, path: KeyPath) -> str:
-        """``command line`` for what it gave and for a section of which it gave a part."""
-        if any(leaf[: len(path)] == path or path[: len(leaf)] == leaf for leaf in self.given):
-            return COMMAND_LINE
-        return super().position(path)
-
-
-def lay_over(document: Document, overrides: Document | None) -> Document:
-    """The file's values with the overrides over them; null takes a key out."""
-    if overrides is None or not overrides.data:
-        return document
-    given = tuple(tuple(path.split(".")) for path in flat(overrides))
-    return OverriddenFile(document.file, merged(document.data, overrides.data), document.lines, given)
-
-
-def merged(values: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with ``top`` laid over them, section by section; null takes a key out."""
-    found = dict(values)
-    for key, value in top.items():
-        below: Any = {} if isinstance(value, Emptied) else found.get(key)
-        found[key] = merged(below if isinstance(below, dict) else {}, value) if isinstance(value, dict) else value
-        if value is None:
-            del found[key]
-    return copy.deepcopy(found)
-
-
-def top(overrides: Document | None) -> frozenset[str]:
-    """The sections of a file of which the command line gives something."""
-    return frozenset(overrides.data) if overrides else frozenset()
 
 
 def flat(overrides: Document | None) -> dict[str, Any]:
@@ -405,7 +347,7 @@ def read_deepspeed(
     if not isinstance(body, dict) or not isinstance(body.get("zero_optimization", {}), dict):
         fix = 'write {"zero_optimization": {"stage": 3}}'
         return None, [Problem("must hold DeepSpeed's sections", file=file, fix=fix)]
-    return lay_over(Document(file, body), overrides), []
+    return Document(file, body).overridden(overrides), []
 
 
 def written(accelerate: Mapping[str, Any], folder: Path, deepspeed: Path | None) -> dict[str, Any]:

@@ -38,18 +38,26 @@ KeyPath = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed file: its plain values and the line (from 1) of each key path."""
+    """A parsed file: its plain values, and the line (from 1) of each key path, or another place that gave it."""
 
     file: str
     data: dict[str, Any]
-    lines: dict[KeyPath, int] = field(default_factory=dict)
+    lines: dict[KeyPath, int | str] = field(default_factory=dict)
 
     def position(self, path: KeyPath) -> str:
         """``file:line`` of a key path, of its nearest parent where the key itself is not in the file."""
         for end in range(len(path), 0, -1):
-            if path[:end] in self.lines:
-                return f"{self.file}:{self.lines[path[:end]]}"
+            if (at := self.lines.get(path[:end])) is not None:
+                return at if isinstance(at, str) else f"{self.file}:{at}"
         return self.file
+
+    def overridden(self, top: Document | None) -> Document:
+        """The values with those of ``top`` over them, where they stand; null takes a key out."""
+        if top is None or not top.data:
+            return self
+        paths = {path[:end] for path, _ in leaves(top.data) for end in range(1, len(path) + 1)}
+        lines = self.lines | dict.fromkeys(paths, top.file)
+        return Document(self.file, laid_over(self.data, top.data, null_removes=True), lines)
 
 
 class Emptied(dict[str, Any]):
@@ -239,7 +247,7 @@ class _Builder:
     def __init__(self, shown: str, core: bool) -> None:
         self.shown = shown
         self.core = core
-        self.lines: dict[KeyPath, int] = {}
+        self.lines: dict[KeyPath, int | str] = {}
         self.problems: list[Problem] = []
 
     def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
@@ -324,11 +332,15 @@ class Layers:
     """Overrides of the accelerate and DeepSpeed files, by their prefix: ``accelerate``, ``deepspeed``."""
 
     def merged(self) -> tuple[dict[str, Any], dict[KeyPath, Layer]]:
-        """The values on top, and for each leaf the layer that gave it."""
+        """The values on top, and for each leaf the layer that gave it: the weakest layer's first."""
         values: dict[str, Any] = {}
-        owners: dict[KeyPath, Layer] = {}
         for layer in self.layers:
-            _lay_over(values, owners, layer.document.data, layer, ())
+            values = laid_over(values, layer.document.data)
+        owners: dict[KeyPath, Layer] = {}
+        paths = [path for path, _ in leaves(values) if path]
+        given = [max(at for at, layer in enumerate(self.layers) if _has(layer.document.data, path)) for path in paths]
+        for at, layer in enumerate(self.layers):
+            owners |= {path: layer for path, owner in zip(paths, given, strict=True) if owner == at}
         return values, owners
 
     def position(self, path: KeyPath, owners: Mapping[KeyPath, Layer]) -> str:
@@ -340,23 +352,31 @@ class Layers:
         return f"{self.shown}/recipe.yaml"
 
 
-def _lay_over(
-    values: dict[str, Any], owners: dict[KeyPath, Layer], top: Mapping[str, Any], layer: Layer, path: KeyPath
-) -> None:
+def laid_over(below: Mapping[str, Any], top: Mapping[str, Any], *, null_removes: bool = False) -> dict[str, Any]:
+    """``below`` with ``top`` over it, section by section; an empty section replaces one.
+
+    ``null_removes``: null takes a key out.
+    """
+    result = dict(below)
     for key, value in top.items():
-        key_path = (*path, key)
-        if isinstance(value, dict) and value and not isinstance(value, Emptied) and isinstance(values.get(key), dict):
-            owners.pop(key_path, None)
-            _lay_over(values[key], owners, value, layer, key_path)
-            continue
-        for leaf in [leaf for leaf in owners if leaf[: len(key_path)] == key_path]:
-            del owners[leaf]
+        under = result.get(key)
         if isinstance(value, dict) and value:
-            values[key] = {}
-            _lay_over(values[key], owners, value, layer, key_path)
-            continue
-        values[key] = copy.deepcopy(value)
-        owners[key_path] = layer
+            kept = under if isinstance(under, dict) and not isinstance(value, Emptied) else {}
+            result[key] = laid_over(kept, value, null_removes=null_removes)
+        elif value is None and null_removes:
+            result.pop(key, None)
+        else:
+            result[key] = copy.deepcopy(value)
+    return result
+
+
+def _has(data: Any, path: KeyPath) -> bool:
+    """Whether a key path stands in the values of a file."""
+    for key in path:
+        if not isinstance(data, Mapping) or key not in data:
+            return False
+        data = data[key]
+    return True
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:

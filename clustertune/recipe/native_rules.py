@@ -218,23 +218,15 @@ LORA_PLAIN_INIT = (True, False, "gaussian", "orthogonal")
 """Initializations that leave the base weights as they are (PiSSA, OLoRA, CorDA, LoftQ and others change them)."""
 
 TRAIN_REMOVED = {
-    **dict.fromkeys(("dataset_batch_size", "num_of_sequences", "chars_per_token"), "leave it out"),
-    **dict.fromkeys(("use_mps_device", "fp16_backend", "half_precision_backend"), "leave it out"),
     "warmup_ratio": "write warmup_steps: a number below 1 is a share of all steps",
     "evaluation_strategy": "write eval_strategy",
     "max_seq_length": "write max_length",
     "group_by_length": "write train_sampling_strategy: group_by_length",
-    "per_gpu_train_batch_size": "write per_device_train_batch_size",
-    "per_gpu_eval_batch_size": "write per_device_eval_batch_size",
-    "adafactor": "write optim: adafactor",
     "lr": "write learning_rate",
     "epochs": "write num_train_epochs",
     "batch_size": "write global_batch_size",
     "torch_dtype": "write model_init_kwargs: {dtype: bfloat16}",
     "attn_implementation": "write model_init_kwargs: {attn_implementation: sdpa}",
-    "torchdynamo": "write torch_compile",
-    "include_tokens_per_second": "tokens per second are always measured",
-    "save_safetensors": "leave it out: safetensors is the only format",
 }
 """Keys of former releases and of other trainers, with what takes their place in the pinned stack."""
 

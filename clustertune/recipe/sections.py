@@ -287,7 +287,7 @@ def _check_scored(value: Any) -> Any:
 
 
 class During(Section):
-    """Scores of the checkpoints while the training is under way: it stands still for them."""
+    """Scores of the checkpoints while the training is under way."""
 
     every: Annotated[Any, AfterValidator(_check_scored)]
     """A number of optimizer steps, behind which a checkpoint is saved and scored; ``milestone``: the steps of
@@ -571,6 +571,11 @@ class Recipe(Section):
     def server_nodes(self) -> int:
         """Nodes of a training's job beside those of the training."""
         return self.servers.nodes if self.rollout == "servers" else 0
+
+    @property
+    def scores_beside(self) -> bool:
+        """Whether the servers beside the trainer score its checkpoints too (``eval.during``), while it goes on."""
+        return self.rollout == "servers" and self.eval.during is not None and self.eval.backend != "hf"
 
 
 class RecipeFile(Recipe):

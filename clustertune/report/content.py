@@ -384,7 +384,6 @@ def eval_content(scored: Any) -> dict[str, Any] | None:
                 bars.append((label, base, float(value), *both, mark))
     notes = ["Below the recipe's pass mark."] if get(scored, "pass", "passed") is False else []
     notes += [str(note) for note in get(scored, "notes") or []]
-    by_hand = get(scored, "by_hand")
     decoding = ", ".join(f"{key} {plain(value)}" for key, value in flatten(get(scored, "decoding")) if "." not in key)
     about = "; ".join(evaluation.title(name, scored) for name in tasks if not _is_part(scored, name))
     paired = evaluation.paired_rows(scored) if get(scored, "paired") else []
@@ -393,7 +392,6 @@ def eval_content(scored: Any) -> dict[str, Any] | None:
         "columns": ["task", "score", "#value", "#± standard error", *(["#pass mark"] if marks else [])],
         "rows": rows,
         "notes": notes,
-        "by_hand": " ".join(map(str, by_hand)) if isinstance(by_hand, list) else "",
         "bars": bars,
         "paired": paired,
         "paired_columns": ["task", "score", "#base", "#tuned", "#difference", "#95 % interval", "verdict"],

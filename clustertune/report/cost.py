@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -13,7 +13,6 @@ from clustertune.cluster.hardware import Price, price, recognise
 from clustertune.console import duration
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.attempt import AttemptPlan, read_attempts
-from clustertune.plan.schedule import best_seconds, seconds_between_ends
 from clustertune.recipe.sections import Budget
 from clustertune.report.content import get, number, on_cpu, percent, size
 from clustertune.report.metrics import Metrics
@@ -235,27 +234,6 @@ def price_of(document: Mapping[str, Any], names: Sequence[str] = ()) -> Price | 
     return price(gpu) if gpu else None
 
 
-def of_points(cost: Cost, paired: Any) -> list[dict[str, Any]]:
-    """For each score of an evaluation with its base: the difference, and what the run took for each point that it rose.
-
-    A point is a hundredth of the score. Null where the score is not higher, or where the cost is not known.
-    """
-    total, found = cost.total, []
-    for task, rows in paired.items() if isinstance(paired, Mapping) else ():
-        for key, row in rows.items():
-            points = 100 * row["difference"]
-            each = {
-                f"{name}_per_point": value / points if value is not None and points > 0 else None
-                for name, value in (
-                    ("usd", total.usd),
-                    ("kwh", total.kwh if cost.all_energy else None),
-                    ("gpu_hours", total.gpu_hours),
-                )
-            }
-            found.append({"task": task, "score": key, **row, **each})
-    return found
-
-
 # --- the budget --------------------------------------------------------------------------------------------------------
 
 
@@ -315,8 +293,6 @@ LEAST = 2
 """Failures from which on a run's own rate is believed: one alone says little about the next."""
 BEFORE_HOURS = 24.0
 """Node-hours up to one more failure, as if seen before the run: two failures in the first minutes do not make a rate."""
-CERTAIN = 3.0
-"""No failure in this many times some hours shows, with 95 % certainty, that the mean is not below them: -ln(0.05)."""
 
 
 @dataclass(frozen=True)
@@ -340,45 +316,31 @@ def failures(attempts: Sequence[AttemptCost]) -> Failures:
     return Failures(sum(one.failed and (one.code is not None or one.attempt != newest) for one in attempts), hours)
 
 
-def saves_as_dict(
-    document: Mapping[str, Any], resolved: Resolved | None, metrics: Metrics, attempts: Sequence[AttemptCost]
-) -> dict[str, Any] | None:
-    """The part ``saves`` of ``report.json``; None for a run that saved nothing. Seconds and bytes: medians; null:
-    unknown.
-    """
+def saves_as_dict(resolved: Resolved | None, metrics: Metrics, attempts: Sequence[AttemptCost]) -> dict[str, Any] | None:
+    """The part ``saves`` of ``report.json``; None for a run that saved nothing. Seconds and bytes: medians; null: unknown."""
     saves = [record for record in metrics.checkpoints if record.status == "saved"]
     if not saves:
         return None
 
-    def middle(get: Callable[[Any], float | None]) -> float | None:
-        known = [value for record in saves if (value := get(record)) is not None]
+    def middle(name: str) -> float | None:
+        known = [value for record in saves if (value := getattr(record, name)) is not None]
         return median(known) if known else None
 
     stalls = [record.stall for record in saves if record.stall is not None]
     trained, met = sum(one.seconds(time.time()) for one in attempts), failures(attempts)
-    stall, write = middle(lambda one: one.stall), middle(lambda one: one.write)
-    nodes = resolved.recipe.slurm.nodes if resolved is not None else 1
     save = resolved.recipe.save if resolved is not None else None
-    given = get(document, "cluster", "compute", "mtbf_hours")
-    mtbf = given or met.mtbf_hours
-    limit = (attempts[-1].limit_minutes if attempts else None) or get(document, "jobs", "train", "minutes")
-    between = seconds_between_ends(nodes, mtbf, limit)
-    every = next((record.every for record in reversed(saves) if record.every is not None), None)
     return {
         "every": save.every if save is not None else str(resolved.train_args["save_steps"]) if resolved is not None else None,
-        "every_seconds": every,
+        "every_seconds": next((record.every for record in reversed(saves) if record.every is not None), None),
         "milestones": list(save.milestones) if save is not None else [],
         "count": len(saves),
-        "bytes": middle(lambda one: one.bytes),
-        "copy_seconds": middle(lambda one: one.copy),
-        "stall_seconds": stall,
-        "write_seconds": write,
+        "bytes": middle("bytes"),
+        "stall_seconds": middle("stall"),
+        "write_seconds": middle("write"),
         "stall_share": sum(stalls) / trained if stalls and trained else None,
         "failures": met.count,
         "node_hours": met.node_hours,
-        "mtbf_hours": mtbf,
-        "mtbf_from": "cluster file" if given else "this run" if mtbf else "published",
-        "auto_seconds": best_seconds(stall, write, between) if stall is not None and write is not None else None,
+        "mtbf_hours": met.mtbf_hours,
     }
 
 
@@ -392,21 +354,13 @@ def saves_rows(found: Mapping[str, Any] | None) -> list[list[str]]:
         cadence += f": {duration(seconds)} in the end"
     if found["milestones"]:
         cadence += f"; and at {', '.join(map(number, found['milestones']))}"
-    stall = f"{duration(found['stall_seconds'])} a save, {duration(found['copy_seconds'])} to copy to host memory beside it"
+    stall = f"{duration(found['stall_seconds'])} a save"
     if found["stall_share"] is not None:
         stall += f"; {percent(found['stall_share'])} of the training"
-    hours = found["node_hours"]
-    met = f"{found['failures']} in {hours:,.2f} node-hours" if found["failures"] else f"none in {hours:,.2f} node-hours"
-    if not found["failures"]:
-        met += f": with 95 % certainty the mean time between two is at least {hours / CERTAIN:,.2f} node-hours"
-    wanted = f"{duration(found['auto_seconds'])} between saves, by the failure rate "
-    source = {"cluster file": "of the cluster file", "this run": "of this run", "published": "published for GPU clusters"}
-    wanted += source[found["mtbf_from"]]
     return [
         ["saved every", cadence],
         ["saves", f"{number(found['count'])}, {size(found['bytes'])} each"],
         ["training stood still", stall],
         ["written in", duration(found["write_seconds"])],
-        ["ends without a warning", met],
-        ["save.every: auto would take", wanted if found["auto_seconds"] is not None else "unknown"],
+        ["ends without a warning", f"{found['failures']} in {found['node_hours']:,.2f} node-hours"],
     ]

@@ -118,7 +118,9 @@ class ScoresRecord:
     difference: float | None
     """Their mean."""
     seconds: float | None
-    """That the training stood still, but for its start."""
+    """That they took."""
+    beside: bool
+    """The training went on meanwhile."""
 
     def base(self, task: str) -> float | None:
         """The base's score on the same documents."""
@@ -148,8 +150,6 @@ class CheckpointRecord:
     seconds: float | None = None
     time: float | None = None
     """Unix seconds."""
-    copy: float | None = None
-    """Seconds of the copy to host memory."""
     stall: float | None = None
     """Seconds that training stood still."""
     write: float | None = None
@@ -354,7 +354,9 @@ class MetricsReader:
         tasks, differences = (_named(event.get(name)) for name in ("tasks", "differences"))
         if self._counts(step, number, self.scores[step].attempt if step in self.scores else None):
             time = _number(event.get("time"))
-            self.scores[step] = ScoresRecord(step, number, time, tasks, differences, difference, seconds)
+            self.scores[step] = ScoresRecord(
+                step, number, time, tasks, differences, difference, seconds, event.get("beside") is True
+            )
 
     def _on_answer(self, event: dict[str, Any]) -> None:
         step, named = _whole(event["step"]), _named(event.get("rewards"))
@@ -375,7 +377,7 @@ class MetricsReader:
                 _number(event.get("bytes")),
                 _number(event.get("seconds")),
                 _number(event.get("time")),
-                *(_number(event.get(f"save_{name}_s")) for name in ("copy", "stall", "write", "every")),
+                *(_number(event.get(f"save_{name}_s")) for name in ("stall", "write", "every")),
             )
         )
 

@@ -18,7 +18,6 @@ from clustertune.events import read_object
 from clustertune.manifest import MANIFEST, require_whole, write_durably
 from clustertune.nccl_check.link_check import FOLDER, RESULT
 from clustertune.nccl_check.link_measure import SCHEMA
-from clustertune.nccl_check.link_table import pair_rows, result_rows
 from clustertune.report import content, cost, plots, telemetry
 from clustertune.report.content import UNKNOWN, get, moment, number, percent, plain, size
 from clustertune.report.cost import AttemptCost, Cost, Expense
@@ -86,8 +85,7 @@ class _ReportedRun:
         self.state = state_of(run, self.stages, self.metrics, self.cost.attempts, now)
         require_whole(run.eval)
         self.scores = _read(read_result, run.eval)
-        self.saves = cost.saves_as_dict(document, self.resolved, self.metrics, self.cost.attempts)
-        self.points = cost.of_points(self.cost, get(self.scores, "paired"))
+        self.saves = cost.saves_as_dict(self.resolved, self.metrics, self.cost.attempts)
         self.adapter = _read_json(run.adapter / MANIFEST)
         self.data = get(_read_json(run.data / MANIFEST), "meta") or {}
         parameters = get(self.adapter, "meta", "parameters")
@@ -109,7 +107,11 @@ class _ReportedRun:
             "loss": _finite(steps[-1].loss) if steps else None,
             "eval_loss": [_finite(record.eval_loss) for record in (evals[0], evals[-1])] if evals else None,
             "planned": {name: {"planned": planned, "actual": is_} for name, planned, is_ in self._forecast()},
-            "scores": self.points,
+            "scores": [
+                {"task": task, "score": key, **row}
+                for task, rows in (get(self.scores, "paired") or {}).items()
+                for key, row in rows.items()
+            ],
             "cost": self.cost.as_dict(),
             "saves": self.saves,
         }
@@ -147,12 +149,9 @@ class _ReportedRun:
             ],
             "scored": self._scored(),
             "data": _data(run, self.data),
-            "cost": {
-                **cost_table(self.cost), "note": cost_note(self.cost),
-                "point_columns": point_columns(self.cost), "points": point_rows(self.points),
-            },
+            "cost": {**cost_table(self.cost), "note": cost_note(self.cost)},
             "axis": time_axis(metrics, self.cost.attempts),
-            "nccl": section(run.path, document.get("cluster")),
+            "nccl": section(run.path),
             "stages": content.stage_rows(stages),
             "attempts": content.attempt_rows(metrics),
             "startups": content.startup_rows(metrics),
@@ -234,20 +233,10 @@ class _ReportedRun:
         forecast = self.document.get("forecast")
         if not forecast:
             return None
-        known = [(name, wanted, found) for name, wanted, found in self._forecast() if found]
-        shares = [found / wanted for _, wanted, found in known]
         return {
             "note": content.forecast_note(forecast),
             "rows": content.forecast_rows(forecast, self.metrics, self.stages),
-            "plot": plots.bars(
-                "Actual over planned", [name for name, *_ in known], {"actual": shares}, form=lambda v: f"{v:.0%}",
-                marks=[1.0] * len(known), notes=[f"{_short(found)}, planned {_short(wanted)}" for _, wanted, found in known],
-            ),
-        }  # fmt: skip
-
-
-def _short(value: float) -> str:
-    return number(float(f"{value:.4g}"))
+        }
 
 
 def _finite(value: float | None) -> float | None:
@@ -381,68 +370,21 @@ def _read_json(path: Path) -> Any:
 
 # --- nccl -----------------------------------------------------------------------------------------------------------------
 
-# What a run's report shows of its links: the newest nccl-check of the run, or the one that its cluster has.
-
-COLUMNS = ["scope", "collective", "#size", "#algbw GB/s", "#busbw GB/s", "#of nominal", "#median", "#spread", "result"]
 TONES = {"pass": "good", "warn": "warn", "fail": "warn"}
-SHOWN_FINDINGS = 12
 
 
-def find(run: Path) -> dict[str, Any] | None:
-    """The newest result below a run's folder; None where there is none that can be read."""
+def section(run: Path) -> dict[str, Any] | None:
+    """The headline of the newest nccl-check below a run's folder, and where the whole result is; None where there is none."""
     documents = {path: read_object(path) for path in (run / FOLDER).glob(f"*/{RESULT}")}
-    whole = [path for path, document in documents.items() if document.get("schema") == SCHEMA]
-    return documents[max(whole, key=lambda path: path.stat().st_mtime)] if whole else None
-
-
-def of_cluster(cluster: Any) -> dict[str, Any] | None:
-    """The result beside the file of the cluster that ``run.json`` names; None where there is none."""
-    source = cluster.get("source") if isinstance(cluster, Mapping) else None
-    if not isinstance(source, str):
+    readable = [path for path, document in documents.items() if document.get("schema") == SCHEMA]
+    if not readable:
         return None
-    from clustertune.cluster.schema import Cluster
-    from clustertune.plan.measured import beside, read_measured
-
-    try:
-        path = beside(Cluster.model_validate(dict(cluster)))
-        if path is None or not path.is_file():
-            return None
-        read_measured(path)  # a file that a plan refuses is not shown either
-        return read_object(path) or None
-    except (OSError, ValueError, RecursionError, UserError):
-        return None
-
-
-def section(run: Path, cluster: Any) -> dict[str, Any] | None:
-    """What the page's section holds; None where nothing was measured, or what there is cannot be read."""
-    document = find(run) or of_cluster(cluster)
-    if document is None:
-        return None
-    try:
-        return _content(document)
-    except (KeyError, TypeError, ValueError, AttributeError):  # another program's file by this name
-        return None
-
-
-def _content(document: dict[str, Any]) -> dict[str, Any]:
-    verdict = document.get("verdict") or {}
-    findings = [
-        [str(item["status"]).upper(), str(item["rule"]), str(item["where"]), str(item["found"]), str(item["fix"])]
-        for item in verdict.get("findings", [])
-        if item["status"] in ("fail", "warn")
-    ]
-    document = {**document, "results": [{"median_s": 0.0, "spread": 0.0, "correct": True, **e} for e in document["results"]]}
+    newest = max(readable, key=lambda path: path.stat().st_mtime)
+    verdict = documents[newest].get("verdict")
     return {
-        "headline": str(verdict.get("headline", "")),
-        "tone": TONES.get(str(verdict.get("status")), "plain"),
-        "subtitle": (
-            f"{document['backend']} over {document['transport']}, {document['nodes']} nodes with "
-            f"{document['gpus_per_node']} ranks each, {document['date']}; GB/s of 10^9 bytes, as nccl-tests defines them"
-        ),
-        "columns": COLUMNS,
-        "rows": list(result_rows(document)),
-        "pairs": list(pair_rows(document)),
-        "findings": findings[:SHOWN_FINDINGS],
+        "headline": str(get(verdict, "headline") or ""),
+        "tone": TONES.get(str(get(verdict, "status")), "plain"),
+        "file": str(newest.relative_to(run)),
     }
 
 
@@ -470,7 +412,7 @@ def time_axis(metrics: Metrics, attempts: Sequence[AttemptCost], now: float | No
                 faults.append((tries[-1][1], f"{stage.stage} failed"))
     if attempts:
         lanes["train"] = []
-    scored = {record.attempt for record in metrics.scores}  # these ended for it
+    scored = {record.attempt for record in metrics.scores if not record.beside}  # these ended for it
     for attempt in attempts:
         runs = now is not None and attempt is attempts[-1] and attempt.ended is None
         ended = now if runs and now is not None else attempt.ended or attempt.seen
@@ -590,21 +532,6 @@ def cost_note(cost: Cost) -> str:
         return f"{found}; no energy was measured."
     factor = f"{co2:g} kg CO2 a kWh" if co2 else "no CO2 factor in the cluster file"
     return f"{found}; {energy}; {factor}. {UNKNOWN}: not known."
-
-
-def point_rows(points: list[dict[str, Any]]) -> list[list[str]]:
-    """What a point of each score took; none where no score rose."""
-    rows = []
-    for p in points:
-        if p["gpu_hours_per_point"] is not None:
-            spent = [_hours(p["gpu_hours_per_point"]), _money(p["usd_per_point"]), number(p["kwh_per_point"], 3)]
-            rows.append([p["task"], shown(p["score"]), f"{100 * p['difference']:+.2f}", *spent])
-    return rows
-
-
-def point_columns(cost: Cost) -> list[str]:
-    """The head of :func:`point_rows`."""
-    return ["task", "score", "#points", f"#{cost.hours_of}-hours a point", "#US dollars a point", "#kWh a point"]
 
 
 def _hours(value: float | None) -> str:

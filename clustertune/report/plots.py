@@ -142,7 +142,6 @@ def bars(
     groups: Mapping[str, Sequence[float | None]],
     *,
     form: Callable[[float | None], str] = number,
-    notes: Sequence[str] = (),
     errors: Mapping[str, Sequence[float | None]] | None = None,
     marks: Sequence[float | None] = (),
     limit: float | None = None,
@@ -150,7 +149,7 @@ def bars(
 ) -> Plot | None:
     """Horizontal bars below their labels, first on top, those of a label's groups side by side, each with its value.
 
-    ``form`` formats a value, of the scale too; ``notes`` stand behind the labels; ``errors`` are whiskers of one standard
+    ``form`` formats a value, of the scale too; ``errors`` are whiskers of one standard
     error, by group; ``marks`` ticks across a label's bars; ``limit``: where the scale ends. None where no value is finite.
     """
     from matplotlib.ticker import MaxNLocator
@@ -165,7 +164,7 @@ def bars(
     with _figure(height + (0.57 if len(groups) > 1 else 0.32)) as (figure, axes):
         top = 0.0
         for position, label in enumerate(labels):
-            axes.text(0, top + each * 0.55, f"{label}   {notes[position] if notes else ''}".rstrip(), va="center", fontsize=9)
+            axes.text(0, top + each * 0.55, label, va="center", fontsize=9)
             top += each * 1.6
             for row in drawn[position]:
                 name, values = list(groups.items())[row]
@@ -201,8 +200,6 @@ def bars(
     heads = [head, *(f"#{name}" for name in groups)]
     if marks:
         rows, heads = [[*row, form(mark)] for row, mark in zip(rows, marks, strict=True)], [*heads, "#mark"]
-    if any(notes):
-        rows, heads = [[*row, note] for row, note in zip(rows, notes, strict=True)], [*heads, ""]
     return Plot(title, svg, heads, rows)
 
 

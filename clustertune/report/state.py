@@ -16,7 +16,7 @@ from clustertune.launch.stage_jobs import is_ours, read_jobs
 from clustertune.recipe.sections import parse_minutes
 from clustertune.report.cost import AttemptCost
 from clustertune.report.metrics import Metrics
-from clustertune.rundir import STAGES, RunDir
+from clustertune.rundir import SCORES, STAGES, RunDir
 
 SILENT_SECONDS = 120.0
 """Without a sign of any rank for so long, an attempt that left no outcome counts as lost."""
@@ -103,7 +103,8 @@ def state_of(
     if newest is not None and logged is not None and newest.code is None and logged.attempt < newest.attempt:
         code = None  # of the attempt before it
     status = {name: record.get("status") for name, record in stages.items()}
-    if failed := [name for name, what in status.items() if what == "failed" and name != "train"]:
+    apart = {"train", SCORES} if status.get("train") == "started" else {"train"}  # scores beside a trainer are tried again
+    if failed := [name for name, what in status.items() if what == "failed" and name not in apart]:
         return RunState("failed", failed[-1], code)
     if evaluation_of(run, now) is not None:
         return RunState("evaluating", code=code)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,14 +40,12 @@ class NodeTelemetry:
 
 
 class History:
-    """The course of all nodes together, in at most :data:`POINTS` stretches of time that are equally long."""
+    """The course of all nodes together, minute by minute."""
 
-    POINTS = 300
     COLUMNS = ("utilisation", "memory_gib", "power_w", "cpu")
     """Of GPUs, and of nodes the last."""
 
     def __init__(self) -> None:
-        self._width = 10.0
         self._found: dict[int, dict[str, tuple[float, int, float]]] = {}
 
     def add(self, row: TelemetryRow) -> None:
@@ -56,27 +53,16 @@ class History:
         if row.attempt < 0:
             return
         values = [(name, gpu.get(name)) for gpu in row.gpus for name in self.COLUMNS[:3]] + [("cpu", row.node.get("cpu"))]
-        part = self._found.setdefault(int(row.time // self._width), {})
+        part = self._found.setdefault(int(row.time // 60), {})
         for name, value in values:
             if value is not None:
                 total, count, most = part.get(name, (0.0, 0, value))
                 part[name] = (total + value, count + 1, max(most, value))
-        if len(self._found) > self.POINTS:
-            self._halve()
-
-    def _halve(self) -> None:
-        self._width *= 2
-        before, self._found = self._found, {}
-        for at, values in before.items():
-            part = self._found.setdefault(at // 2, {})
-            for name, (total, count, most) in values.items():
-                old = part.get(name, (0.0, 0, most))
-                part[name] = (old[0] + total, old[1] + count, max(old[2], most))
 
     def column(self, name: str, *, most: bool = False) -> list[tuple[float, float]]:
-        """Unix seconds of each stretch's middle, and the mean of all GPUs (or nodes) in it, or the largest value."""
+        """Unix seconds of each minute's middle, and the mean of all GPUs (or nodes) in it, or the largest value."""
         return [
-            ((at + 0.5) * self._width, part[name][2] if most else part[name][0] / part[name][1])
+            (60 * (at + 0.5), part[name][2] if most else part[name][0] / part[name][1])
             for at, part in sorted(self._found.items())
             if name in part
         ]
@@ -88,8 +74,8 @@ class TelemetryReader:
     def __init__(self, folder: Path, history: History | None = None) -> None:
         self.folder, self.history = folder, history
         self.nodes: dict[str, NodeTelemetry] = {}
-        self._places: dict[Path, tuple[int, int]] = {}
-        """By file: inode and the byte that is read next."""
+        self._places: dict[Path, int] = {}
+        """By file the byte that is read next."""
 
     def read(self) -> dict[str, NodeTelemetry]:
         """The nodes by the name of their files."""
@@ -100,15 +86,11 @@ class TelemetryReader:
 
     def _follow(self, path: Path) -> None:
         with path.open("rb") as lines:
-            found = os.fstat(lines.fileno())
-            inode, offset = self._places.get(path, (0, 0))
-            if inode == found.st_ino and offset >= found.st_size:
-                return
-            lines.seek(offset if inode == found.st_ino else 0)
-            node = self.nodes.setdefault(re.sub(r"\.\d+s(\.old)?\.jsonl$", "", path.name), NodeTelemetry())
+            lines.seek(self._places.get(path, 0))
+            node = self.nodes.setdefault(path.stem, NodeTelemetry())
             for row in parse(lines, node.about):
                 self._take(node, row)
-            self._places[path] = (found.st_ino, lines.tell())
+            self._places[path] = lines.tell()
 
     def _take(self, node: NodeTelemetry, row: TelemetryRow) -> None:
         if self.history is not None:
@@ -118,13 +100,6 @@ class TelemetryReader:
         known = [joules for gpu in row.gpus if (joules := gpu.get("energy_j")) is not None]
         if known:
             node.joules[row.attempt] = max(node.joules.get(row.attempt, 0.0), sum(known))
-
-
-def read_rows(paths: Sequence[Path]) -> Iterator[TelemetryRow]:
-    """The rows of files, in their order; of a file that is not there none."""
-    for path in paths:
-        with contextlib.suppress(OSError), path.open("rb") as lines:
-            yield from parse(lines, {})
 
 
 def parse(lines: Any, about: dict[str, Any]) -> Iterator[TelemetryRow]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from clustertune.recipe import accelerate_file as acc
+from clustertune.recipe import quantization
 from clustertune.recipe.findings import Found
 from clustertune.recipe.library_facts import model_facts
 from clustertune.recipe.native_rules import row_tokens
@@ -83,6 +84,10 @@ TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "mlflow": ("mlflow",
 continues without W&B."""
 
 
+_LOADERS = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "fbgemm_fp8": "fbgemm-gpu", "gptq": "gptqmodel"}
+"""What transformers loads a quantised base with."""
+
+
 def needed(train: Mapping[str, Any], *, gpus: bool) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Key, value and the packages of which one must be installed. Without GPUs the run leaves kernels out."""
     named = attention_of(train)
@@ -91,6 +96,9 @@ def needed(train: Mapping[str, Any], *, gpus: bool) -> Iterator[tuple[str, str, 
         yield f"train.{_KEY}", named, ("flash-attn", "kernels")
     if train["use_liger_kernel"] and gpus:
         yield "train.use_liger_kernel", "true", ("liger-kernel",)
+    config = quantization.of(train)
+    if config and (loader := _LOADERS.get(method := quantization.method(config))):
+        yield "train.model_init_kwargs.quantization_config", method, (loader,)
     given = train["report_to"]
     for tracker in [given] if isinstance(given, str) else given or []:
         if tracker in TRACKERS:

@@ -190,7 +190,7 @@ class _Resolution:
             return
         with collect_problems(self.problems):
             document = read_yaml(folder / named, f"{shown}/{named}", core=False)
-            self.accelerate = acc.lay_over(document, given.get("accelerate"))
+            self.accelerate = document.overridden(given.get("accelerate"))
             self.deepspeed_overrides = acc.flat(given.get("deepspeed"))
             self.deepspeed, problems = acc.read_deepspeed(self.accelerate.data, folder, shown, given.get("deepspeed"))
             self.problems += problems
@@ -199,9 +199,8 @@ class _Resolution:
         """Everything that can be checked without a machine, each part as far as the others allow."""
         distribution = self.accelerate.data if self.accelerate else {}
         accelerate_shown = self.accelerate.file if self.accelerate else self.accelerate_file
-        kind = str(self.architecture["model_type"]) if self.architecture else None
         if self.accelerate and (self.accelerate.data or self.megatron is None):
-            self.report(acc.find_problems(self.accelerate.data, self.layers.folder, kind))
+            self.report(acc.find_problems(self.accelerate.data, self.layers.folder))
         nodes, gpus = _size(self.values).values()
         self.world = nodes * gpus if self.ranks is None else self.ranks
         counted = f"slurm.nodes {nodes} x slurm.gpus_per_node {gpus}"
@@ -217,13 +216,13 @@ class _Resolution:
 
     def _scale_distribution(self, accelerate: Document) -> dict[str, Any]:
         """The files beside the recipe for a tiny run; what the command line says about them is left alone."""
-        if acc.MESH not in acc.top(self.layers.file_overrides.get("accelerate")):
+        given = self.layers.file_overrides
+        if "accelerate" not in given or acc.MESH not in given["accelerate"].data:
             self.accelerate, scaled = scale_mesh(accelerate, self.world)
             self.derived += scaled
         if self.deepspeed is not None:
             small = Document("--tiny", scale_deepspeed(self.deepspeed.data))
-            given = self.layers.file_overrides.get("deepspeed")
-            self.deepspeed = acc.lay_over(acc.lay_over(self.deepspeed, small), given)
+            self.deepspeed = self.deepspeed.overridden(small).overridden(given.get("deepspeed"))
             self.deepspeed_overrides = acc.flat(small) | self.deepspeed_overrides
         return self.accelerate.data if self.accelerate else {}
 

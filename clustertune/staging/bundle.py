@@ -1,9 +1,8 @@
 """One folder with everything that a recipe needs from outside: what lies where in it, and how a run reads from it alone.
 
 ``hub/`` is a cache of the Hub (plain files in place of links, as huggingface_hub itself makes where links cannot be):
-``HF_HUB_CACHE`` names it for any program. ``model/``, ``data/`` and ``eval/`` hold what was named by path, ``nltk_data/`` the
-sentence splitter, ``container/`` the image, ``recipes/`` the recipe. ``MANIFEST.json`` is written last; ``SHA256SUMS`` says the
-same to ``sha256sum --check``.
+``HF_HUB_CACHE`` names it for any program. ``model/``, ``data/`` and ``eval/`` hold what was named by path, ``container/`` the
+image, ``recipes/`` the recipe. ``MANIFEST.json`` is written last; ``SHA256SUMS`` says the same to ``sha256sum --check``.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from clustertune.manifest import MANIFEST, Manifest, read_manifest
 from clustertune.resolve.resolved import EVAL_DATA, Resolved, expand_home, is_there
 
 KIND = "parcel"
-HUB, MODEL, DATA, EVAL, NLTK, CONTAINER, RECIPES, SUMS = (
-    *("hub", "model", "data", "eval", "nltk_data", "container", "recipes"),
+HUB, MODEL, DATA, EVAL, CONTAINER, RECIPES, SUMS = (
+    *("hub", "model", "data", "eval", "container", "recipes"),
     "SHA256SUMS",
 )
 OWN = "own prompts"
@@ -169,7 +168,7 @@ def _as_text(found: dict[str, Any]) -> str:
 
 def variables(folder: Path) -> dict[str, str]:
     """The environment in which every library finds what it needs in a bundle, and asks no server."""
-    return {"HF_HUB_CACHE": str(folder / HUB), "HF_HUB_OFFLINE": "1", "NLTK_DATA": str(folder / NLTK), "WANDB_MODE": "offline"}
+    return {"HF_HUB_CACHE": str(folder / HUB), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
 
 
 def enter(resolved: Resolved, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -182,9 +181,6 @@ def enter(resolved: Resolved, environ: MutableMapping[str, str] = os.environ) ->
         return
     raise_if(find_problems(resolved))
     ours = variables(folder)
-    if (before := environ.get("NLTK_DATA")) and before != ours["NLTK_DATA"]:
-        places = [ours["NLTK_DATA"], *(path for path in before.split(os.pathsep) if path != ours["NLTK_DATA"])]
-        ours["NLTK_DATA"] = os.pathsep.join(places)
     if environ.get("WANDB_MODE"):
         del ours["WANDB_MODE"]
     environ.update(ours)

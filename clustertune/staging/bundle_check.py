@@ -21,9 +21,7 @@ from typing import Any
 from clustertune import manifest
 from clustertune.data.prompts import read_prompts
 from clustertune.errors import Problem, UserError, raise_if
-from clustertune.manifest import SHA256
 from clustertune.process import captured
-from clustertune.recipe.eval_tasks import PUNKT
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import EVAL_DATA, Resolved
 from clustertune.staging import bundle, hashed_copy
@@ -79,21 +77,11 @@ def verify(
 
 def check_sums(folder: Path, sealed: manifest.Manifest, verdict: Verification, stall: float) -> None:
     """Every file by its SHA-256, several at once, and nothing beside them that a library would read."""
-    names = sorted(sealed.files)
-    answers = hashed_copy.hash_files([(folder / name, sealed.files[name]) for name in names], SHA256, stall, "sums")
-    fix = "copy it again from where it was staged, or stage it again"
-    for name, answer in zip(names, answers, strict=True):
-        record, file = sealed.files[name], str(folder / name)
-        if isinstance(answer, str):
-            verdict.problems.append(Problem(f"cannot be read: {answer}", file=file, fix=fix))
-        elif answer.size != record.size:
-            verdict.problems.append(Problem(f"{answer.size} bytes, the manifest says {record.size}", file=file, fix=fix))
-        elif answer != record:
-            verdict.problems.append(Problem("its content differs from the manifest's SHA-256", file=file, fix=fix))
+    verdict.problems += hashed_copy.find_damage(folder, stall)
     for name in sorted(set(manifest.list_files(folder)) - sealed.files.keys()):
         fix = "remove it: a library may read it in place of what was staged"
         verdict.problems.append(Problem("is not named by the manifest", file=str(folder / name), fix=fix))
-    verdict.files, verdict.bytes = len(names), sum(record.size for record in sealed.files.values())
+    verdict.files, verdict.bytes = len(sealed.files), sum(record.size for record in sealed.files.values())
 
 
 def no_namespace() -> str | None:
@@ -180,26 +168,20 @@ def load_model(resolved: Resolved) -> str:
 
 
 def load_tasks(resolved: Resolved, scratch: Path) -> str:
-    """lm-eval's tasks on the prompts that the chain will score, with the sentence splitter."""
-    from clustertune.data import punkt
+    """lm-eval's tasks on the prompts that the chain will score."""
     from clustertune.evaluate import inputs, run, tasks
 
     evaluation, published = resolved.recipe.eval, resolved.recipe.model.weights == "hub"
-    folder, prompts = Path(str(resolved.recipe.staged)), bundle.prompts(resolved)
+    prompts = bundle.prompts(resolved)
     texts = []
-    with run.quiet(), inputs.opened(evaluation.tasks, prompts, published, scratch) as own:
-        splitter = own.splitter
-        if splitter and splitter.source != punkt.TRAINED and not splitter.path.is_relative_to(folder):
-            text = f"the sentence splitter came from {splitter.path}, not from the folder"
-            raise UserError(text, fix="stage the recipe where NLTK_DATA names the data")
+    with run.quiet():
+        own = inputs.read_inputs(evaluation.tasks, prompts, published)
         asked = read_prompts(path, EVAL_DATA) if (path := bundle.eval_data(resolved)) else None
         loaded, _ = tasks.load(evaluation.tasks, own.write_tasks(evaluation, scratch / "task"), evaluation, asked)
-        raise_if(own.find_differences(loaded["tasks"]))
         for rows in own.rows.values():
             hub, source = rows.task.hub, rows.called
             lacks = f" (the folder has no {hub.name})" if published and hub and prompts is None and source != hub.name else ""
-            words = f", sentence splitter: {splitter.source}" if splitter and PUNKT in rows.task.needs else ""
-            texts.append(f"{len(rows.rows)} prompts of {source}{words}{lacks}")
+            texts.append(f"{len(rows.rows)} prompts of {source}{lacks}")
         others = {name: len(task.eval_docs) for name, task in loaded["tasks"].items() if name not in own.rows}
     others_text = ", ".join(f"{count} documents of {name}" for name, count in others.items())
     return "; ".join([*texts, *([others_text] if others else [])])

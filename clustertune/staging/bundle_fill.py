@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import shutil
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clustertune import console, manifest
+from clustertune import manifest
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say
-from clustertune.data import punkt
 from clustertune.data.prompts import read_prompts
+from clustertune.data.sources import snapshot as cached_data
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storing
 from clustertune.evaluate.inputs import TaskRows, fetch_benchmark
 from clustertune.evaluate.tasks import data_sets
-from clustertune.evaluate.tasks import snapshot as cached_data
 from clustertune.launch import image as images
 from clustertune.launch.container import enroot_name
 from clustertune.manifest import SHA256, FileRecord
-from clustertune.recipe.eval_tasks import PUNKT, needed, reader_of, with_rows
+from clustertune.recipe.eval_tasks import reader_of, with_rows
 from clustertune.recipe.layers import find_elsewhere
 from clustertune.resolve.resolved import EVAL_DATA, Resolved
 from clustertune.staging import bundle, hashed_copy, needs
@@ -45,19 +42,18 @@ class BundlePart:
     """One thing that goes into the folder."""
 
     what: str
-    """``model``, ``data``, ``own prompts``, ``benchmark``, ``task``, ``nltk``, ``container`` or ``recipe``."""
+    """``model``, ``data``, ``own prompts``, ``benchmark``, ``task``, ``container`` or ``recipe``."""
     name: str
     target: str
     """Its folder below the bundle."""
     root: Path | None = None
     """Where it lies here; None: on the network."""
     files: list[SourceFile] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    """The files to load, where it is on the network."""
     revision: str | None = None
     path: str | None = None
     """What of it a run reads, below the bundle, where that is not found by its name."""
-    fetch: Callable[[Path], None] | None = None
+    fetch: Callable[[], Path] | None = None
+    """Loads it from the network to this machine, and says where it lies then."""
 
     @property
     def bytes(self) -> int | None:
@@ -67,8 +63,7 @@ class BundlePart:
     def as_json(self) -> dict[str, Any]:
         """For ``--json`` and ``--dry-run``."""
         values = {"what": self.what, "name": self.name, "revision": self.revision, "to": self.target}
-        count = len(self.files) if self.root is not None else len(self.names)
-        return {**values, "from": str(self.root or "the network"), "files": count, "bytes": self.bytes}
+        return {**values, "from": str(self.root or "the network"), "files": len(self.files), "bytes": self.bytes}
 
 
 class Collector:
@@ -84,7 +79,7 @@ class Collector:
         parts: list[BundlePart] = []
         problems: list[Problem] = []
         local = (self._model, self._data, self._prompts, self._benchmark)
-        for find in (*local, self._task_data, self._nltk, self._container, self._recipe):
+        for find in (*local, self._task_data, self._container, self._recipe):
             with collect_problems(problems):
                 parts += find()
         raise_if(problems)
@@ -102,21 +97,26 @@ class Collector:
         return [self._repository("model", model.name, model.revision)]
 
     def _repository(self, kind: str, name: str, revision: str | None) -> BundlePart:
-        """A repository of the Hub: from the cache of this machine where it is whole there, else from the network."""
-        plural = f"{kind}s"
+        """A repository of the Hub: from the cache of this machine where all that the Hub lists is there, or where it does not
+        answer; else what is missing is loaded into the cache first."""
         revision = revision or "main"
-        target = needs.snapshot(Path(bundle.HUB), plural, name, revision).as_posix()
-        what = "data" if kind == "dataset" else kind
-        path = target if kind == "model" else None
-        root = needs.snapshot(needs.hub_cache(), plural, name, revision)
-        if root.is_dir():
-            with contextlib.suppress(UserError):
-                files = hashed_copy.survey(root, kind, self._stall)
-                if kind != "model" or any(file.name.endswith((".safetensors", ".bin")) for file in files):
-                    return BundlePart(what, name, target, root, files, revision=revision, path=path)
-        names = list_hub_files(kind, name, revision)
-        fetch = partial(download, kind, name, revision, names)
-        return BundlePart(what, name, target, names=names, revision=revision, path=path, fetch=fetch)
+        target = needs.snapshot(Path(bundle.HUB), f"{kind}s", name, revision).as_posix()
+        part = BundlePart("data" if kind == "dataset" else kind, name, target, revision=revision)
+        part.path = target if kind == "model" else None
+        root = needs.snapshot(needs.hub_cache(), f"{kind}s", name, revision)
+        with contextlib.suppress(UserError):
+            part.files = hashed_copy.survey(root, kind, self._stall)
+        try:
+            names = list_hub_files(kind, name, revision)
+        except UserError:
+            if not part.files:
+                raise
+            names = []
+        if part.files and {*names} <= {file.name for file in part.files}:
+            part.root = root
+        else:
+            part.files, part.fetch = [], partial(download, kind, name, revision, names)
+        return part
 
     def _data(self) -> list[BundlePart]:
         data, source = self._resolved.recipe.data, self._resolved.inputs.get("data.input")
@@ -176,23 +176,6 @@ class Collector:
             found.append(replace(self._repository("dataset", name, cached.name if cached else None), what="task"))
         return found
 
-    def _nltk(self) -> list[BundlePart]:
-        if not needed(self._tasks, PUNKT):
-            return []
-        target = (Path(bundle.NLTK) / punkt.FOLDER).as_posix()
-        site = punkt.locate_site_copy()
-        if site is not None:
-            root = site / punkt.FOLDER
-            files = [_one(root / name) for name in punkt.FILES if (root / name).is_file()]
-            return [BundlePart("nltk", "punkt_tab", target, root, files)]
-
-        def fetch(_out: Path) -> None:
-            if not fetch_punkt(self._out / bundle.NLTK):
-                text = "NLTK's punkt_tab is not available: answers will be scored with a splitter trained here"
-                self.notes.append(f"warning: {text} -> NLTK_DATA=DIR names a folder that has it")
-
-        return [BundlePart("nltk", "punkt_tab", target, names=list(punkt.FILES), fetch=fetch)]
-
     def _container(self) -> list[BundlePart]:
         settings = self._cluster.container
         if settings.runtime == "none" or settings.image is None:
@@ -223,24 +206,29 @@ class Collector:
         return found
 
     def go(self, parts: Sequence[BundlePart], overrides: Sequence[str]) -> dict[str, Any]:
-        """Fill the folder and seal it; files of an earlier try are compared and kept. Raises UserError."""
+        """Fill the folder and seal it; what an earlier try left there is removed. Raises UserError."""
         began = time.perf_counter()
+        for part in parts:
+            if part.fetch is not None:
+                say(as_words(part.as_json()))
+                part.root = part.fetch()
+                part.files = hashed_copy.survey(part.root, part.what, self._stall)
+        records: dict[str, FileRecord] = {}
         with storing("cannot be written", self._out, named=True):
-            before = self._begin_folder()
-            missing = sum(f.size for part in parts for f in part.files if not (self._out / part.target / f.name).is_file())
-            if missing + SPARE > (free := shutil.disk_usage(self._out).free):
-                text = f"{amount(missing)} are needed, {amount(free)} are free"
+            self._begin_folder()
+            needed_bytes = sum(part.bytes or 0 for part in parts)
+            if needed_bytes + SPARE > (free := shutil.disk_usage(self._out).free):
+                text = f"{amount(needed_bytes)} are needed, {amount(free)} are free"
                 raise UserError(text, file=str(self._out), fix="free space, or give another --to", code=ExitCode.STORAGE)
-            records: dict[str, FileRecord] = {}
             for part in parts:
                 say(as_words(part.as_json()))
-                found = self._load(part) if part.root is None else self._copy(part, part.root)
-                records |= {f"{part.target}/{name}": record for name, record in found.items()}
+                assert part.root is not None
+                copied = hashed_copy.mirror(part.root, self._out / part.target, part.files, SHA256, self._stall)
+                records |= {f"{part.target}/{name}": record for name, record in copied.items()}
                 if part.revision and part.target.startswith(bundle.HUB):
                     kind = "models" if part.what == "model" else "datasets"
-                    note_revision(self._out / bundle.HUB, kind, part.name, part.revision)
-            for name in before.keys() - records.keys():  # of another revision
-                (self._out / name).unlink(missing_ok=True)
+                    note = note_revision(self._out / bundle.HUB, kind, part.name, part.revision)
+                    records |= manifest.record_files(self._out, [note.relative_to(self._out).as_posix()])
             self._seal(parts, records, overrides)
         size = sum(record.size for record in records.values())
         summary = {"dir": str(self._out), "bytes": size, "files": len(records), "notes": self.notes}
@@ -267,55 +255,20 @@ class Collector:
                 text = f"holds what recipe {found.meta.get('recipe')} needs"
                 raise UserError(text, file=str(out), key="--to", fix="give a new folder")
 
-    def _begin_folder(self) -> Mapping[str, FileRecord]:
-        """Take the manifest from a finished one. Returns its files."""
+    def _begin_folder(self) -> None:
+        """Empty the folder of what an earlier try left there, its manifest first."""
         self.check()
-        out = self._out
-        out.mkdir(parents=True, exist_ok=True)
-        (out / BEGUN).touch()
-        if not (out / manifest.MANIFEST).exists():
-            return {}
-        before = bundle.read(out).files
-        (out / manifest.MANIFEST).unlink()
-        return before
-
-    def _copy(self, part: BundlePart, root: Path) -> dict[str, FileRecord]:
-        return hashed_copy.mirror(root, self._out / part.target, part.files, SHA256, self._stall)[0]
-
-    def _load(self, part: BundlePart) -> dict[str, FileRecord]:
-        """From the network, each file compared with the Hub's own digest of it: ``snapshot_download`` compares sizes."""
-        assert part.fetch is not None
-        root = self._out / part.target
-        part.fetch(root)
-        if not part.target.startswith(bundle.HUB):  # NLTK's: hashed where the folder is sealed
-            return {}
-        files = hashed_copy.survey(root, part.what, self._stall)
-        known = [FileRecord(file.size, file.digest or "", file.algorithm or SHA256) for file in files]
-        pairs = [(root / file.name, record if record.digest else None) for file, record in zip(files, known, strict=True)]
-        answers = hashed_copy.hash_files(pairs, SHA256, self._stall, f"verifying {part.name}")
-        for (path, record), answer in zip(pairs, answers, strict=True):
-            if isinstance(answer, str):
-                raise UserError(f"cannot be read: {answer}", file=str(path), code=ExitCode.STORAGE)
-            if record is not None and answer != record:
-                path.resolve().unlink()
+        self._out.mkdir(parents=True, exist_ok=True)
+        (self._out / BEGUN).touch()
+        (self._out / manifest.MANIFEST).unlink(missing_ok=True)
+        for path in self._out.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != BEGUN:
                 path.unlink()
-                text = f"came from the network as {answer.digest[:12]}, the Hub says {record.digest[:12]}"
-                raise UserError(text, file=str(path), fix="run the same command again", code=ExitCode.AGAIN)
-            if path.is_symlink():  # plain files go onto any medium; two may have one blob
-                plain = path.with_name(f".{path.name}.tmp")
-                os.link(path.resolve(), plain)
-                plain.replace(path)
-        for folder in (root.parents[1] / "blobs", self._out / bundle.HUB / ".locks"):
-            shutil.rmtree(folder, ignore_errors=True)
-        records = zip(files, answers, strict=True)
-        return {file.name: answer for file, answer in records if isinstance(answer, FileRecord) and answer.algorithm == SHA256}
 
     def _seal(self, parts: Sequence[BundlePart], records: dict[str, FileRecord], overrides: Sequence[str]) -> None:
-        """What lies there and is none of the parts', as NLTK's other languages, goes with them; then sums and manifest."""
-        (self._out / bundle.SUMS).unlink(missing_ok=True)
-        other = [name for name in manifest.list_files(self._out) if name not in records]
-        for name, record in manifest.record_files(self._out, other).items():
-            records[name] = record
+        """Write the sums, then the manifest."""
         lines = [f"{record.sha256}  {name}\n" for name, record in sorted(records.items())]
         manifest.write_durably(self._out / bundle.SUMS, "".join(lines))
         records[bundle.SUMS] = manifest.hash_file(self._out / bundle.SUMS)
@@ -339,7 +292,7 @@ def _one(path: Path) -> SourceFile:
     return SourceFile(path.name, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
 
 
-# --- the Hub, and NLTK's data ----------------------------------------------------------------------------------------
+# --- the Hub --------------------------------------------------------------------------------------------------------
 
 
 ANSWER_SECONDS = 10.0
@@ -356,22 +309,12 @@ def list_hub_files(kind: str, name: str, revision: str | None) -> list[str]:
         return choose(names) if kind == "model" else sorted(names)
 
 
-def download(kind: str, name: str, revision: str | None, files: list[str], out: Path) -> None:
-    """Load files of a commit into the Hub's cache of a bundle; what an earlier call has loaded is kept. Raises UserError.
-
-    ``out``: the snapshot's folder there, which has the name of the revision that the recipe gives.
-    """
+def download(kind: str, name: str, revision: str, files: list[str]) -> Path:
+    """The folder of a commit in the Hub's cache of this machine, loaded as far as it lacks. Raises UserError."""
     import huggingface_hub
-    from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    if not console.stderr.is_terminal:
-        disable_progress_bars()
     with _asking(kind, name):
-        cache = out.parents[2]
-        made = huggingface_hub.snapshot_download(name, revision=revision, repo_type=kind, cache_dir=cache, allow_patterns=files)
-    if Path(made) != out:  # by its commit, where the recipe has none
-        shutil.rmtree(out, ignore_errors=True)
-        Path(made).replace(out)
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, repo_type=kind, allow_patterns=files))
 
 
 @contextlib.contextmanager
@@ -388,31 +331,17 @@ def _asking(kind: str, name: str) -> Iterator[None]:
         raise UserError(f"{name} is not available from the Hub: {message}", fix=f"{fix}: {key}") from None
 
 
-def fetch_punkt(out: Path) -> bool:
-    """Load NLTK's ``punkt_tab`` into an NLTK data folder; False where its site does not answer."""
-    import nltk
-
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(ANSWER_SECONDS)
-    try:
-        output = io.StringIO()  # takes the text of its errors; the caller says what failed
-        return bool(nltk.download("punkt_tab", download_dir=str(out), quiet=True, print_error_to=output))
-    except (OSError, ValueError):
-        return False
-    finally:
-        socket.setdefaulttimeout(before)
-
-
-def note_revision(cache: Path, kind: str, name: str, revision: str) -> None:
-    """Have a cache answer for ``main`` too: programs that name no revision find the one that is there."""
-    refs = cache / f"{kind}--{name.replace('/', '--')}" / "refs"
-    refs.mkdir(parents=True, exist_ok=True)
-    (refs / "main").write_text(revision)
+def note_revision(cache: Path, kind: str, name: str, revision: str) -> Path:
+    """Have a cache answer for ``main`` too: programs that name no revision find the one that is there. Returns the file."""
+    main = cache / f"{kind}--{name.replace('/', '--')}" / "refs/main"
+    main.parent.mkdir(parents=True, exist_ok=True)
+    main.write_text(revision)
+    return main
 
 
 def as_words(part: dict[str, Any]) -> str:
     """``model org/name, 12.3 GB in 4 files, from PATH``."""
     if part["bytes"] == 0 and not part["files"]:
         return f"{part['what']} {part['name']}: in {part['from']}, with it"
-    size = f"{amount(part['bytes'])} in " if part["bytes"] is not None else ""
-    return f"{part['what']} {part['name']}: {size}{part['files']} files, from {part['from']}"
+    size = f"{amount(part['bytes'])} in {part['files']} files, " if part["bytes"] is not None else ""
+    return f"{part['what']} {part['name']}: {size}from {part['from']}"

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertune.errors import Problem, UserError
-from clustertune.recipe import quantization
 from clustertune.resolve import kernels
 from clustertune.resolve.resolved import Resolved
-
-_PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "fbgemm_fp8": "fbgemm_gpu", "gptq": "gptqmodel"}
-"""What transformers loads a quantised base with."""
 
 
 def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> tuple[dict[str, Any], list[str]]:
@@ -59,25 +53,6 @@ def trl_arguments(resolved: Resolved, folder: Path, values: Mapping[str, Any]) -
         values["max_length"] = None  # TRL asks for it: the rows are cut already
     del values["pad_token"]  # TRL 1.16 deprecates its own: the tokenizer carries it
     return kind(output_dir=str(folder), **{key: value for key, value in values.items() if key in kind.__dataclass_fields__})
-
-
-def check_packages(train_args: Mapping[str, Any], *, cuda: bool = False) -> None:
-    """Raise UserError where a package that the recipe asks for is not installed: a quantised base's, and with ``cuda`` the
-    kernels', which a machine without GPUs leaves out.
-    """
-    config = quantization.of(train_args)
-    needed = _PACKAGES.get(quantization.method(config)) if config else None
-    problems = []
-    if needed and importlib.util.find_spec(needed) is None:
-        key = "train.model_init_kwargs.quantization_config"
-        problem = f"the Python package {needed} is not installed"
-        problems.append(Problem(problem, key=key, fix="install it in the image, or leave the quantisation out"))
-    for key, value, packages in kernels.needed(train_args, gpus=cuda):
-        if all(importlib.util.find_spec(name.replace("-", "_")) is None for name in packages):
-            problem = f"{value} needs the Python package {' or '.join(packages)}, which is not installed"
-            problems.append(Problem(problem, key=key, fix=f"install {packages[0]} in the image, or leave {key} out"))
-    if problems:
-        raise UserError(problems)
 
 
 def machine_facts() -> dict[str, str | None]:

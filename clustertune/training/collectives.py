@@ -105,21 +105,5 @@ def check_world(group: Group, world_size: int, plan: AttemptPlan | None) -> None
     if group.world_size != world_size:
         text = f"rank {rank} sees a world of {group.world_size}, the run is for {world_size}: the ranks did not find each other"
         problems.append(Problem(text, fix=FIX))
-    elif plan is not None and not problems:
-        problems += _node_problems(group, plan)
     if problems:
         raise UserError(problems, ExitCode.FAILED)
-
-
-def _node_problems(group: Group, plan: AttemptPlan) -> list[Problem]:
-    """Ranks that sit on other nodes than planned, by the variables that their launchers set (torchrun, accelerate, Ray)."""
-    found = group.gather((os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")))
-    if plan.node_per_rank or any(local is None for local, _ in found):
-        return []
-    nodes = sum(local == "0" for local, _ in found)
-    if nodes != len(plan.nodes):
-        return [Problem(f"the ranks run on {nodes} nodes, the plan names {len(plan.nodes)}", fix=FIX)]
-    sizes = sorted({int(size) for _, size in found if size is not None} - {plan.ranks_per_node})
-    if sizes:
-        return [Problem(f"{sizes[0]} ranks on one node, the plan says {plan.ranks_per_node} on each", fix=FIX)]
-    return []

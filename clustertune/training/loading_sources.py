@@ -22,47 +22,23 @@ from typing import Any
 import torch
 
 from clustertune.checkpoint.shards import DTYPES
-from clustertune.errors import Problem, UserError, storage_error
-from clustertune.tensorfile import Tensor, read_header
+from clustertune.errors import Problem, UserError, raise_if, storage_error
+from clustertune.tensorfile import FETCH, Tensor, read_headers
 
 _NO_WEIGHTS = {"C64", "U16", "U32", "U64"}
 """Types of a checkpoint's values that weights do not have: packed integers would be read as numbers."""
 SHOWN = 3
 """Names of tensors that a note shows; an error shows all."""
-FETCH = "fetch the file again (hf download, or clustertune stage), or take it from a whole copy"
 
 
 def survey(paths: Iterable[Path], index: Mapping[str, str] | None = None) -> dict[str, Tensor]:
     """Every tensor of the files, by name, from their headers alone.
 
-    ``index``: tensor name -> file name, of the checkpoint's own index. Raises UserError with every file that is not whole,
-    every tensor that the index names and its file lacks, and every one that stands in two files.
+    ``index``: tensor name -> file name, of the checkpoint's own index. Raises UserError with all that is wrong with them.
     """
-    found: dict[str, Tensor] = {}
-    problems = []
-    whole = set()
-    for path in paths:
-        try:
-            tensors = read_header(path).tensors
-        except ValueError as error:
-            problems.append(Problem(f"is not a whole safetensors file: {error}", file=str(path), fix=FETCH))
-            continue
-        except OSError as error:
-            raise storage_error(error, "the base model was not read", path) from None
-        whole.add(path.name)
-        for tensor in tensors:
-            if tensor.name in found:
-                other = found[tensor.name].file.name
-                problems.append(Problem(f"is also in {other}", file=str(path), key=tensor.name, fix=FETCH))
-            elif tensor.dtype not in DTYPES or tensor.dtype in _NO_WEIGHTS:
-                problems.append(Problem(f"has the dtype {tensor.dtype}", file=str(path), key=tensor.name, fix="another copy"))
-            found.setdefault(tensor.name, tensor)
-    for name, file in (index or {}).items():
-        if name not in found and file in whole:
-            folder = next(path for path in paths if path.name == file)
-            problems.append(Problem("is in the index, but not in the file it names", file=str(folder), key=name, fix=FETCH))
-    if problems:
-        raise UserError(problems)
+    found = {tensor.name: tensor for header in read_headers(paths, index).values() for tensor in header.tensors}
+    odd = [tensor for tensor in found.values() if tensor.dtype not in DTYPES or tensor.dtype in _NO_WEIGHTS]
+    raise_if(Problem(f"has the dtype {t.dtype}", file=str(t.file), key=t.name, fix="another copy") for t in odd)
     return found
 
 

@@ -7,18 +7,15 @@ newest adapter.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import shutil
 import threading
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +23,13 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch.server_requests import GONE, ask, load_adapter, post, unload_adapter
 from clustertune.plan.generation_cost import MOST
 
-HEALTH_SECONDS, LOAD_SECONDS = 5.0, 300.0
 ANSWER_SECONDS = 1800.0
 """As ``eval.stall_seconds``: 1,280 steps of a 405B model at 0.32 s are 7 minutes."""
 PATIENCE_SECONDS = 1800.0
 """Without any server for so long, the rank gives up: one that died is started again, and reads its weights."""
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""A proxy of the site would be asked for this job's own servers."""
-GONE = (OSError, HTTPException)
-"""What a server that ends leaves: no connection, or half of an answer."""
 Answer = tuple[list[int], list[float]]
 """Token ids, and the log-probability of each as it was drawn."""
 
@@ -52,18 +45,6 @@ class ServerRing:
         self._loaded: dict[str, str] = {}
         """Which adapter each server of the ring has; those that are down have none."""
         self._next, self._lock = itertools.count(), threading.Lock()
-
-    def _post(self, url: str, body: Mapping[str, Any], seconds: float) -> bytes:
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310 - http, from the job's own file
-        with _DIRECT.open(request, timeout=seconds) as reply:
-            content: bytes = reply.read()
-        return content
-
-    def _is_healthy(self, url: str) -> bool:
-        with contextlib.suppress(*GONE), _DIRECT.open(f"{url}/health", timeout=HEALTH_SECONDS) as reply:
-            return bool(reply.status == 200)
-        return False
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -93,20 +74,11 @@ class ServerRing:
         with self._lock:  # of several requests that find it without, one loads
             if self._loaded.get(url) == self._adapter:
                 return True
-            if not self._is_healthy(url):
-                return False
-            body = {"lora_name": self._adapter, "lora_path": str((self._folder / self._adapter).resolve())}
-            try:
-                self._post(f"{url}/v1/load_lora_adapter", body, LOAD_SECONDS)
-            except urllib.error.HTTPError as error:
-                if b"already been loaded" not in error.read():  # by another rank
-                    return False
-            except GONE:
+            if ask(f"{url}/health") is None or not load_adapter(url, self._key, self._adapter, self._folder / self._adapter):
                 return False
             before, self._loaded[url] = self._loaded.get(url), self._adapter
             if before is not None:
-                with contextlib.suppress(*GONE):  # another rank did it already
-                    self._post(f"{url}/v1/unload_lora_adapter", {"lora_name": before}, LOAD_SECONDS)
+                unload_adapter(url, self._key, before)
             return True
 
     def _leave(self, url: str) -> None:
@@ -138,7 +110,7 @@ class ServerRing:
             url = self.urls[turn % len(self.urls)]
             if self._join(url):
                 try:
-                    return _read(self._post(f"{url}/v1/completions", body, ANSWER_SECONDS), url)
+                    return _read(post(f"{url}/v1/completions", body, self._key, ANSWER_SECONDS), url)
                 except urllib.error.HTTPError as error:
                     self._leave(url)  # 404: it was started again, and has no adapter
                     if error.code in (400, 401, 422):

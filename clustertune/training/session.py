@@ -57,14 +57,13 @@ nothing; ``clipped``: of the answers that were cut at ``max_completion_length``.
 class Watch(TrainerCallback):  # type: ignore[misc]
     """Has the session prove what was set up, measures, writes the events, and makes all ranks agree at each step's end.
 
-    The start-up ends with the first step; what was compiled is reported after it, and after each step in which there was more.
+    The start-up ends with the first step.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._began = time.perf_counter()
         self._seconds, self._steps = 0.0, 0
-        self._compiled = compiling.Compiled()
         self.tokens = 0.0
         """Trained by the last log line."""
 
@@ -112,17 +111,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         if self.trainer.save_due:
             control.should_save = True
         self._session.end_startup()
-        if self._session.resolved.distribution.compiled:
-            self._tell_compiled(state.global_step)
-
-    def _tell_compiled(self, step: int) -> None:
-        known, found = self._compiled, compiling.read()
-        if (found.graphs, found.given_up) == (known.graphs, known.given_up):
-            return
-        self._compiled = found
-        self._session.tell(str(found))
-        if self._session.log is not None:
-            self._session.log.write("compile", step=step, **{**asdict(found), "seconds": round(found.seconds, 3)})
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Nothing more where all stop: the step was saved. Else the last step is saved here, behind its evaluation."""
@@ -236,7 +224,6 @@ class Session:
         self.startup.begin("process group")
         resolved, cuda = attempt.resolved, torch.cuda.is_available()
         self.notes = attempt.notes + compiling.set_environment(resolved.distribution)
-        build.check_packages(resolved.train_args, cuda=cuda)
         deepspeed_engine.prepare(resolved)
         packing.register()
         values, differences = build.fit_to_device(resolved.train_args, cuda=cuda)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from typing import Any
 
 MIRRORS = ("WandbCallback",)
 """Trainer callbacks that only report elsewhere."""
-PROBE_SECONDS = 5.0
-"""How long W&B's server may take for its first answer; compute nodes often have no way out."""
 INIT_SECONDS = 20.0
+"""How long W&B's server may take for its first answer; compute nodes often have no way out."""
 FINISH_SECONDS = 30.0
 """How long a rank waits at its end for what is not uploaded yet; it stays in the run folder and can be synced later."""
 
@@ -62,12 +58,8 @@ def start_wandb(key: str | None) -> tuple[bool, list[str]]:
     try:
         import wandb
 
-        notes = []
+        notes: list[str] = []
         offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
-        if not offline:
-            server = str(wandb.setup().settings.base_url)
-            if (why := unreachable(server)) is not None:
-                offline, notes = True, [f"W&B is offline: {server} {why}; {_SYNC}"]
         if not offline:
             try:
                 wandb.init(settings=wandb.Settings(init_timeout=INIT_SECONDS, api_key=key))
@@ -89,26 +81,6 @@ _SYNC = "'wandb sync' sends the run folder's wandb/offline-run-* later"
 def _first_line(error: Exception, key: str | None) -> str:
     text = f"{type(error).__name__}: {error}".splitlines()[0]
     return text.replace(key, "***") if key else text
-
-
-def unreachable(server: str, seconds: float = PROBE_SECONDS) -> str | None:
-    """Why a server gives no answer to HTTP, through the proxies of the environment; None where it gives any."""
-    answer: list[str | None] = [f"gave no answer in {seconds:g} s"]
-
-    def ask() -> None:
-        try:
-            with urllib.request.urlopen(urllib.request.Request(server, method="HEAD"), timeout=seconds):  # noqa: S310
-                answer[0] = None
-        except urllib.error.HTTPError:
-            answer[0] = None
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            answer[0] = f"cannot be reached ({getattr(error, 'reason', error)})"
-
-    # A name server that does not answer is not a socket's timeout: getaddrinfo takes what resolv.conf says, 30 s and more.
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(seconds)
-    return answer[0]
 
 
 def finish_wandb(code: int, seconds: float = FINISH_SECONDS) -> bool:

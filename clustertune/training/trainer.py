@@ -124,6 +124,8 @@ class RankTrainer(Base):  # type: ignore[misc]
     _writer: StateWriter | None = None
     _saving: Saving | None = None
     """The save that is being written; its checkpoint does not exist yet."""
+    saves = True
+    """A benchmark's ranks do not."""
     _waits_for_saves = False
     """A copy of the state does not fit into host memory."""
     _saved_step = -1
@@ -156,7 +158,7 @@ class RankTrainer(Base):  # type: ignore[misc]
         self.peak_memory_bytes = 0
         """Highest peak memory over ranks so far."""
         self.on_inputs: Callable[[Mapping[str, Any]], None] | None = None
-        """Gets the inputs of every micro batch of training; a benchmark counts their tokens."""
+        """Gets the inputs of every micro batch of training; a simulation begins a new one."""
         self.clock = Clock()
         self.figures: Figures | None = None
         """Of all ranks, on rank 0."""
@@ -166,7 +168,9 @@ class RankTrainer(Base):  # type: ignore[misc]
         self.save_due = False
         """All ranks save behind this step."""
         self.is_score_due: Callable[[int], bool] = lambda _: False
-        """Whether the ranks save and end behind a step, so that its checkpoint is scored (``eval.during``)."""
+        """Whether the ranks save behind a step, so that its checkpoint is scored (``eval.during``)."""
+        self.ends_for_scores = True
+        """The ranks end then, and their GPUs answer."""
         self._measured: list[list[float]] = []
         """This rank's figures of each step since the last log line."""
         self._losses: list[torch.Tensor] = []
@@ -292,7 +296,7 @@ class RankTrainer(Base):  # type: ignore[misc]
             raise superseded or UserError(Problem("a newer attempt of this run is active; stopping this one"), ExitCode.AGAIN)
         step = int(self.state.global_step)
         scored = at_step_end and step < self.state.max_steps and self.is_score_due(step)
-        self.stopping, self.save_due = self.stopping or stop or scored, due
+        self.stopping, self.save_due = self.stopping or stop or (scored and self.ends_for_scores), due or scored
         if self._saving is not None and not is_writing:
             self._commit()
         return self.stopping
@@ -378,6 +382,8 @@ class RankTrainer(Base):  # type: ignore[misc]
 
         No ``training_args.bin`` (a pickle that may hold a token).
         """
+        if not self.saves:
+            return
         self.finish_save()  # one at a time
         began = time.perf_counter()
         step = self.state.global_step

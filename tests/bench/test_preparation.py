@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 
-from clustertune.bench import preparation
-from clustertune.bench.preparation import BenchRequest
+from clustertune import bench
 from clustertune.errors import UserError
-from clustertune.training.bench_schedule import BenchSchedule
 
 
-def made(recipe: str = "tiny-oasst2", *overrides: str, **more: Any) -> preparation.Bench:
-    schedule = BenchSchedule(2, 4)
-    return preparation.make(BenchRequest(recipe, Path("runs/bench/x/1"), schedule, overrides, **more))
+def made(recipe: str = "tiny-oasst2", *overrides: str, **more: Any) -> bench.Bench:
+    return bench.make(recipe, overrides, Path("runs/bench/x/1"), 2, 4, **more)
 
 
 def test_a_large_recipe_needs_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,10 +30,7 @@ def test_full_size_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     found = made("llama405b-oasst2", synthetic=True)
     model, data = found.measured.recipe.model, found.measured.recipe.data
     assert (model.weights, model.revision, model.path) == ("random", None, None)
-    assert (
-        data.format == "messages" and data.input == str(preparation.made_file(Path("runs/bench/x/1"))) and data.expect is None
-    )
+    assert data.format == "messages" and data.input == str(bench.made_file(Path("runs/bench/x/1"))) and data.expect is None
     assert found.measured.architecture == found.whole.architecture and found.measured.train_args["pad_token"] is None
-    assert found.made is not None
-    assert found.made[0] >= 6 * 32 * 2048, "enough tokens for every packed sequence of every step"
+    assert bench.needed(found)[0] >= 6 * 32 * 2048, "enough tokens for every packed sequence of every step"
     assert found.lengths is not None and 400 < found.lengths.mean(2048) < 600, "a quarter of the longest"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -16,8 +17,10 @@ from hypothesis import strategies as st
 from clustertune import manifest
 from clustertune.checkpoint import store
 from clustertune.errors import ExitCode, UserError
+from clustertune.evaluate.during import may_be_exported
 from clustertune.events import read_events, read_object
 from clustertune.launch.attempt import check_fence
+from clustertune.recipe.sections import During
 from clustertune.report.metrics import MetricsReader
 from clustertune.rundir import RunDir
 from tests.damage import failing, flip
@@ -124,13 +127,34 @@ def test_what_is_pruned(tmp_path: Path, case: str) -> None:
     if "damaged" in given:
         (tmp_path / f"step-{given['damaged']:06d}" / FILES[0]).write_bytes(bytes(255))
     checkpoints, messages = make_store(tmp_path, given.get("attempt", 1), given.get("limit", 3))
-    checkpoints.milestones = (given.get("milestone", 0),)
+    checkpoints.is_kept = lambda checkpoint: checkpoint.step == given.get("milestone")
     removed = checkpoints.prune()
     names = sorted(path.name for path in tmp_path.iterdir())
     parts = [name.partition(".") for name in left.split()]
     assert names == [f"step-{int(step):06d}{dot}{attempt}" for step, dot, attempt in parts]
     assert len(removed) == len(saved) - len(names) == sum("removed" in line for line in messages)
     assert any("damaged" in line for line in messages) == ("damaged" in given)
+
+
+def test_what_may_be_exported_as_the_best_is_kept(tmp_path: Path) -> None:
+    """The best so far, and a newer one whose scores are not there yet; not one that was passed over."""
+    run, metric = RunDir(tmp_path), "prompt_level_strict_acc,none"
+    run.checkpoints.mkdir()
+    for step in (2, 4, 6, 7):
+        save(run.checkpoints, step)
+    result = {
+        "tasks": {"ifeval": {metric: 0.5}},
+        "details": {"ifeval": {}},
+        "paired": {"ifeval": {metric: {"difference": 0.1, "ci95": [0.0, 0.2]}}},
+    }
+    (run.scores / "step-000004").mkdir(parents=True)
+    (run.scores / "step-000004" / "results.json").write_text(json.dumps(result))
+    listed = store.list_checkpoints(run.checkpoints)
+    kept = {
+        keep: [one.step for one in listed if may_be_exported(run, During(every=2, keep=keep), (), one)]
+        for keep in ("best", "last")
+    }
+    assert kept == {"best": [6, 4], "last": []}
 
 
 def test_the_checkpoint_that_was_read_back_stays(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_the_tiny_recipe_over_two_nodes(quiet: Seen, cpu_sif: dict[str, Any]) ->
     assert ".singularity.d" in quiet.root, "the rank is in the image"
     recorded = json.loads((run / "run.json").read_bytes())["container"]
     assert (recorded["image"], recorded["sha256"], recorded["checked"]) == (cpu_sif["file"], cpu_sif["sha256"], True)
-    assert recorded["labels"]["clustertune.lock"] == "train-cpu" and recorded["python"].startswith("3.")
+    assert recorded["python"].startswith("3.")
     pinned = pins.read()[pins.PY]
     assert {name: version.partition("+")[0] for name, version in recorded["packages"].items()} == pinned
     assert "warning: the image" not in quiet.job.text

@@ -42,6 +42,7 @@ def fill(lock: PackageLock, tmp_path: Path) -> list[Path]:
     return sorted(house.glob("*.whl"))
 
 
+@pytest.mark.containers
 def test_wheels_and_what_is_built_of_source(served: Path, tmp_path: Path) -> None:
     """The image installs by the requirements that are written here: the built wheel by its own hash."""
     paths = [wheel(served, "kiln"), sdist(served, "pan")]

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from clustertune.check.rule import RECIPE as RECIPE_RULES
 from clustertune.cluster.load import load_cluster
 from clustertune.cluster.schema import Cluster
 from clustertune.containers import pins
-from clustertune.data import punkt
 from clustertune.doctor import recipe_context
 from clustertune.host.facts import HostFacts, Mount, Package
 from clustertune.resolve.resolve import resolve
@@ -110,7 +110,7 @@ class Case:
         return replace(made, mounts="1 0 0:1 / / rw - ext4 /dev/sda rw\n")
 
     def made_cluster(self) -> Cluster:
-        body = load_cluster("rno-rtxpro6000").model_dump()
+        body = reference().model_dump()
         for path, value in self.cluster.items():
             *parents, last = path.split(".")
             section = body
@@ -129,23 +129,26 @@ class Case:
         return {item.rule for item in self.findings()}
 
 
+@cache
+def reference() -> Cluster:
+    """The reference cluster, read once."""
+    return load_cluster("rno-rtxpro6000")
+
+
 def make(root: Path) -> Case:
     """The faultless one."""
     recipe = json.loads(json.dumps(RECIPE).replace("MODEL", str(root / "model")))
-    for name in ("recipe", "model", "home", "nltk", "hub"):
+    for name in ("recipe", "model", "home", "hub"):
         (root / name).mkdir()
     (root / "recipe" / "accelerate.yaml").write_text(yaml.safe_dump(ACCELERATE))
     (root / "recipe" / "model.json").write_text(json.dumps(MODEL))
     (root / "recipe" / "chats.jsonl").write_text("{}\n")
     write_model(root / "model")
-    (root / "nltk" / punkt.FOLDER).mkdir(parents=True)
-    for name in punkt.FILES:
-        (root / "nltk" / punkt.FOLDER / name).write_text("")
     return Case(
         root,
         recipe,
         versions=dict(pins.read()[pins.PY]),
-        environment={"NLTK_DATA": str(root / "nltk"), "HF_HOME": str(root)},
+        environment={"HF_HOME": str(root)},
         mounts=[Mount("/", "ext4", free_bytes=BIG), Mount(str(root), "xfs", free_bytes=BIG)],
         cluster={"slurm.max_time": "UNLIMITED"},
     )
@@ -337,7 +340,7 @@ def many_kept(case: Case) -> None:
 
 def home_cache(case: Case) -> None:
     """A model of 16 GB, and no variable that says where the cache is."""
-    case.environment = {"NLTK_DATA": case.environment["NLTK_DATA"]}
+    case.environment = {}
     case.recipe["model"] = {"name": "acme/Llama-3.1-8B-Instruct", "revision": "0" * 40}
     case.recipe["lora"] = {"r": 32}
 

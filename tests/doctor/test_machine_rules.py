@@ -16,7 +16,6 @@ from clustertune.launch.allocation import Allocation
 from tests.doctor.machine_cases import CASES, COMPARED, EDGES, GOOD, LOGIN, TWO_PCIE_GPUS, XID, Patch, machine
 
 RULES = {one.rule.id for one in checks(MACHINE)}
-WELL: Patch = {"slurm_gres": {"gpu01": "gpu:h100:8"}, "slurm_scripts": {"/etc/slurm/prolog.sh": ""}}
 BROKEN = rule_broken.rule.id
 
 
@@ -39,7 +38,7 @@ def looked(facts: Patch | None = None, cluster: Patch | None = None, **expects: 
 def test_nothing_is_wrong_with_a_good_node() -> None:
     """A doctor that cries wolf is switched off. Most rules look at something here: they say so."""
     found = looked()
-    assert faults(found) == set() and len({item.rule for item in found if item.status == PASS}) > 35
+    assert faults(found) == set() and len({item.rule for item in found if item.status == PASS}) > 30
 
 
 @pytest.mark.parametrize(("rule", "status", "facts", "cluster", "expects", "also"), **numbered(CASES))
@@ -69,13 +68,12 @@ def test_every_rule_has_a_bad_case_and_a_good_one() -> None:
         ({}, {}, {}),
         (TWO_PCIE_GPUS, {}, {"gpus": 2}),
         ({"environment.OMP_NUM_THREADS": "16", "container": "docker", "mounts.0.kind": "overlay"}, {}, {}),
-        ({"+": "HERE", "slurm": {"+": "SLURM"}, "slurm_silent": "", **WELL}, {}, {}),
-        ({"exports": {"/tmp/x": "*(rw,sync)"}}, {}, {}),
+        ({"+": "HERE", "slurm": {"+": "SLURM"}}, {}, {}),
         ({"mounts.+": pool}, {"storage.pool": {"mount": "/pool"}}, {}),
         ({}, {"network": {"interface": "bond0", "kind": "roce", "gbit": 200}}, {}),
     ]
     found = [item for facts, cluster, expects in good for item in looked(facts, cluster, **expects)]
-    assert RULES - {item.rule for item in found if item.status == PASS} == {"pool-options", "nfs-over-fuse", "inodes"}
+    assert RULES - {item.rule for item in found if item.status == PASS} == {"inodes"}
     assert {name for name, _ in faults(found)} <= {"cuda-visible-devices", "rdma-verbs"}
 
 
@@ -84,7 +82,7 @@ def test_any_fact_may_be_missing() -> None:
     empty: dict[type, Any] = {list: [], dict: {}, str: ""}
     allowed = {
         **{"rdma": {"rdma-port"}, "rdma_devices": {"rdma-verbs"}, "verbs_providers": {"rdma-verbs"}},
-        **{"gpus": {"gpu-driver", "gpu-count"}, "cuda_devices": {"gpu-count"}, "own_addresses": {"hostname-loopback"}},
+        **{"gpus": {"gpu-driver", "gpu-count"}},
     }
     for key in set(GOOD) - {"hostname", "place"}:
         bad = {name for name, _ in faults(looked({key: empty.get(type(GOOD[key]))}))}
@@ -95,7 +93,7 @@ def test_facts_without_anything_are_no_fault() -> None:
     """An old kernel in an odd container."""
     m = machine()
     m.facts = from_dict({"hostname": "x", "place": "here"})
-    expected = {("gpu-count", FAIL), ("hostname-loopback", WARN)}
+    expected = {("gpu-count", FAIL)}
     found = machine_findings(m)
     assert faults(found) == expected, "what the job counts on is not to be seen"
     absent = {"python-path", "library-path", "nccl-settings", "debug-settings", "proxy"}
@@ -108,11 +106,11 @@ def test_a_login_node_is_no_compute_node() -> None:
     """It has no GPUs, small limits, a firewall of its own: none of this is a fault there."""
     poor: Patch = {
         "memlock_bytes": 65536, "nofile": 256, "nproc": 100, "shm_bytes": 64 << 20, "shm_free_bytes": 1, "affinity": 1,
-        "memory_available_bytes": 10**9, "own_addresses": ["127.0.1.1"], "nics": [], "rdma_devices": [], "cuda_init": None,
+        "memory_available_bytes": 10**9, "nics": [], "rdma_devices": [],
         "glibc": "2.17", "kernel": "3.10.0", "driver": "", "environment.HF_HOME": "/shared/hf",
     }  # fmt: skip
     assert faults(looked({**LOGIN, **poor})) == set()
-    assert len(faults(looked({**poor, "place": "step"}))) > 5
+    assert len(faults(looked({**poor, "place": "step"}))) > 3
 
 
 # --- between nodes -----------------------------------------------------------------------------------------------------
@@ -188,10 +186,9 @@ def before_a_job(monkeypatch: pytest.MonkeyPatch, facts: Patch) -> tuple[list[st
 
 
 def test_what_may_be_harmless_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that was reset since, a full disk that the job does not write to, a name that no rank asks for."""
-    locks = {"probes.1.ok": False, "probes.1.message": "No locks available"}
-    harmless = {"gpu-xid": {"xids.+": XID.format(79)}, "gpu-ecc": {"gpus.5.ecc_uncorrected": 2}, "flock": locks}
-    for rule, facts in {**harmless, "disk-full": {"mounts.0.free_bytes": 0}, "node-names": {"names.gpu02": []}}.items():
+    """A GPU that was reset since, a full disk that the job does not write to."""
+    harmless = {"gpu-xid": {"xids.+": XID.format(79)}, "gpu-ecc": {"gpus.5.ecc_uncorrected": 2}}
+    for rule, facts in {**harmless, "disk-full": {"mounts.0.free_bytes": 0}}.items():
         messages, found = before_a_job(monkeypatch, facts)
         assert [item.rule for item in found if item.status == FAIL] == [rule]
         assert any(line.startswith(f"FAIL    {rule}") for line in messages) and any("continues" in line for line in messages)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -116,11 +115,6 @@ def full(case: Case) -> None:
     case.recipe["train"]["learning_rate"] = 1e-5
 
 
-def long_steps(seconds: float) -> Spoil:
-    """A network so slow that a step takes this long, about."""
-    return both(two_nodes, cluster(network__measured_gb_s=30 / seconds), shared)
-
-
 def shared(case: Case) -> None:
     """The case's folders lie on a file system that all nodes see."""
     case.cluster |= {"storage.bricks": (), "storage.pool": None, "storage.shared": str(case.root)}
@@ -128,6 +122,11 @@ def shared(case: Case) -> None:
         {"name": "rno-it-gpu0007-1", "address": "10.21.133.35", "roles": ("compute", "slurmctld")},
         {"name": "rno-it-gpu0008-1", "address": "10.21.133.39", "roles": ("compute",)},
     ]
+
+
+def long_steps(seconds: float) -> Spoil:
+    """A network so slow that a step takes this long, about."""
+    return both(two_nodes, cluster(network__measured_gb_s=30 / seconds), shared)
 
 
 def slow_storage(gb_s: float) -> Spoil:
@@ -154,7 +153,6 @@ def parcel_of(**model: str) -> Spoil:
         (folder / "hub").mkdir(parents=True)
         (case.root / "model").rename(folder / "model")
         (case.folder / "chats.jsonl").rename(folder / "chats.jsonl")
-        shutil.copytree(case.root / "nltk", folder / "nltk_data")
         meta = {
             "model": {"name": HUB["name"], "revision": None, "path": "model", **model},
             "data": {"name": "chats", "revision": None, "path": "chats.jsonl"},
@@ -190,12 +188,10 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("no-mixed-precision", WARN, override("train.bf16=false", "train.model_init_kwargs.dtype=float32")),
     ("packed-state", WARN, mamba),
     ("not-planned", UNKNOWN, cluster(compute__gpu="my-gpu")),
-    ("shape-refused", FAIL, both(shared, section("slurm", time="2-00:00:00"), cluster(slurm__max_time="24:00:00"))),
     ("gpu-memory", FAIL, override("train.per_device_train_batch_size=2", "train.max_length=131072")),
     ("host-memory", FAIL, both(whole_copies, cluster(compute__memory_gb=24))),
     ("load-timeout", WARN, both(whole_copies, slow_storage(0.012))),
     ("load-timeout", FAIL, both(whole_copies, slow_storage(0.005))),
-    ("prepare-time", WARN, both(cluster(slurm__max_time="24:00:00"), override("data.expect.train=1000000000000"))),
     (
         "checkpoint-interval-too-long",
         WARN,
@@ -215,14 +211,12 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("model-json", FAIL, edit("config.json", num_hidden_layers=33)),
     ("no-chat-template", FAIL, edit("tokenizer_config.json", chat_template=None)),
     ("eos-not-in-template", WARN, edit("tokenizer_config.json", chat_template="{% generation %}{% endgeneration %}<|im_end|>")),
-    ("tokenizer-mismatch", FAIL, edit("tokenizer.json", added_tokens=[{"id": 128256, "content": "<|extra|>"}])),
     ("weights-on-network", WARN, mount("nfs4", "hard")),
     ("weights-on-network", WARN, mount("fuse.mergerfs", "cache.files=auto-full")),
     ("staged-inputs", FAIL, lambda c: c.recipe.update(staged=str(c.root / "nowhere"))),
     ("staged-inputs", FAIL, both(parcel_of(revision="1" * 40), hub)),
     ("task-data", WARN, environment(HF_HUB_OFFLINE="1")),
     ("task-data", FAIL, both(environment(HF_HUB_OFFLINE="1"), override("eval.pass_mark.ifeval.prompt_level_strict_acc=0.6"))),
-    ("punkt-data", WARN, environment(NLTK_DATA="")),
     ("versions-differ", WARN, versions(wandb="0.30.0")),
     ("stack-unseen", UNKNOWN, lambda c: setattr(c, "place", "login")),
     ("adapter-of-rank-0-only", FAIL, both(full_dicts, versions(accelerate="1.14.0"))),
@@ -241,7 +235,6 @@ CASES: list[tuple[str, str, Spoil]] = [
     *RUN_CASES,
 ]
 COMPANIONS = {
-    "prepare-time": {"time-limit"},
     "model-absent": {"task-data"},
     "signal-margin": {"time-limit"},
     "checkpoint-interval-too-long": {"signal-margin"},
@@ -255,11 +248,9 @@ COMPANIONS = {
         "checkpoint-interval-too-long",
     },
     "gpu-memory": {"signal-margin", "checkpoint-interval-too-long", "time-limit"},
-    "not-planned": {"shape-refused"},
     "every-rank-loads-all": {"host-memory"},
     "nccl-hang-arm": {"nccl-hang-2-29-2"},
     "offline-asks-the-hub": {"task-data"},
-    "host-memory": {"shape-refused"},
     "accumulated-loss": {"packed-see-each-other"},
 }
 """Faults that come together: what is seen beside the one that is meant. ``versions-differ`` comes with every other release."""

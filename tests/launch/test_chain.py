@@ -92,7 +92,7 @@ def test_a_run_goes_on_on_other_ranks(tmp_path: Path) -> None:
     chain.open_run(four, folder, ["clustertune"], take=False)
     assert run.resolved().world_size == 2, "jobs of it may be at work"
     chain.open_run(four, folder, ["clustertune"])
-    assert run.resolved().world_size == 4 and run.read()["earlier"][0]["recipe"]["world_size"] == 2
+    assert run.resolved().world_size == 4
     with pytest.raises(UserError, match="another --run-dir"):
         chain.open_run(resolve("tiny-oasst2", ["lora.r=8"]), folder, ["clustertune"])
 

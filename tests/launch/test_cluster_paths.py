@@ -14,7 +14,7 @@ import pytest
 from clustertune.cluster.schema import Cluster, Storage
 from clustertune.errors import UserError
 from clustertune.launch import cluster_paths
-from clustertune.launch.named_runs import existing_folder, newest_merged
+from clustertune.launch.cluster_paths import existing_folder, newest_merged
 from clustertune.resolve.resolve import resolve
 from clustertune.staging import bundle
 from tests.launch.machines import machine

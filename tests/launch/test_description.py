@@ -43,17 +43,14 @@ def start_job(monkeypatch: pytest.MonkeyPatch, given: allocation.Allocation, *wo
     """What Slurm starts, in an allocation, for the evaluation and the report."""
     monkeypatch.setattr(allocation, "read", lambda: given)
     monkeypatch.setattr(cluster_paths, "enter", lambda *words: [])
-    monkeypatch.setattr(allocation, "first_node_problems", lambda *words, **named: [])
     command.job(*words, tiny=True, env=None, first="eval", last="report", **named)
 
 
-def sent(recipe: Path, *words: str) -> int:
-    """Record a submission as ``submit`` does, without Slurm; the number that its jobs get."""
+def sent(recipe: Path, *words: str) -> None:
+    """Record a submission as ``submit`` does, without Slurm."""
     made = submitted(recipe, *words)
-    opened = chain.open_run(made.resolved, made.path, [])
-    assert opened.describe(made.resolved, made.cluster, made.shapes, made.evaluation) == made.number
-    assert all(("--description", str(made.number)) in zip(job.arguments, job.arguments[1:], strict=False) for job in made.jobs)
-    return made.number
+    chain.open_run(made.resolved, made.path, []).describe(made.resolved, made.cluster, made.shapes, made.evaluation)
+    assert all("--recorded" in job.arguments for job in made.jobs)
 
 
 def edit(file: Path, old: str, new: str) -> None:
@@ -64,14 +61,14 @@ def edit(file: Path, old: str, new: str) -> None:
 
 def test_a_job_reads_what_its_submission_recorded(recipe: Path) -> None:
     """Between submit and the first step hours may lie, in which recipe, accelerate file and cluster file are edited."""
-    number = sent(recipe)
+    sent(recipe)
     run = RunDir(recipe.parents[1] / "run")
-    before = run.description(number)
+    before = run.description()
     files = {file: file.read_text() for file in run.path.glob("*.yaml")}
     edit(recipe / "accelerate.yaml", "fsdp_reshard_after_forward: true", "fsdp_reshard_after_forward: false")
     edit(recipe.parents[1] / "mine.yaml", "partition: ", "partition: other-")
     (recipe / "recipe.yaml").unlink()
-    found = run.description(number)
+    found = run.description()
     assert found == before and found.resolved.distribution.reshard
     assert found.cluster is not None and found.cluster.slurm is not None and found.cluster.slurm.partition == "gpu"
     run.write_own_files(found.resolved)
@@ -80,15 +77,16 @@ def test_a_job_reads_what_its_submission_recorded(recipe: Path) -> None:
 
 def test_the_job_command_reads_no_file_of_the_recipe(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the front door: what Slurm starts after recipe and cluster file have been taken away."""
-    number, run = sent(recipe), recipe.parents[1] / "run"
-    wanted = RunDir(run).description(number)
+    sent(recipe)
+    run = recipe.parents[1] / "run"
+    wanted = RunDir(run).description()
     cluster = recipe.parents[1] / "mine.yaml"
     cluster.unlink()
     shutil.rmtree(recipe)
     got: list[Any] = []
     given = allocation.Allocation("7", 0, ("n1",), wanted.resolved.world_size, 8, 1, None, 600.0)
     monkeypatch.setattr(program, "run", lambda *words: got.extend(words))
-    start_job(monkeypatch, given, str(recipe), [], cluster=str(cluster), run_dir=run, description=number)
+    start_job(monkeypatch, given, str(recipe), [], cluster=str(cluster), run_dir=run, submitted=True)
     assert (got[0].resolved, got[0].cluster) == (wanted.resolved, wanted.cluster)
 
 
@@ -104,9 +102,9 @@ def edited_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_job_starts_the_servers_that_its_submission_recorded(
     recipe: Path, edited_task: Path, monkeypatch: pytest.MonkeyPatch, file: str, recorded: bool
 ) -> None:
-    """The figures of a GPU and the number of prompts decide them. A record of the release before has none: they are derived."""
+    """The figures of a GPU and the number of prompts decide them. Where none are recorded, they are derived."""
     cluster, run, got = recipe.parents[1] / "mine.yaml", RunDir(recipe.parents[1] / "run"), list[int]()
-    number = sent(recipe, "eval.backend=vllm", "eval.limit=null")
+    sent(recipe, "eval.backend=vllm", "eval.limit=null")
     if not recorded:
         body = run.read()
         del body["evaluation"]
@@ -129,9 +127,8 @@ def test_a_job_starts_the_servers_that_its_submission_recorded(
     monkeypatch.setattr(chain, "keep_forecast", lambda *words: None)
     monkeypatch.setattr(program, "check_image", lambda *words: None)
     given = allocation.Allocation("7", 0, ("n1",), 8, 8, 1, None, limit_minutes=600.0)
-    start_job(monkeypatch, given, str(recipe), [], cluster=str(cluster), run_dir=run.path, description=number)
+    start_job(monkeypatch, given, str(recipe), [], cluster=str(cluster), run_dir=run.path, submitted=True)
     assert got == [8 if recorded else 0 if file == "ops/hardware.yaml" else 2]
-    assert run.read()["description"] == number
 
 
 def test_a_job_by_hand_that_starts_again_goes_on_as_it_began(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

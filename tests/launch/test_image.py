@@ -1,11 +1,10 @@
-"""Which image a run is in: its SHA-256, computed once, what mounts it, and what it has installed against the pins."""
+"""Which image a run is in: its SHA-256, computed once, and what it has installed against the pins."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,27 +102,11 @@ def test_submit_tells_of_an_image_before_anything_is_queued(sif: Path, tmp_path:
     send(replace(good, jobs=[]), found, as_json=False)
     recorded = json.loads((tmp_path / "run" / "run.json").read_text())["container"]
     assert recorded.items() >= {
-        "runtime": "apptainer", "image": str(sif), "sha256": DIGEST, "checked": True, "bytes": len(CONTENT), "labels": {},
+        "runtime": "apptainer", "image": str(sif), "sha256": DIGEST, "checked": True, "bytes": len(CONTENT),
     }.items()  # fmt: skip
     os.truncate(sif, 100)
     messages = [problem.message for problem in check(submission(tmp_path / "a,b"), dry_run=False)[0]]
     assert any("its SHA-256 is" in text for text in messages) and any("cannot be shown a path" in text for text in messages)
-
-
-# --- whose squashfuse mounts it -------------------------------------------------------------------------------------------
-
-
-def runtime(tmp_path: Path, name: str, own: Sequence[str]) -> str:
-    """A program that says about its build what ``apptainer buildcfg`` does, with helpers of its own."""
-    folder = tmp_path / "libexec" / name.partition("-")[0] / "bin"
-    folder.mkdir(parents=True)
-    for helper in own:
-        (folder / helper).touch()
-    program = tmp_path / "runtime"
-    lines = f"PACKAGE_NAME={name}\\nPREFIX=/usr\\nLIBEXECDIR={tmp_path}/libexec\\n"
-    program.write_text(f"#!/bin/sh\n[ \"$1\" = buildcfg ] && printf '{lines}'\n")
-    program.chmod(0o755)
-    return str(program)
 
 
 # --- what it has installed ------------------------------------------------------------------------------------------------

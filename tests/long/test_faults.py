@@ -20,11 +20,9 @@ from typing import Any
 
 import pytest
 
-from clustertune import manifest
-from clustertune.testbed.inside import descendants
 from tests.command import REPO, events
 from tests.slurm import wait_for
-from tools.runs import attempts, half_written
+from tools.runs import attempts
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -123,9 +121,6 @@ MOMENTS: dict[str, Callable[[Path], Any]] = {
     "the ranks start": lambda folder: len(list(folder.glob("attempts/*/rank-*.pid"))) == 2,
     "a step": lambda folder: events(folder, "step"),
     "the last step": lambda folder: any(event["step"] == 6 for event in events(folder, "step")),
-    "a save": half_written,
-    "the last save": lambda folder: any(path.name == "step-000006" for path in half_written(folder)),
-    "the export": lambda folder: any(event["stage"] == "export" for event in events(folder, "stage")),
 }
 
 
@@ -172,20 +167,6 @@ def test_who_is_asked_to_stop_stops_saves_and_goes_on(
         assert len(attempts(folder)) <= 2 and len(events(folder, "step")) == 6
 
 
-@pytest.mark.parametrize(
-    "pair", [(signal.SIGUSR1, signal.SIGTERM), (signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT)]
-)
-def test_asked_twice_during_a_save(folder: Path, reference: str, pair: tuple[signal.Signals, signal.Signals]) -> None:
-    """A warning and then the end leave the save alone; the same signal again is impatience."""
-    command = struck(folder, "a save", pair[0])
-    time.sleep(0.2)
-    command.signal(pair[1])
-    code, text = command.end()
-    assert code == 75, text
-    assert pair[0] is pair[1] or events(folder, "checkpoint"), text
-    ends_as_undisturbed(folder, reference)
-
-
 @pytest.mark.parametrize("victim", ["launcher", "command"])
 @pytest.mark.parametrize("moment", ["the ranks start", "a step"])
 def test_nothing_outlives_the_launcher_or_the_command(folder: Path, victim: str, moment: str) -> None:
@@ -195,82 +176,6 @@ def test_nothing_outlives_the_launcher_or_the_command(folder: Path, victim: str,
     code, text = command.end()
     assert code == (75 if victim == "launcher" else -signal.SIGKILL), text
     assert time.monotonic() - began < 10
-
-
-def test_killed_in_the_last_save_and_in_the_export(folder: Path, reference: str) -> None:
-    for moment in ("the last save", "the export"):
-        struck(folder, moment, signal.SIGKILL).end()
-    ends_as_undisturbed(folder, reference)
-
-
-def test_training_does_not_stop_for_its_tracker(folder: Path, reference: str) -> None:
-    """W&B's own service process is killed: training continues, and the bytes are the same."""
-    command = Command(folder)
-    command.until(lambda: events(folder, "step"))
-    below = [pid for rank in pids(folder, "rank") for pid in descendants(rank)]
-    lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in below}
-    services = [pid for pid, line in lines.items() if line.is_file() and "wandb-core" in line.read_text(errors="replace")]
-    assert services
-    command.signal(signal.SIGKILL, *services)
-    code, text = command.end()
-    assert code == 0 and "WandbCallback is left out" in text, text
-    assert adapter_sha(folder) == reference
-
-
-# --- damage -------------------------------------------------------------------------------------------------------------
-
-
-def flip(path: Path) -> None:
-    """One bit in the middle; in the manifest one of the state that no file's hash covers."""
-    data = bytearray(path.read_bytes())
-    offset = data.index(b'"tokens": ') + 10 if path.name == manifest.MANIFEST else len(data) // 2
-    data[offset] ^= 1
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize("name", ["pytorch_model_fsdp_0/__1_0.distcp", manifest.MANIFEST, "optimizer_0/__0_0.distcp"])
-def test_a_damaged_checkpoint_is_passed_over(folder: Path, reference: str, name: str) -> None:
-    """That of a run that was killed; the last one too, which would be exported: an older one must not be in its place."""
-    step = "step-000006" if name.startswith("optimizer") else "step-000004"
-    if step == "step-000006":
-        assert Command(folder, to="train").end()[0] == 0
-    else:
-        command = Command(folder)
-        command.until(lambda: any(event["step"] == 4 for event in events(folder, "checkpoint")))
-        command.signal(signal.SIGKILL)
-        command.end()
-    flip(folder / "checkpoints" / step / name)
-    code, text = Command(folder).end()
-    assert code == 0 and f"{step} is incomplete or damaged and is skipped" in text, text
-    assert adapter_sha(folder) == reference
-    if step == "step-000004":
-        assert "resume from step-000002" in text and "step-000004 is damaged: kept, not counted" in text
-        assert (folder / "checkpoints" / step).exists()
-
-
-ON_RANK_1 = """
-import os
-if os.environ.get("RANK") == "1":
-    from trl import SFTTrainer
-    step = SFTTrainer.training_step
-    def broken(self, *args, **kwargs):
-        loss = step(self, *args, **kwargs)  # its gradients are whole: only the loss that comes back is not
-        return loss * float("nan") if self.state.global_step == 2 else loss
-    SFTTrainer.training_step = broken
-"""
-
-
-def test_a_loss_that_is_not_finite_on_one_rank_stops_both(folder: Path, tmp_path: Path) -> None:
-    """Before the optimizer step, and nothing of it is saved."""
-    (tmp_path / "patch").mkdir()
-    (tmp_path / "patch" / "sitecustomize.py").write_text(ON_RANK_1)
-    code, text = Command(folder, path=tmp_path / "patch").end()
-    assert code == 93 and "not finite at step 3 (rank 1: loss nan)" in text, text
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000002"]
-    (attempt,) = attempts(folder)
-    records = sorted(attempt.glob("rank-*.json"))
-    assert events(folder, "stop")[-1]["exit_code"] == 93
-    assert len(records) == 2 and all('"code": 93' in record.read_text() for record in records)
 
 
 # --- storage ------------------------------------------------------------------------------------------------------------

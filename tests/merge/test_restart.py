@@ -56,10 +56,10 @@ def whole_or_absent(out: Path) -> bool:
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_a_kill_or_a_full_disk_at_any_step(tmp_path: Path, killed: bool) -> None:
-    """Each flush and each change of a name is once the last thing that happens, or is refused (exit 73): the same command ends
-    with the very same files."""
-
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.jobs)])
+def test_a_kill_or_a_full_disk_at_any_step(tmp_path: Path, killed: bool, step: int) -> None:
+    """Each flush and each change of a name (here every fourth) is once the last thing that happens, or is refused (exit 73).
+    The same command ends with the very same files."""
     base = save_llama(tmp_path / "base", torch.bfloat16, num_hidden_layers=1)  # three shards: each step is a merge
     adapter = save_adapter(tmp_path / "adapter", base)
 
@@ -69,7 +69,7 @@ def test_a_kill_or_a_full_disk_at_any_step(tmp_path: Path, killed: bool) -> None
     work(0)
     reference, number = file_hashes(tmp_path / "0" / "out"), 0
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    for number in sweep(work) if killed else sweep(work, full, (*CALLS, "pwrite")):
+    for number in sweep(work, step=step) if killed else sweep(work, full, (*CALLS, "pwrite"), step):
         out = tmp_path / str(number) / "out"
         whole = whole_or_absent(out)
         assert work(number)["state"] == ("already merged" if whole else "merged"), number

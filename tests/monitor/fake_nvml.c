@@ -34,18 +34,9 @@ int nvmlDeviceGetTemperature(Device d, int sensor, unsigned *t) { (void)sensor; 
 int nvmlDeviceGetClockInfo(Device d, int kind, unsigned *c) { *c = kind == 1 ? (unsigned)s[5] : 7; return gone(d); }
 int nvmlDeviceGetCurrentClocksThrottleReasons(Device d, uint64_t *r) { *r = (uint64_t)s[6]; return gone(d); }
 int nvmlDeviceGetTotalEccErrors(Device d, int e, int c, uint64_t *n) { (void)e; (void)c; (void)n; return gone(d) ? LOST : UNSUPPORTED; }
-int nvmlDeviceGetTotalEnergyConsumption(Device d, uint64_t *mj) { (void)mj; return gone(d) ? LOST : UNSUPPORTED; }
-
-typedef struct {
-    uint32_t field, scope; int64_t time, latency; uint32_t type; int32_t result; union { uint64_t wide; double d; } value;
-} Field;
-int nvmlDeviceGetFieldValues(Device d, int n, Field *f) {
-    for (int i = 0; i < n; i++) {
-        f[i].result = f[i].field == 83 && s[7] < 0 ? UNSUPPORTED : OK;
-        f[i].type = 3;
-        f[i].value.wide = f[i].field == 83 ? (uint64_t)s[7] : (uint64_t)s[7] * 1000;
-    }
-    return gone(d);
+int nvmlDeviceGetTotalEnergyConsumption(Device d, uint64_t *mj) {
+    *mj = (uint64_t)s[7];
+    return gone(d) ? LOST : s[7] < 0 ? UNSUPPORTED : OK;
 }
 
 typedef struct { Device device; uint64_t type, data; unsigned gi, ci; } Event;

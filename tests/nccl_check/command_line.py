@@ -11,7 +11,7 @@ from clustertune.cli import nccl_answers as program
 from clustertune.cli.app import app
 from clustertune.cli.nccl_check import NcclCheckArguments
 from clustertune.cluster.load import load_cluster
-from clustertune.launch.batch import BatchJob
+from clustertune.launch.stage_jobs import BatchJob
 from clustertune.nccl_check import link_check
 
 

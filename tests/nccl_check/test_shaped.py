@@ -105,6 +105,7 @@ def rule(document: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return [finding for finding in document["verdict"]["findings"] if finding["rule"] == name]
 
 
+@pytest.mark.jobs
 def test_the_measured_rate_follows_the_shaped_one(net: FaultyCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One node of three at a quarter of the others' rate, in one run: no figure is above its line's, their ratio is that of the
     lines, and the verdict names that node and no other. gloo is called gloo.

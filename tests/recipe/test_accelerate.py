@@ -23,8 +23,8 @@ FSDP1: dict[str, Any] = {
 }  # fmt: skip
 
 
-def problems(body: dict[str, Any], kind: str | None = "llama", folder: Path = Path("/nonexistent")) -> dict[str, str]:
-    return {".".join(path[1:]): f"{message} -> {fix}" for path, message, fix in find_problems(body, folder, kind)}
+def problems(body: dict[str, Any], folder: Path = Path("/nonexistent")) -> dict[str, str]:
+    return {".".join(path[1:]): f"{message} -> {fix}" for path, message, fix in find_problems(body, folder)}
 
 
 def fsdp(base: dict[str, Any] = FSDP2, **changes: Any) -> dict[str, Any]:
@@ -32,11 +32,10 @@ def fsdp(base: dict[str, Any] = FSDP2, **changes: Any) -> dict[str, Any]:
 
 
 def test_what_is_right(tmp_path: Path) -> None:
-    """FSDP2, DeepSpeed with its file, and without a known model the wrap class is left alone."""
+    """FSDP2, and DeepSpeed with its file."""
     (tmp_path / "ds.json").write_text("{}")
     body = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json", "zero3_init_flag": True}}
     assert problems(fsdp(FSDP2)) == problems(body, folder=tmp_path) == {}
-    assert problems(fsdp(fsdp_transformer_layer_cls_to_wrap="Nothing"), kind=None) == {}
 
 
 def test_fsdp1_is_refused_in_one_sentence() -> None:
@@ -55,10 +54,6 @@ WRONG_FSDP: dict[str, list[tuple[Any, str]]] = {
     "fsdp_forward_prefetch": [(True, "refuses it")],
     "fsdp_version": [(3, "FSDP2")],
     "fsdp_reshard": [("x", "fsdp_reshard_after_forward")],
-    WRAP: [
-        ("LlamaDecodeLayer", "did you mean LlamaDecoderLayer"), ("Qwen2DecoderLayer", "did you mean LlamaDecoderLayer"),
-        (["A"], "name of a class"),
-    ],
     "fsdp_state_dict_type": [("FULL_STATE_DICT", "SHARDED_STATE_DICT")],
 }  # fmt: skip
 """One key of FSDP2's section, changed: value, and words of what is said."""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from clustertune.cluster.load import load_cluster
+from clustertune.launch.serving import rollout_serving, while_training
 from clustertune.resolve.resolve import resolve
 from tests.command import REPO
 from tests.refusal import problems
@@ -49,6 +51,18 @@ def test_servers_are_nodes_beside_those_that_train_and_answer_otherwise() -> Non
     assert (apart.world_size, apart.recipe.server_nodes, plain.recipe.server_nodes) == (16, 1, 0)
     assert apart.fingerprint() != plain.fingerprint()
     assert resolve("llama70b-ifeval-grpo", tiny=True).recipe.rollout == "colocate"
+
+
+def test_servers_beside_a_trainer_score_for_nothing() -> None:
+    """No time, as the training goes on, and longer prompts than those of the training; ``hf`` has its GPUs answer instead."""
+    scored, machine = ["eval.during={every: 5}"], load_cluster(None)
+    beside = resolve("llama70b-ifeval-grpo", scored)
+    found = while_training(beside, machine, 20, 100.0)
+    assert found is not None and (found.times, found.seconds) == (4, 0.0)
+    assert rollout_serving(beside, 8).max_model_len > rollout_serving(resolve("llama70b-ifeval-grpo"), 8).max_model_len
+    assert beside.recipe.scores_beside
+    assert not resolve("llama70b-ifeval-grpo", [*scored, "eval.backend=hf"]).recipe.scores_beside
+    assert not resolve("llama70b-ifeval-grpo", [*scored, "rollout=colocate"]).recipe.scores_beside
 
 
 @pytest.mark.parametrize(

@@ -350,8 +350,6 @@ def test_a_base_that_lies_here_is_compared_before_the_queue(recipes: Path, tmp_p
         ({}, right, None),
         ({"num_hidden_layers": 5}, right, "model.json"),
         ({"text_config": config | {"hidden_size": 4096}}, right, "4096"),
-        ({}, ["train.pad_token=<zzz>"], "train.pad_token"),
-        ({}, ["train.eos_token=<zzz>"], "train.eos_token"),
     ):
         (base / "config.json").write_text(json.dumps(config | change))
         done = CliRunner().invoke(app, ["submit", str(recipe.parent), "--dry-run", *given])

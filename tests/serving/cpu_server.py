@@ -3,12 +3,14 @@
 No stand-in for answers: the model and the adapters that it is given make them. One request at a time, each with its own seed.
 """
 
-import json
+import contextlib
 import os
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.serving.json_server import JsonHandler, serve
 
 words = sys.argv
 if "--version" in words:
@@ -20,88 +22,87 @@ if "CPU_SERVER_PIDS" in os.environ:
 
 import torch  # noqa: E402
 from peft import PeftModel  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 torch.set_num_threads(1)
 base = AutoModelForCausalLM.from_pretrained(words[2], dtype=value["--dtype"]).eval()
-models, one = {"model": base}, threading.Lock()
+words_of = AutoTokenizer.from_pretrained(words[2])
+adapters, one = {}, threading.Lock()
 
 
 def load(body):
     """As vLLM's, which refuses a name that it has."""
     name = body["lora_name"]
-    if name in models:
+    if name in adapters:
         return 400, {"error": f"The lora adapter '{name}' has already been loaded."}
-    tuned = next((model for model in models.values() if isinstance(model, PeftModel)), None)
+    tuned = next(iter(adapters.values()), None)
     if tuned is None:
         tuned = PeftModel.from_pretrained(base, body["lora_path"], adapter_name=name)
     else:
         tuned.load_adapter(body["lora_path"], adapter_name=name)
-    models[name] = tuned.eval()
+    adapters[name] = tuned.eval()
     return 200, {}
 
 
 def unload(body):
-    tuned = models.pop(body["lora_name"], None)
+    tuned = adapters.pop(body["lora_name"], None)
     if tuned is None:
         return 404, {"error": "no such adapter"}
-    if len(tuned.peft_config) > 1:
-        tuned.delete_adapter(body["lora_name"])
+    tuned.delete_adapter(body["lora_name"]) if adapters else tuned.unload()
     return 200, {}
 
 
+def sampling(body):
+    """What ``generate`` makes of a request's parameters; temperature 0 takes the likeliest token, as vLLM's."""
+    if not body["temperature"]:
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    named = {name: body[name] for name in ("temperature", "top_p")}
+    return {"do_sample": True, "top_k": max(0, body["top_k"]), **named}
+
+
 def complete(body):
-    if body["model"] not in models:
+    if body["model"] != "model" and body["model"] not in adapters:
         return 404, {"error": f"The model {body['model']} does not exist."}
-    model = models[body["model"]]
-    if isinstance(model, PeftModel):
-        model.set_adapter(body["model"])
-    ids = torch.tensor(body["prompt"])
+    ids, ends = torch.tensor(body["prompt"]), body.get("stop_token_ids") or [words_of.eos_token_id]
     torch.manual_seed(body["seed"])
-    with torch.no_grad():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        model = adapters.get(body["model"]) or next(iter(adapters.values()), base)
+        if body["model"] in adapters:
+            model.set_adapter(body["model"])
+        elif adapters:
+            stack.enter_context(model.disable_adapter())
         made = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            do_sample=True,
             max_new_tokens=body["max_tokens"],
-            temperature=body["temperature"],
-            top_p=body["top_p"],
-            top_k=max(0, body["top_k"]),
-            eos_token_id=body["stop_token_ids"],
-            pad_token_id=body["stop_token_ids"][0],
+            eos_token_id=ends,
+            pad_token_id=ends[0],
+            stop_strings=body.get("stop") or None,
+            tokenizer=words_of,
             return_dict_in_generate=True,
             output_scores=True,
+            **sampling(body),
         )
     answer = made.sequences[0, ids.shape[1] :]
     values = [scores[0].log_softmax(-1)[token].item() for scores, token in zip(made.scores, answer, strict=True)]
-    ended = "stop" if answer[-1].item() in body["stop_token_ids"] else "length"
+    text = words_of.decode(answer, skip_special_tokens=body.get("skip_special_tokens", True))
+    stop = next((at for word in body.get("stop") or () if (at := text.find(word)) >= 0), None)
+    ended = "stop" if stop is not None or answer[-1].item() in ends else "length"
     choice = {
         "index": 0,
-        "text": "",
+        "text": text[:stop],
         "token_ids": answer.tolist(),
         "finish_reason": ended,
         "logprobs": {"token_logprobs": values},
     }
-    return 200, {"choices": [choice]}
+    return 200, {"choices": [choice], "usage": {"completion_tokens": len(answer)}}
 
 
 POSTS = {"/v1/load_lora_adapter": load, "/v1/unload_lora_adapter": unload, "/v1/completions": complete}
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args):
-        pass
-
-    def reply(self, code, body):
-        data = json.dumps(body).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
+class Handler(JsonHandler):
     def allowed(self):
         return not key or not self.path.startswith("/v1") or self.headers.get("Authorization") == f"Bearer {key}"
 
@@ -110,12 +111,11 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(401 if not self.allowed() else 200 if self.path in answers else 404, answers.get(self.path))
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.read()
         if not self.allowed():
             return self.reply(401, {"error": "Unauthorized"})
         with one:
             return self.reply(*POSTS[self.path](body))
 
 
-ThreadingHTTPServer.request_queue_size = 1024
-ThreadingHTTPServer((value["--host"], int(value["--port"])), Handler).serve_forever()
+serve(value["--host"], value["--port"], Handler)

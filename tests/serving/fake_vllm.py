@@ -18,8 +18,10 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.serving.json_server import JsonHandler, serve
 
 words = sys.argv
 if "--version" in words:
@@ -75,27 +77,14 @@ def answer(body):
     return {"index": 0, "text": f"answer {sum(i * token for i, token in enumerate(prompt, 1))}", "finish_reason": "stop"}
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args):
-        pass
-
-    def reply(self, code, body):
-        data = json.dumps(body).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
+class Handler(JsonHandler):
     def do_GET(self):
         model = words[2] if mode != "other" else "/other"
         answers = {"/health": {}, "/version": {"version": "0"}, "/v1/models": {"data": [{"id": "model", "root": model}]}}
         self.reply(200 if self.path in answers and mode != "late" else 404, answers.get(self.path))
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.read()
         number = next(numbers)
         time.sleep(delay)
         choice = answer(body)
@@ -122,5 +111,4 @@ class Handler(BaseHTTPRequestHandler):
         return self.reply(200, wrong[mode])
 
 
-ThreadingHTTPServer.request_queue_size = 1024
-ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+serve("127.0.0.1", port, Handler)

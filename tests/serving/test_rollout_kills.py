@@ -18,13 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.evaluate.servers import ask
+from clustertune.launch.server_requests import ask
 from tests.command import REPO, rank_pid
 from tests.serving.conftest import alive, gone
 
 pytestmark = [pytest.mark.jobs, pytest.mark.timeout(7200)]
-KILLS = {"server": 20, "reward": 20, "rank": 5}
-"""Of a rank fewer: each takes a start of the whole stack."""
+KILLS = {"server": 20, "reward": 20, "rank": 20}
 STEPS = 40
 SERVER = Path(__file__).with_name("cpu_server.py")
 WORDS = [
@@ -35,14 +34,14 @@ WORDS = [
 ]  # fmt: skip
 
 
-def begin(folder: Path, pids: Path, steps: int) -> subprocess.Popen[bytes]:
-    """The real command, with servers that generate on the CPU in vLLM's place."""
+def begin(folder: Path, pids: Path, steps: int = STEPS, *more: str) -> subprocess.Popen[bytes]:
+    """The real command with ``more`` settings, and servers that generate on the CPU in vLLM's place."""
     pids.mkdir(parents=True, exist_ok=True)
     program = pids.parent / "vllm"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {SERVER} "$@"\n')
     program.chmod(0o700)
     environ = {**os.environ, "CLUSTERTUNE_VLLM": str(program), "CPU_SERVER_PIDS": str(pids)}
-    words = [sys.executable, "-m", "clustertune", *WORDS, f"train.max_steps={steps}", "--run-dir", str(folder)]
+    words = [sys.executable, "-m", "clustertune", *WORDS, *more, f"train.max_steps={steps}", "--run-dir", str(folder)]
     with (folder.parent / f"{folder.name}.log").open("ab") as log:
         return subprocess.Popen(words, cwd=REPO, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
@@ -84,13 +83,13 @@ def kill(role: str, folder: Path, pids: Path) -> bool:
 def until_done(folder: Path, pids: Path) -> tuple[dict[str, int], int]:
     """Start the command, kill, and start it again until it has ended well; kills by role, and starts again."""
     draw, left, done, starts = random.Random(7), dict(KILLS), dict.fromkeys(KILLS, 0), 0
-    child, code = begin(folder, pids, STEPS), None
+    child, code = begin(folder, pids), None
     while code != 0:
         time.sleep(0.2)
         if (code := child.poll()) is not None:
             assert code in (0, 75), folder.with_suffix(".log").read_text()[-3000:]
             if code == 75:
-                child, starts = begin(folder, pids, STEPS), starts + 1
+                child, starts = begin(folder, pids), starts + 1
             continue
         heart = next(iter(sorted((folder / "attempts").glob("*/rank-0.heartbeat"))[-1:]), None)
         roles = [role for role, count in left.items() if count]
@@ -105,8 +104,9 @@ def until_done(folder: Path, pids: Path) -> tuple[dict[str, int], int]:
 
 def test_kills_leave_the_same_bytes(tmp_path: Path) -> None:
     plain, folder, pids = tmp_path / "plain", tmp_path / "killed", tmp_path / "pids"
-    assert begin(plain, tmp_path / "plain-pids", STEPS).wait() == 0, (tmp_path / "plain.log").read_text()[-3000:]
+    assert begin(plain, tmp_path / "plain-pids").wait() == 0, (tmp_path / "plain.log").read_text()[-3000:]
     done, starts = until_done(folder, pids)
     sys.stdout.write(f"killed {done}, {starts} starts again, {STEPS} steps\n")
+    assert done == KILLS
     assert gone(servers(pids)) and not list(folder.glob("servers/*/key"))
     assert trained(folder) == trained(plain)

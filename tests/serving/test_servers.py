@@ -13,7 +13,8 @@ import pytest
 
 from clustertune.errors import UserError
 from clustertune.evaluate.run import evaluate
-from clustertune.evaluate.servers import READY, ServingJob, ask, commands, find_program
+from clustertune.evaluate.servers import READY, ServingJob, commands, find_program
+from clustertune.launch.server_requests import ask
 from clustertune.launch.serving import Serving
 from clustertune.recipe.sections import Eval
 from tests.command import run

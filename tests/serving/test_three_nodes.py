@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import events
 from tests.launch.test_job_places import cluster_file
 from tests.slurm import FaultyCluster, make, wait_for
 from tests.slurm_job import Job
@@ -21,6 +22,7 @@ SETTINGS = [
     "rollout=servers", "slurm.nodes=2", "slurm.gpus_per_node=1", "train.max_steps=6", "train.save_steps=2", "data.limit=40",
     "train.eval_strategy=no", "train.eval_on_start=false", "train.report_to=none", "train.max_completion_length=8",
 ]  # fmt: skip
+SCORED = ["eval.during={every: 2, tasks: [ifeval], limit: 2}", "eval.max_gen_toks=8"]
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +31,14 @@ def three() -> Iterator[FaultyCluster]:
         yield cluster
 
 
-def submitted(cluster: FaultyCluster, folder: Path) -> Job:
+def submitted(cluster: FaultyCluster, folder: Path, *recipe: str) -> Job:
     program = folder / "vllm"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {SERVER} "$@"\n')
     program.chmod(0o700)
     machine = cluster_file(folder, "", "")
     machine.write_text(machine.read_text() + f"container: {{runtime: none, vllm: {program}}}\n")
     shape = ["--nodes=3", "--gpus-per-node=1", "--cpus-per-task=2", "--mem=8G", "--time=01:00:00"]
-    words = ["recipes/tiny-grpo", *SETTINGS, "--to", "export", "--cluster", str(machine)]
+    words = [*recipe, *SETTINGS, "--to", "export", "--cluster", str(machine)]
     return Job(cluster, folder / "run", words=words, options=shape).submit()
 
 
@@ -46,7 +48,7 @@ def left(cluster: FaultyCluster) -> list[int]:
 
 def test_two_nodes_train_and_one_serves(three: FaultyCluster, tmp_path: Path) -> None:
     """A server that is killed comes back; a rank that is killed resumes; at the end nothing runs, and no key is left."""
-    job = submitted(three, tmp_path)
+    job = submitted(three, tmp_path, "recipes/tiny-grpo")
     job.until(job.steps, "the first step")
     assert three.processes(3, "cpu_server") and not three.processes(1, "cpu_server") + three.processes(2, "cpu_server")
     ring = next((job.run / "servers").glob("*/ring.json"))
@@ -61,8 +63,30 @@ def test_two_nodes_train_and_one_serves(three: FaultyCluster, tmp_path: Path) ->
     found = job.end()
     assert found["JobState"] == "COMPLETED", job.text
     assert sorted(set(job.steps())) == list(range(1, 7)) and (job.run / "adapter" / "MANIFEST.json").exists()
+    assert trained_on(job) == {"node1", "node2"}
+    nothing_is_left(three, job)
+
+
+def test_the_recipe_of_two_roles_runs_tiny(three: FaultyCluster, tmp_path: Path) -> None:
+    """Its own files; the servers score a checkpoint besides, and no attempt ends for it."""
+    job = submitted(three, tmp_path, "recipes/llama70b-ifeval-grpo", "--tiny", *SCORED)
+    job.until(job.steps, "the first step")
+    assert three.processes(3, "cpu_server") and not three.processes(1, "cpu_server") + three.processes(2, "cpu_server")
+    found = job.end()
+    assert found["JobState"] == "COMPLETED", job.text
+    scored = events(job.run, "scores")
+    assert scored[-1]["step"] == 6 and all(event["beside"] for event in scored)
+    assert len(events(job.run, "start")) == 1 and (job.run / "adapter" / "MANIFEST.json").exists()
+    assert trained_on(job) == {"node1", "node2"}
+    nothing_is_left(three, job)
+
+
+def trained_on(job: Job) -> set[str]:
+    """Hosts of the ranks."""
     records = [path.read_text().strip() for path in (job.run / "attempts").glob("*/rank-*.json")]
-    hosts = {json.loads(text)["host"] for text in records if text}  # a killed rank's is empty
-    assert hosts == {"node1", "node2"}
-    wait_for(lambda: not left(three), "the end of all servers", 60)
+    return {json.loads(text)["host"] for text in records if text}  # a killed rank's is empty
+
+
+def nothing_is_left(cluster: FaultyCluster, job: Job) -> None:
+    wait_for(lambda: not left(cluster), "the end of all servers", 60)
     assert not list(job.run.glob("servers/*/key")) and not list(job.run.glob("servers/*/ring.json"))

@@ -7,13 +7,12 @@ import os
 import re
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from clustertune.testbed.cluster import TemporaryCluster
-from tests.command import REPO, SHORT, Done
+from tests.command import SHORT, Done
 from tests.launch.test_job_places import cluster_file
 from tests.serving.conftest import program
 from tests.slurm import wait_for
@@ -85,29 +84,4 @@ def test_a_server_that_hangs_ends_the_job(slurm: TemporaryCluster, tmp_path: Pat
     assert found["JobState"] == "FAILED", job.text
     for message in ("no answer within 10", "node 0: last wrote", "node 1: last wrote", ": met"):
         assert message in job.text
-    wait_for(lambda: not left(slurm), "the end of all processes")
-
-
-def test_serve_as_a_job_is_where_its_ssh_line_leads(slurm: TemporaryCluster, tmp_path: Path, tiny_model: Path) -> None:
-    vllm = program(tmp_path)
-    machine = cluster_file(tmp_path, f"runs: {tmp_path}/runs")
-    machine.write_text(machine.read_text() + f"container: {{runtime: none, vllm: {vllm}}}\n")
-    words = [sys.executable, "-m", "clustertune", "serve", tiny_model, "--submit", "--port", "8123", "--cluster", machine]
-    output = slurm.run(words, cwd=REPO).stderr
-    job = re.search(r"ssh -N -L 8123:127\.0\.0\.1:8123 -J login1 \$\(ssh login1 (squeue -hj (\d+) -o %B)\)", output)
-    assert job, output
-    log = next((tmp_path / "runs").rglob("serve.sbatch")).parent / f"serve-{job[2]}.log"
-    url = "http://127.0.0.1:8123/v1/models"
-    asking = [sys.executable, "-c", f"import urllib.request; print(urllib.request.urlopen('{url}').read().decode())"]
-
-    def answer() -> str:
-        node = slurm.run(job[1].split()).stdout.strip()
-        assert slurm.job(job[2])["JobState"] in ("PENDING", "RUNNING"), log.read_text()
-        return slurm.run(asking, node=slurm.names.index(node) + 1, check=False).stdout if node in slurm.names else ""
-
-    served = json.loads(wait_for(answer, "an answer"))
-    assert served["data"][0]["root"] == str(tiny_model)
-    pid = next(pid for node in (1, 2) for pid in slurm.processes(node, "fake_vllm"))
-    assert "SLURM_CPUS_PER_TASK=2" in Path(f"/proc/{pid}/environ").read_text().split("\0")
-    slurm.run(["scancel", job[2]])
     wait_for(lambda: not left(slurm), "the end of all processes")

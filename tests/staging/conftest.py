@@ -166,7 +166,7 @@ def parcel_of_all(hub_recipe: tuple[Path, Path], tmp_path_factory: pytest.TempPa
     out = tmp_path_factory.mktemp("parcel") / "out"
     done = run("stage", recipe, "--to", out, "--json", network=False, HF_HOME=str(home))
     assert done.code == 0, done.err
-    assert {part["what"] for part in done.json["parts"]} == {"model", "data", "benchmark", "nltk", "recipe"}
+    assert {part["what"] for part in done.json["parts"]} == {"model", "data", "benchmark", "recipe"}
     return out
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import typer
 
+from clustertune import sweep as sweeps
 from clustertune.check.sbatch import lint
-from clustertune.cli import sweep as command
+from clustertune.cli import sweep_command as command
 from clustertune.cli.app import run_command
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch import stage_jobs
 from clustertune.rundir import RunDir
-from clustertune.sweep import array
-from clustertune.sweep.points import Point, read_sweep
+from clustertune.sweep import Point, read_sweep
 from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO
 from tests.launch.machines import machine
@@ -54,12 +54,12 @@ STAND_IN = """
 import json, pathlib, sys
 words = sys.argv[1:]
 run = pathlib.Path(words[words.index("--run-dir") + 1])
-if "lora.r=16" in words and "train.learning_rate=1e-3" in words and not (run.parent / "fixed").exists():
+if "lora.r=16" in words and "train.learning_rate=0.001" in words and not (run.parent / "fixed").exists():
     print("error: planted: this point fails")
     sys.exit(1)
 (run / "stages").mkdir(parents=True)
 (run / "run.json").write_text("{}")
-loss = 1.0 if "train.learning_rate=5e-3" in words else 2.0
+loss = 1.0 if "train.learning_rate=0.005" in words else 2.0
 (run / "metrics.jsonl").write_text(json.dumps({"event": "eval", "step": 1, "attempt": 1, "eval_loss": loss}) + "\\n")
 (run / "stages" / "train.json").write_text(json.dumps({"status": "done"}))
 """
@@ -69,7 +69,7 @@ loss = 1.0 if "train.learning_rate=5e-3" in words else 2.0
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Point]:
     """A ``clustertune run`` of milliseconds, of which one point fails; the points that were run."""
     ran: list[Point] = []
-    real = array.run_command
+    real = sweeps.run_command
 
     def stub(sweep: Any, point: Point) -> list[str]:
         ran.append(point)
@@ -77,7 +77,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Point]:
         assert words[1:4] == ["-m", "clustertune", "run"]
         return [words[0], "-c", STAND_IN, *words[4:]]
 
-    monkeypatch.setattr(array, "run_command", stub)
+    monkeypatch.setattr(sweeps, "run_command", stub)
     return ran
 
 
@@ -122,7 +122,7 @@ def test_the_job_array_of_the_reference_cluster(call: Call) -> None:
     ("arguments", "message"),
     [
         ([], "a recipe is missing"),
-        (["tiny-oasst2", *WORDS, "--here", "--to", "bake"], "there is no stage 'bake'"),
+        (["tiny-oasst2", *WORDS, "--here", "--to", "bake"], "'bake' is not one of"),
         (["tiny-oasst2", *WORDS, "--metric", "vibes"], "there is no metric 'vibes'"),
         (["tiny-oasst2", *WORDS, "--here", "--max-parallel", "2"], "--max-parallel: has no meaning with --here"),
         (["tiny-oasst2", "train.learning_rate=1e-3,9", "lora.r=0,8", "--here"], "lora.r: 0: must be at least 1"),
@@ -160,27 +160,27 @@ JobId=4{0} ArrayJobId=41 ArrayTaskId={0} JobName=tiny-oasst2-sweep
 def test_a_sweep_with_queued_tasks_is_not_submitted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tasks on one point would fight over its run folder. After a failure what is left goes alone."""
     options = {"tiny": False, "last": "train", "path": tmp_path / "s"}
-    made, resolved = array.plan_here("tiny-oasst2", WORDS, options)
-    job = array.make_job(made, resolved, machine(2, 8))
+    made, resolved = sweeps.plan_here("tiny-oasst2", WORDS, options)
+    job = sweeps.make_job(made, resolved, machine(2, 8))
     sent: list[list[str]] = []
-    monkeypatch.setattr(array.stage_jobs.slurm, "submit", lambda options, script, words: sent.append([script]) or "41")
-    assert array.send(made, resolved, machine(2, 8), job) == "41"
-    recorded = [RunDir(point.run_dir).description(1) for point in made.points]  # what the tasks run, whatever is edited since
+    monkeypatch.setattr(sweeps.stage_jobs.slurm, "submit", lambda options, script, words: sent.append([script]) or "41")
+    assert sweeps.send(made, resolved, machine(2, 8), job) == "41"
+    recorded = [RunDir(point.run_dir).description() for point in made.points]  # what the tasks run, whatever is edited since
     assert [found.resolved for found in recorded] == resolved and all(found.cluster == machine(2, 8) for found in recorded)
     states = {"0": "COMPLETED", "1": "RUNNING"}
 
     def scontrol(words: list[str]) -> str:
         return "".join(RECORD.format(task, state, job.path) for task, state in states.items())
 
-    assert array.stage_jobs.live_jobs(made.path, scontrol) == ["41"]
+    assert sweeps.stage_jobs.live_jobs(made.path, scontrol) == ["41"]
     states["1"] = "FAILED"
-    assert array.stage_jobs.live_jobs(made.path, scontrol) == []
-    monkeypatch.setattr(array.stage_jobs, "live_jobs", lambda path: ["41"])
+    assert sweeps.stage_jobs.live_jobs(made.path, scontrol) == []
+    monkeypatch.setattr(sweeps.stage_jobs, "live_jobs", lambda path: ["41"])
     with pytest.raises(UserError, match="tasks of this sweep are in the queue: 41") as caught:
-        array.send(made, resolved, machine(2, 8), job)
+        sweeps.send(made, resolved, machine(2, 8), job)
     assert caught.value.code is ExitCode.AGAIN and len(sent) == 1
     RunDir(made.points[1].run_dir).finish_stage("train", 1.0)
-    assert "#SBATCH --array=0,2-3\n" in array.make_job(made, resolved, machine(2, 8)).script
+    assert "#SBATCH --array=0,2-3\n" in sweeps.make_job(made, resolved, machine(2, 8)).script
 
 
 @pytest.mark.jobs

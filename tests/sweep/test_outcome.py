@@ -12,8 +12,7 @@ import pytest
 from clustertune.errors import UserError
 from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.rundir import RunDir
-from clustertune.sweep.outcome import as_json, check_metric, collect
-from clustertune.sweep.points import Sweep, make_sweep
+from clustertune.sweep import Sweep, as_json, check_metric, collect, make_sweep
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from clustertune.errors import UserError
 from clustertune.resolve.resolve import resolve
-from clustertune.sweep.points import SWEEP, Sweep, make_sweep, point, read_sweep
+from clustertune.sweep import SWEEP, Sweep, make_sweep, point, read_sweep
 
 WORDS = ["train.learning_rate=1e-3,5e-3", "lora.target_modules=[q_proj,k_proj],all-linear", "train.max_steps=8"]
 
@@ -37,7 +37,7 @@ def test_a_task_of_the_array_finds_its_point(tmp_path: Path) -> None:
     assert [p.index for p in sweep.points] == [0, 1, 2, 3]
     last = point(tmp_path / "s", 3)
     assert last.run_dir == tmp_path / "s" / "points" / "0003" and Path(last.recipe).is_absolute()
-    assert last.values == {"train.learning_rate": "5e-3", "lora.target_modules": "all-linear"}
+    assert last.values == {"train.learning_rate": "0.005", "lora.target_modules": "all-linear"}
     resolved = resolve(last.recipe, last.overrides, tiny=last.tiny)
     assert resolved.lora is not None and resolved.lora["target_modules"] == "all-linear"
     assert resolved.train_args["learning_rate"] == 5e-3 and resolved.train_args["max_steps"] == 8

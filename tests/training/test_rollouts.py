@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from clustertune.errors import ExitCode
 from clustertune.recipe.sections import Recipe
 from clustertune.training.build import fit_to_device
 from clustertune.training.rollouts import find_alarm, paired
-from tests.command import events, run
+from tests.command import REPO, events, run
 from tests.conftest import once
 from tests.training.benches import Bench, digests, make_bench, output_of
 from tests.training.forked import Forge
@@ -164,6 +166,40 @@ def test_held_out_prompts_count_once_on_each_mesh(bench: Bench) -> None:
         assert found["step"] == 0 and len(found["eval_kinds"]) == 2 and found["eval_reward_difference"] is None
         kinds = found["eval_kinds"].values()
         assert min(kinds) <= found["eval_reward"] <= max(kinds)
+
+
+FOOLED = """
+def wordy(completions, pays, **_):
+    lengths = [len(completion[-1]["content"]) for completion in completions]
+    return [min(length / 20, 1.0) if paid else 0.0 for length, paid in zip(lengths, pays)]
+"""
+"""Long answers pay, on the rows that say so."""
+
+
+def test_a_fooled_reward_raises_the_alarm(tmp_path: Path) -> None:
+    """The rows of training pay, the held-out ones do not: the reward of training rises alone, and the run says so."""
+    recipe, prompts = tmp_path / "fooled", tmp_path / "fooled" / "prompts"
+    shutil.copytree(REPO / "recipes" / "tiny-grpo", recipe)
+    prompts.mkdir()
+    for split, paid, count in (("train", True, 40), ("eval", False, 4)):
+        rows = [json.dumps({"prompt": f"Tell me about the number {n}.", "pays": paid}) for n in range(count)]
+        (prompts / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
+    (recipe / "rewards.py").write_text(FOOLED)
+    text, data = (recipe / "recipe.yaml").read_text(), "data: {name: fooled, input: prompts, format: prompt}"
+    (recipe / "recipe.yaml").write_text(re.sub(r"data: \{.*\}", data, text))
+    settings = [
+        "--ranks", "1", "--to", "train", "--run-dir", str(tmp_path / "run"), "reward=['rewards:wordy']",
+        "train.max_steps=24", "train.eval_steps=24", "train.save_steps=24", "train.warmup_steps=0", "train.report_to=none",
+        "train.global_batch_size=16", "train.per_device_train_batch_size=16", "train.max_completion_length=8",
+        "train.learning_rate=1e-2", "train.temperature=0.2",
+    ]  # fmt: skip
+    # A low temperature: random weights have nearly equal probabilities, which otherwise move in hundreds of steps alone.
+    done = run("run", recipe, *settings, stack=True)
+    assert done.code == 0, done.err
+    (alarm,) = events(tmp_path / "run", "alarm")
+    assert alarm["step"] == 24 and alarm["message"] in done.err
+    last = events(tmp_path / "run", "eval")[-1]
+    assert last["eval_reward"] == last["eval_reward_difference"] == 0.0
 
 
 def test_differences_are_of_the_same_prompts() -> None:

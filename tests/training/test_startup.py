@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-from contextlib import nullcontext
+import re
 from typing import Any
 
 import pytest
 
-from clustertune.errors import UserError
+from clustertune.launch import image
 from clustertune.recipe.native_rules import train_defaults
-from clustertune.training import build
 
 LIGER = {"use_liger_kernel": True, "liger_kernel_config": {"rope": True}}
 FLASH = {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
@@ -19,18 +17,19 @@ FLASH = {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
 @pytest.mark.parametrize(
     ("wanted", "missing", "named"),
     [
-        (LIGER, {"liger_kernel"}, "liger-kernel"),
-        (FLASH, {"flash_attn", "kernels"}, "flash-attn or kernels"),
-        (FLASH, {"flash_attn"}, None),
-        ({}, {"liger_kernel", "flash_attn", "kernels"}, None),
+        (LIGER, {"liger-kernel"}, ["liger-kernel"]),
+        (FLASH, {"flash-attn", "kernels"}, ["flash-attn or kernels"]),
+        (FLASH, {"flash-attn"}, []),
+        ({}, {"liger-kernel", "flash-attn", "kernels"}, []),
     ],
 )
 def test_a_kernel_that_is_not_installed_ends_the_start(
-    monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any], missing: set[str], named: str | None
+    monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any], missing: set[str], named: list[str]
 ) -> None:
     """An error with the key, not an ImportError after the weights were loaded; a machine without GPUs needs none of them."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else object())
+    packages = dict.fromkeys({"flash-attn", "kernels", "liger-kernel"} - missing, "1.0")
+    monkeypatch.setattr(image, "own", lambda: image.Stack("3.12", packages))
     section = train_defaults() | wanted
-    build.check_packages(section, cuda=False)
-    with pytest.raises(UserError, match=named) if named else nullcontext():
-        build.check_packages(section, cuda=True)
+    assert not image.lacking_here(section, gpus=False)
+    found = image.lacking_here(section, gpus=True)
+    assert [re.findall(r"needs (.+), and", problem.message)[0] for problem in found] == named

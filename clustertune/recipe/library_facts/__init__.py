@@ -1,4 +1,4 @@
-"""What the pinned TRL, PEFT, accelerate, DeepSpeed and transformers take, as data beside this module.
+"""What the pinned TRL, PEFT, accelerate, DeepSpeed, lm-eval and transformers take, as data beside this module.
 
 ``make library-facts`` (tools/library_facts.py) writes it from their classes when a pin moves, and
 tests/recipe/test_library_facts.py compares it with them. Reading it needs none of them: ``import trl`` takes 7 s, and a
@@ -35,8 +35,6 @@ class ModelTypeFacts(TypedDict):
     """Other names of keys -> the names under which the configuration keeps them (``attribute_map``): hidden_size -> n_embd."""
     classes: list[str]
     """The names of the classes of its modeling file."""
-    layers: list[str]
-    """The classes that FSDP wraps: the decoder layers, as transformers marks them for activation checkpointing."""
     carries_state: bool
     """Whether layers hand a state from token to token: state spaces, linear attention, convolutions."""
     sdpa: bool

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from clustertune.cli.arguments import AsJson, ClusterOption, OptionalRecipe, Tiny, path_option
-from clustertune.console import reply, say
+from clustertune.console import reply
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
-from clustertune.rundir import require_stage
+from clustertune.rundir import Stage
 
 if TYPE_CHECKING:
     from clustertune.cluster.schema import Cluster
     from clustertune.resolve.resolved import Resolved
-    from clustertune.sweep.points import Sweep
+    from clustertune.sweep import Sweep
 
 
 def sweep(
@@ -27,8 +27,8 @@ def sweep(
     cluster: ClusterOption = None,
     here: Annotated[bool, typer.Option("--here", help="Run on this machine, one after the other, without Slurm.")] = False,
     last: Annotated[
-        str | None,
-        typer.Option("--to", metavar="STAGE", help="End each after this stage. Default: the stage that produces --metric."),
+        Stage | None,
+        typer.Option("--to", help="End each after this stage. Default: the stage that produces --metric."),
     ] = None,
     metric: Annotated[str, typer.Option("--metric", help="Sort by: eval_loss, loss, or a score: TASK.METRIC.")] = "eval_loss",
     sweep_dir: Annotated[Path | None, path_option("Sweep folder. Default: below runs/.")] = None,
@@ -37,19 +37,16 @@ def sweep(
     as_json: AsJson = False,
 ) -> None:
     """Runs the grid of all values as one job array. Each point is a separate run; finished ones are not run again."""
+    from clustertune import sweep as sweeps
     from clustertune.cluster import load
-    from clustertune.launch.named_runs import existing_folder
-    from clustertune.sweep import array, outcome
-    from clustertune.sweep import points as sweep_points
+    from clustertune.launch.cluster_paths import existing_folder
 
-    outcome.check_metric(metric)
+    sweeps.check_metric(metric)
     if results is not None:
-        _show_results(sweep_points.read_sweep(existing_folder(results, "a sweep")), metric, as_json)
+        _show_results(sweeps.read_sweep(existing_folder(results, "a sweep")), metric, as_json)
         return
     if recipe is None:
         raise UserError("a recipe is missing", file="command line", fix="clustertune sweep RECIPE section.key=a,b")
-    if last is not None:
-        require_stage(last, "--to")
     last = last or ("train" if metric in ("eval_loss", "loss", "eval_token_accuracy") else "eval")
     options: dict[str, Any] = {"tiny": tiny, "last": last, "path": sweep_dir}
     if here:
@@ -59,14 +56,12 @@ def sweep(
             if value is not None
         ]
         raise_if(problems)
-        made, resolved = array.plan_here(recipe, settings or [], options)
+        made, resolved = sweeps.plan_here(recipe, settings or [], options)
     else:
         on = load.load_cluster(cluster)
-        made, resolved, job = array.plan_array(recipe, settings or [], at_once, on, options, dry_run)
-    for warning in sweep_points.same_weights(made, resolved):
-        say(f"warning: {warning}")
+        made, resolved, job = sweeps.plan_array(recipe, settings or [], at_once, on, options, dry_run)
     if dry_run:
-        array.show_plan(made, None if here else job, None if here else array.total(made, resolved, on), as_json)
+        sweeps.show_plan(made, None if here else job, None if here else sweeps.total(made, resolved, on), as_json)
     elif here:
         _run_here(made, metric, as_json)
     else:
@@ -74,25 +69,25 @@ def sweep(
 
 
 def _run_here(made: Sweep, metric: str, as_json: bool) -> None:
-    from clustertune.sweep import array
+    from clustertune import sweep as sweeps
 
-    failed = array.run_all(made)
+    failed = sweeps.run_all(made)
     _show_results(made, metric, as_json)
     if failed:
         raise typer.Exit(int(ExitCode.FAILED))
 
 
 def _submit(made: Sweep, resolved: list[Resolved], cluster: Cluster, job: Any, as_json: bool) -> None:
-    from clustertune.sweep import array
+    from clustertune import sweep as sweeps
 
-    number = array.send(made, resolved, cluster, job) if job else None
+    number = sweeps.send(made, resolved, cluster, job) if job else None
     document = {"sweep_dir": str(made.path), "job": number, "points": len(made.points), "left": len(made.left())}
     text = f"job {number}: {document['left']} of {document['points']} points" if number else "every point is finished"
     reply(as_json, document, text, f"clustertune sweep --results {shlex.quote(str(made.path))}")
 
 
 def _show_results(made: Sweep, metric: str, as_json: bool) -> None:
-    from clustertune.sweep import outcome
+    from clustertune import sweep as sweeps
 
-    found = outcome.collect(made, metric)
-    reply(as_json, outcome.as_json(made, metric, found), *outcome.lines(made, metric, found))
+    found = sweeps.collect(made, metric)
+    reply(as_json, sweeps.as_json(made, metric, found), *sweeps.lines(made, metric, found))

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,10 +17,11 @@ import typer
 from clustertune import secrets
 from clustertune.cli.arguments import AsJson, ClusterOption, Overrides, RecipeArgument, Tiny, path_option
 from clustertune.console import reply, say
-from clustertune.errors import Problem, UserError, raise_if, storing
+from clustertune.errors import UserError, storing
 from clustertune.manifest import write_durably
+from clustertune.rundir import RunDir
 
-RESULT = "bench-result.json"
+RESULT = "bench-benches.json"
 """In the run folder: the document."""
 
 
@@ -42,46 +44,46 @@ def bench(
     """Step time, tokens/s, MFU and memory.
     Uses the ranks of clustertune run. Prints the figures beside those of plan, and writes them into the run folder.
     """
+    from clustertune import bench as benches
     from clustertune import chain
-    from clustertune.bench import bench_output, preparation, result
     from clustertune.cluster import load
-    from clustertune.launch import cluster_paths
-    from clustertune.training import bench_schedule
+    from clustertune.launch import cluster_paths, node
 
     secrets.read_env(secrets.DEFAULT)
     if tiny and synthetic:
         text, fix = "--tiny scales the model down, --synthetic keeps its size", "give one of them"
-        raise UserError(Problem(text, file="command line", key="--synthetic", fix=fix))
-    on = load.load_cluster(cluster)
-    request = preparation.BenchRequest(
-        recipe=recipe,
-        run_path=run_dir or _new_run_path(recipe),
-        schedule=bench_schedule.BenchSchedule(warmup, steps),
-        overrides=tuple(overrides or ()),
-        tiny=tiny,
-        ranks=ranks,
-        synthetic=synthetic,
-    )
-    raise_if(bench_output.folder_problems(request.run_path))
+        raise UserError(text, file="command line", key="--synthetic", fix=fix)
+    on, path = load.load_cluster(cluster), run_dir or _new_run_path(recipe)
+    with storing("--run-dir cannot be read", path):
+        if path.is_dir() and any(path.iterdir()):
+            text, fix = "is not empty: each benchmark needs a new folder", "give a new one, or leave it out"
+            raise UserError(text, file=str(path), key="--run-dir", fix=fix)
+        if above := next((part for part in (path, *path.absolute().parents) if part.exists() and not part.is_dir()), None):
+            raise UserError("is a file, a run needs a folder", file=str(above), key="--run-dir", fix="give a folder")
     cluster_paths.enter(on)
-    made = preparation.make(request)
-    if synthetic and not chain.visible_gpus() and (large := bench_output.too_large(made)):
+    made = benches.make(recipe, overrides or (), path, warmup, steps, tiny=tiny, ranks=ranks, synthetic=synthetic)
+    if synthetic and not chain.visible_gpus() and (large := benches.too_large(made)):
         fix = "run it where there are GPUs, or give a recipe folder with a smaller model.json"
-        raise UserError(Problem(large, file=made.whole.name, key="model", fix=fix))
+        raise UserError(large, file=made.whole.name, key="model", fix=fix)
     for warning in made.whole.warnings:
         say(f"warning: {warning}")
     if dry_run:
-        bench_output.show(made, on, as_json=as_json)
+        command = node.ranks_command(RunDir(path), made.measured, 1)
+        plan, why = benches.predict(made, on)
+        planned = f"planned on {plan.machine.name}: {plan.step.seconds:.3g} s a step" if plan else f"no plan: {why}"
+        body = {"run_dir": str(path), "warmup": warmup, "steps": steps, "ranks": made.measured.world_size, "train": command}
+        body["plan"] = {"step_s": plan.step.seconds, "fits": plan.fits} if plan else {"unknown": why}
+        what = f"{warmup} warm-up steps, {steps} timed, on {made.measured.world_size} ranks"
+        reply(as_json, body, f"run folder: {path}", what, planned, f"$ {shlex.join(command)}")
         return
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, where it is installed, logs its import to stdout
-        run, records = result.train(made, chain.command_line())
-        body = result.document(made, run, records, on)
-    path = run.path / RESULT
-    with storing("cannot hold the result", path):
-        write_durably(path, json.dumps(body, indent=1) + "\n")
-    for line in bench_output.lines(body):
+        run = benches.train(made, chain.command_line())
+        body = benches.document(made, run, on)
+    file = run.path / RESULT
+    with storing("cannot hold the result", file):
+        write_durably(file, json.dumps(body, indent=1) + "\n")
+    for line in [*benches.lines(body), f"in {file}"]:
         say(line)
-    say(f"in {path}")
     reply(as_json, body)
 
 
