@@ -529,8 +529,8 @@ class _Memory(SavedActivations):
         layers = [self._layers(2.0)] if self.gathers and self.shape.strategy.reshard else []
         inside = max(self.passing(kind) for kind in self.shape.counted.layers)
         ends = head if self.tensor_head else self.gathered_at_loss()
-        if self.shape.counted.tied:
-            ends = [self._ends(self.held_ends)]
+        if self.gathers and self.shape.strategy.ends_apart and self.shape.strategy.reshard and not self.tensor_head:
+            ends = [self._ends(self.head)]  # the buffer that it came from is gone by then
         return [[*held, *ends, *layers, *self._at_work(inside, tokens)]]
 
     def backward(self) -> list[list[Term]]:
@@ -772,7 +772,8 @@ class _Memory(SavedActivations):
         plan, shape = self.shape.strategy, self.shape
         if plan.lora:  # no gradient, but its unit is gathered, unless it is the head, which is there from the forward pass on
             again = self.gathers and plan.ends_apart and plan.reshard and not shape.counted.tied
-            return [[self._ends(2 * self.first_end)]] if again else []
+            rows = self._rows(2, shape.tokens, "rows of the embedding and their gradient")
+            return [[self._ends(2 * self.first_end), self.accumulated(1.0), rows]] if again else []
         if plan.pp > 1:
             return []
         if plan.kind in ("NO", "DDP"):
@@ -842,6 +843,12 @@ class _Memory(SavedActivations):
             self.shape.tokens * self.norm_back(kind) + self._gradients(kind, GROUPS[2] + GROUPS[3]),
         )
         back += self.width * (max(adapted, default=0) + (sum(adapted) if again else 0))
+        down = any(self.adapts(linear) for linear in kind.linears if linear.name.endswith(GROUPS[3]))
+        if again and self.autocast and self.shape.dropout and down:
+            # Computing down again, PEFT casts its input to the adapter's float32 and drops from that. Beside are the gradient
+            # of the residual sum, the sum behind attention, down's own result and two normalised rows.
+            dropped = (2 * FULL + self.width) * kind.inner + 5 * self.stream * self.shape.counted.hidden
+            back = max(back, self.shape.tokens * dropped)
         rows = 4 * self.expert_rows(kind) - self.experts(kind) + 2 * self.stream * self.shape.counted.hidden
         return max(back, self.shape.tokens * rows + 2 * self.width * sum(adapted)) if again else back
 

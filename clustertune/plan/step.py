@@ -336,7 +336,11 @@ def traffic(shape: ModelShape) -> Traffic:
             result.exposed.append(Collective("all-gather of the head", "gather", shards, calls * stored, calls))
             size -= head * shape.end_bytes
         gathered = Collective(_gather_name(shape), "gather", shards, size, shape.layers + 1)
-        result.forward.extend([gathered, gathered] if plan.second_forward else [gathered])
+        result.forward.append(gathered)
+        if plan.second_forward:  # the head of a second model stays gathered, as no backward pass gives it back
+            stays = plan.reference_bytes > 0 and plan.reshard and plan.ends_apart
+            head = shape.head_weights / plan.tp * plan.gather_bytes if stays else 0.0
+            result.forward.append(replace(gathered, size=size - head))
         if plan.reshard:
             # accelerate leaves head and last norm gathered behind the forward pass (fsdp_utils.py, "tail").
             left = plan.ends_apart and (not plan.lora or shape.counted.tied)

@@ -35,9 +35,6 @@ def refusals(resolved: Resolved) -> Iterator[Problem]:
     if resolved.is_grpo:
         text = "trainer: grpo: answers cannot be generated without data"
         yield Problem(text, file=f"{resolved.name}/recipe.yaml", fix=_INSTEAD)
-    if resolved.is_dpo and resolved.lora is None:
-        text = "trainer: dpo without an adapter: a second model beside the trained one ends torch's fake tensors in a crash"
-        yield Problem(text, file=f"{resolved.name}/recipe.yaml", key="lora", fix="simulate it with an adapter")
     if used.compiled:
         fix = f"simulate it uncompiled: accelerate.{acc.COMPILER}=null"
         yield Problem("code that Inductor compiles cannot be simulated", file=file, fix=fix)

@@ -206,6 +206,17 @@ def _replace_own(follow: Follow) -> Reading:
     reading = Reading()
     put(RowReader, flat=lambda _, tensor, begin, end: reading.flat(tensor, begin, end))
     put(loading, ThreadPoolExecutor=Inline)
+    fill = loading.Loading._fill
+    held: list[dict[str, Any]] = []
+
+    def fill_and_hold(self: Any, device: Any, model: Any, given: Any, **options: Any) -> None:
+        """Keep the state dicts without data of a model before and after it is split, which accelerate (1.15, fsdp_utils.py:828)
+        and loading let go of. With two models, the end of these fake tensors corrupts the heap of torch 2.13; why is not known.
+        """
+        held.extend((dict(given), model.state_dict()))
+        fill(self, device, model, given, **options)
+
+    put(loading.Loading, _fill=fill_and_hold)
     put(core_model_loading, ThreadPoolExecutor=Inline, _materialize_copy=reading.whole)
 
     def meeting(kind: str, result: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
