@@ -177,7 +177,7 @@ lock-check: setup ## check that locks have hashes, match the pins, and no known 
 test-containers: setup ## a SIF and an OCI image of the CPU variant, built, run and searched [SIF=file built before]
 	@$(BIN)/python -m pytest --workers $(WORKERS) -m "containers and not long" --timeout 1800 tests/containers $(if $(value SIF),--sif '$(value SIF)') $(PYTEST_FLAGS)
 
-library-facts: setup ## record the settings of the pinned TRL, PEFT, accelerate, DeepSpeed and transformers
+library-facts: setup ## record the settings of the pinned TRL, PEFT, accelerate, DeepSpeed, lm-eval and transformers
 	@$(BIN)/python -m tools.library_facts
 
 golden: setup ## rewrite the golden files; review the diff

@@ -286,7 +286,7 @@ def test_a_small_model_without_gpus_runs_as_new_wrote_it(format: str, tmp_path: 
     model = small_model(tmp_path / "hf", None if format == "text" else CHATML)
     done = run("new", tmp_path / "mine", "--model", model, "--data", data, "--json", stack=True)
     assert done.code == 0, done.err
-    assert 0 < done.json["hours"] < 1 and done.json["commands"][0] == f"clustertune run {tmp_path / 'mine'}"
+    assert done.json["commands"][0] == f"clustertune run {tmp_path / 'mine'}"
     assert any("--gpus" in line and "--cluster" in line for line in done.json["assumed"])
     resolved = resolve(tmp_path / "mine")
     assert resolved.world_size == 2 and not resolved.warnings and resolved.recipe.eval.limit

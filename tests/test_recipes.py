@@ -105,8 +105,8 @@ def test_a_readme_gives_the_figures_that_the_recipe_expects() -> None:
 def test_the_commands_of_a_readme_are_run(folder: Path) -> None:
     """As they stand there, but for whole trainings, which other tests run: plans fit, submissions are only shown.
 
-    Of most recipes the size of the job alone is compared: tests/test_readme.py reads their commands, and tests/test_goldens.py
-    plans and submits them.
+    Of most recipes the job's size alone is compared: tests/test_readme.py reads their commands, tests/test_goldens.py plans
+    and submits them.
     """
     blocks = re.findall(r"^```sh\n(.*?)^```", (folder / "README.md").read_text(), re.M | re.S)
     seen = []

@@ -329,6 +329,13 @@ def transformers_facts(kinds: list[str]) -> dict[str, Any]:
     return {"transformers": version("transformers"), "keys": base_keys(), "models": found}
 
 
+def lm_eval_facts() -> dict[str, Any]:
+    """The names of lm-eval's tasks, groups and tags, in one line."""
+    from lm_eval.tasks import TaskManager
+
+    return {"lm_eval": version("lm_eval"), "tasks": " ".join(sorted(TaskManager().task_index))}
+
+
 def write(name: str, facts: dict[str, Any]) -> None:
     """One file: a line for each model, so that a difference can be read."""
     models = facts.pop("models", None)
@@ -341,7 +348,7 @@ def write(name: str, facts: dict[str, Any]) -> None:
 
 def main() -> None:
     """Write all files."""
-    for facts in (trl_facts, peft_facts, accelerate_facts, deepspeed_facts):
+    for facts in (trl_facts, peft_facts, accelerate_facts, deepspeed_facts, lm_eval_facts):
         write(facts.__name__.removesuffix("_facts"), facts())
     write("transformers", transformers_facts(model_kinds()))
 

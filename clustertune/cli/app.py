@@ -36,7 +36,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "new": ("cli.new:new", "Write a recipe folder for a model and its data."),
         "run": ("cli.stages:run", "Run the whole chain on this machine."),
         "submit": ("cli.jobs:submit", "Run the chain on Slurm: one job per stage."),
-        "sweep": ("cli.sweep:sweep", "Run a recipe under varied settings and compare."),
+        "sweep": ("cli.sweep_command:sweep", "Run a recipe under varied settings and compare."),
         "eval": ("cli.stages:evaluate", "Score a model with lm-eval, alone or next to its base."),
         "chat": ("cli.after_training:chat", "Talk to a model in the terminal, in its own chat template."),
         "serve": ("cli.after_training:serve", "Serve a model with an OpenAI-compatible API."),
@@ -50,7 +50,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "runs": ("cli.look:runs", "List runs with state, step, score and cost, newest first."),
         "report": ("cli.stages:report", "Write a run's one-page report, and report.json next to it."),
         "compare": ("cli.look:compare", "Compare runs side by side, and list what differs."),
-        "bench": ("cli.bench:bench", "Measure a recipe's training on this machine."),
+        "bench": ("cli.bench_command:bench", "Measure a recipe's training on this machine."),
     },
     "A stage by itself": {
         "prepare": ("cli.stages:prepare", "Turn a recipe's data into conversations and tokens."),

@@ -472,7 +472,7 @@ def describe(model: ModelFacts, adapter: Path | None = None) -> Backend:
 
 @contextlib.contextmanager
 def model_for(model: ModelFacts, settings: Eval, *, adapter: Path | None = None) -> Iterator[Any]:
-    """lm-eval's ``LM`` over servers, which are ended with the context.
+    """lm-eval's ``LM`` over servers, which are ended with the context; those beside a trainer stay, and lose the adapter.
 
     Raises UserError where a tensor is missing, before a server starts; where one does not start; and where no server gives an
     answer within ``settings.stall_seconds``, with the last lines of each log.

@@ -105,17 +105,6 @@ class Mount:
 
 
 @dataclass
-class FolderProbe:
-    """Whether a file of the own, removed again, can be locked in a folder."""
-
-    folder: str
-    ok: bool | None = None
-    """None: it could not be tried, because nothing can be written there, or nothing answered in time."""
-    message: str = ""
-    """The system's error."""
-
-
-@dataclass
 class FileMode:
     """A file with secrets, which others should not read."""
 
@@ -199,8 +188,6 @@ class HostFacts:
     """The CPUs that this process may use, ``0-3,8``."""
     numa_cpus: dict[str, str] = field(default_factory=dict)
     """CPU list of each NUMA node, by its number."""
-    names: dict[str, list[str]] = field(default_factory=dict)
-    """What the names that were asked for resolve to; empty: to nothing."""
     nccl_conf: dict[str, str] = field(default_factory=dict)
     """NCCL's settings that stand in files, ``NCCL_ALGO`` to ``Tree (/etc/nccl.conf)``."""
     nvidia_devices: int | None = None
@@ -213,7 +200,6 @@ class HostFacts:
     """Folder of the user's own packages."""
     user_site_used: bool | None = None
     """Whether the ranks' Python looks there."""
-    probes: list[FolderProbe] = field(default_factory=list)
     files: list[FileMode] = field(default_factory=list)
     slurm: dict[str, str] = field(default_factory=dict)
     """What ``scontrol show config`` says, the keys that rules read."""

@@ -1,21 +1,18 @@
-"""The file systems of a machine, with their room, and what can be done in folders that matter."""
+"""The file systems of a machine, with their room."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
-import socket
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from clustertune import bounded
-from clustertune.host.facts import FileMode, FolderProbe, Mount
+from clustertune.host.facts import FileMode, Mount
 from clustertune.host.probe import Probe
 
 SECONDS = 12.0
@@ -103,10 +100,6 @@ def unescape(text: str) -> str:
 class MountQuery:
     """What is asked of file systems that may not answer."""
 
-    folders: Sequence[str] = ()
-    """Where locks are tried."""
-    names: Sequence[str] = ()
-    """Hosts to resolve."""
     files: Sequence[str] = ()
     """Files with secrets, whose mode matters."""
     libraries: Sequence[str] = ()
@@ -120,14 +113,11 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
     found: dict[str, Any] = {"mounts": mounts, "automounts": automounts}
     if not probe.live:
         return found
-    folders = list(dict.fromkeys(wanted.folders))
     points = sorted({"/dev/shm", *(mount.point for mount in mounts)})  # noqa: S108
     requests = [("space", point) for point in points]
     requests += [("pool", mount.point) for mount in mounts if mount.kind == "fuse.mergerfs"]
-    requests += [("names", name) for name in dict.fromkeys(wanted.names)]
     requests += [("mode", path) for path in wanted.files]
     requests += [("list", path) for path in wanted.libraries]
-    requests += [("flock", folder) for folder in folders]
     answered = answers(list(dict.fromkeys(requests)), probe.left(2 * SECONDS) / 2)  # the driver is asked after it
     for mount in mounts:
         answer = answered.get(("space", mount.point))
@@ -137,10 +127,8 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
         mount.options += answered.get(("pool", mount.point)) or []
         for key in ("total_bytes", "free_bytes", "free_inodes"):
             setattr(mount, key, (answer or {}).get(key))
-    found["names"] = {name: answered[("names", name)] for name in wanted.names if ("names", name) in answered}
     modes = [(path, answered.get(("mode", path))) for path in wanted.files]
     found["files"] = [FileMode(path, mode) for path, mode in modes if mode is not None]
-    found["probes"] = [_probe(folder, answered) for folder in folders]
     found["libraries"] = [
         f"{folder.rstrip('/')}/{name}"
         for folder in wanted.libraries
@@ -153,18 +141,13 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
     return found
 
 
-def _probe(folder: str, answered: Mapping[tuple[str, str], Any]) -> FolderProbe:
-    answer = answered.get(("flock", folder)) or {"message": "no answer in time"}
-    return FolderProbe(folder, answer.get("ok"), answer.get("message") or answer.get("error", ""))
-
-
 def mount_is_last(mount: Mount, mounts: Sequence[Mount]) -> bool:
     """Whether nothing is mounted over it: only the last one at a point can be asked."""
     return next(other for other in reversed(mounts) if other.point == mount.point) is mount
 
 
 def answers(requests: Sequence[tuple[str, str]], seconds: float) -> dict[tuple[str, str], Any]:
-    """What file systems and name servers answer within ``seconds``, by request; what does not answer is missing."""
+    """What file systems answer within ``seconds``, by request; what does not answer is missing."""
     works = {f"{kind} {subject}": partial(_answer, kind, subject) for kind, subject in requests}
     together = bounded.ask(lambda: {name: work() for name, work in works.items()}, seconds / 3).found
     if together is None:  # a child for each, so that a server which is gone hides only what is on it
@@ -174,9 +157,6 @@ def answers(requests: Sequence[tuple[str, str]], seconds: float) -> dict[tuple[s
 
 
 # --- in a child: what may hang --------------------------------------------------------------------------------------------
-
-PREFIX = ".clustertune-probe-"
-"""Begin of the names of files that a probe makes; it removes them."""
 
 
 def space(path: str) -> dict[str, Any]:
@@ -188,15 +168,6 @@ def space(path: str) -> dict[str, Any]:
         # btrfs and many network file systems count no inodes: 0 of 0 are not none left
         "free_inodes": volume.f_favail if volume.f_files else None,
     }
-
-
-def resolved(name: str) -> list[str]:
-    """The IPv4 and IPv6 addresses of a host name; none where it is unknown."""
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return sorted({str(entry[4][0]) for entry in found})
 
 
 def mode(path: str) -> int | None:
@@ -229,30 +200,12 @@ def pool(point: str) -> list[str]:
     return [f"branches={value.decode(errors='replace')}"]
 
 
-def probe_folder(folder: str) -> dict[str, Any]:
-    """Lock a small file in a folder: ``ok`` is None where no file can be made there."""
-    try:
-        handle, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
-    except OSError as error:
-        return {"ok": None, "message": error.strerror or str(error)}
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return {"ok": False, "message": error.strerror or str(error)}
-    finally:
-        os.close(handle)
-        Path(path).unlink()
-    return {"ok": True, "message": ""}
-
-
 def listing(folder: str) -> list[str]:
     """The names in a folder, 2,000 at most."""
     return sorted(entry.name for entry in Path(folder).iterdir())[:2000]
 
 
-ANSWERS: dict[str, Any] = {
-    "space": space, "names": resolved, "mode": mode, "pool": pool, "list": listing, "flock": probe_folder,
-}  # fmt: skip
+ANSWERS: dict[str, Any] = {"space": space, "mode": mode, "pool": pool, "list": listing}
 
 
 def _answer(kind: str, subject: str) -> dict[str, Any]:

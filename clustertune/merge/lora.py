@@ -34,8 +34,6 @@ _KEY = re.compile(r"base_model\.model\.(?P<module>.+?)(?:\.(?P<part>lora_A|lora_
 _FOREIGN = re.compile(r"\.(lora_embedding_[AB]|lora_magnitude_vector|lora_B\.bias|base_layer\.bias)\b")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHOWN = 5
-_BLOCK = 4 << 20
-"""Bytes that are searched for NaN at a time."""
 _OTHER_MODEL = "adapter and base belong to different models, or r is wrong"
 _RESIZED = "a resized vocabulary cannot be merged: resize the base first"
 
@@ -128,7 +126,6 @@ class _Fit:
                 self.whole[match["module"]] = tensor
         fix = "LoRA on embeddings, DoRA vectors and the like cannot be merged here"
         self._wrong_names("tensors that are neither LoRA A/B of a linear layer nor a saved module: {}", strange, fix=fix)
-        self._check_finite(tensors)
 
     def _wrong(self, text: str, file: str | None = None, *, key: str | None = None, fix: str | None = None) -> None:
         self.problems.append(Problem(text, file or self.file, key, fix))
@@ -141,24 +138,6 @@ class _Fit:
         if tensor.dtype not in FLOATS:
             self._wrong(f"{tensor.name} of the base is {tensor.dtype}: not a plain float", str(tensor.file))
         return tensor.dtype in FLOATS
-
-    def _check_finite(self, tensors: list[Tensor]) -> None:
-        """NaN or infinity anywhere in the adapter, found in blocks; without torch, which the copies need not wait for."""
-        import numpy as np
-
-        bad = []
-        for tensor in tensors:
-            dtype, _ = EXPONENTS[tensor.dtype]
-            for start in range(0, tensor.size, _BLOCK):
-                count = min(_BLOCK, tensor.size - start) // np.dtype(dtype).itemsize
-                values = np.fromfile(tensor.file, dtype, count, offset=tensor.offset + start)
-                if len(values) < count:
-                    self._wrong("ends before its last tensor", fix="export it again")
-                    return
-                if not is_finite(values, tensor.dtype):
-                    bad.append(tensor.name)
-                    break
-        self._wrong_names("NaN or infinity in {}", bad, fix="the training has diverged: take an earlier checkpoint")
 
     def find_updates(self, base: Base) -> None:
         """Linear modules: A and B together, selected by the config, and of the base's shape."""

@@ -131,9 +131,7 @@ class Worker:
             part = view[start : start + STEP]
             self.source.read(file, part, offset + start)
             # 85 GB per CPU second, as the part is still in the core's cache.
-            if copied.dtype in EXPONENTS and not is_finite(part, copied.dtype):
-                text = f"{copied.tensor.name} has NaN or infinity: the model would answer with noise"
-                raise UserError(text, file=str(file), fix="copy the model again; of a training, take an earlier checkpoint")
+            _require_finite(part, copied.dtype, f"{copied.tensor.name} has NaN or infinity", file)
             self._write(part, piece.offset + start, output)
 
     def _load(self, name: str, tensor: Tensor, first: int, last: int) -> Any:
@@ -166,10 +164,8 @@ class Worker:
             self.source.read(weight.file, part, weight.offset + start * width)
             block = as_tensor(part, tensor.dtype, end - start, columns)
             add_update(block, a, b, update.scaling, self.scratch, rounded=update.experts > 0)
-            if not is_finite(part, tensor.dtype):
-                text = f"{tensor.name} has NaN or infinity after the update ({tensor.dtype})"
-                fix = "merge into the base in bfloat16, of larger range than float16; if it is that, one of the two is damaged"
-                raise UserError(text, file=str(weight.file), fix=fix)
+            text = f"{tensor.name} has NaN or infinity after the update ({tensor.dtype})"
+            _require_finite(part, tensor.dtype, text, weight.file)
             self._write(part, piece.offset + (start - first) * width, output)
 
     def _convert(self, piece: Piece, converted: Stored, view: memoryview, output: Output) -> None:
@@ -179,7 +175,16 @@ class Worker:
         raw = self.scratch.bytes(count * width)
         self.source.read(tensor.file, raw, tensor.offset + converted.start)
         as_tensor(view, converted.dtype, 1, count).copy_(as_tensor(raw, tensor.dtype, 1, count))
+        _require_finite(view, converted.dtype, f"{tensor.name} has NaN or infinity", tensor.file)
         self._write(view, piece.offset, output)
+
+
+def _require_finite(values: memoryview, dtype: str, text: str, file: Path) -> None:
+    """Raise UserError where a buffer holds NaN or infinity."""
+    # 85 GB per CPU second, as the part is still in the core's cache.
+    if dtype in EXPONENTS and not is_finite(values, dtype):
+        fix = "it would answer with noise: copy the base again, take an earlier checkpoint, or merge in bfloat16, not float16"
+        raise UserError(text, file=str(file), fix=fix)
 
 
 # --- kernel ---------------------------------------------------------------------------------------------------------------

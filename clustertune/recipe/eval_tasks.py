@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,6 +15,7 @@ from pydantic import Field
 from clustertune.errors import UserError
 from clustertune.recipe.findings import Found, read_model
 from clustertune.recipe.layers import read_yaml
+from clustertune.recipe.library_facts import facts
 from clustertune.recipe.sections import FIRST_TASK, NAME, MetricName, Positive, Section, TaskName
 from clustertune.tree import ROOT
 
@@ -115,55 +117,16 @@ def first_task() -> TaskFile:
     return found
 
 
-# --- lm-eval's own names --------------------------------------------------------------------------------------------------
-
-# Read from its files as text: its own index (lm_eval.tasks.TaskManager) parses 14,000 YAML files in 6 s. This takes 1 s, less
-# where the name is known, and does not import lm-eval. A test compares both.
-_NAMED = re.compile(r"""^["']?(?:task|group|tag)["']?:[ \t]*["']?([^\s"'#\[\]{}|>,][^\s"'#\[\],]*)""", re.MULTILINE)
-_TAGS = re.compile(
-    r"""^["']?tag["']?:[ \t]*(?:(?:#.*)?\n((?:[ \t]*(?:-[ \t].*|#.*)?(?:\n|\Z))+)|\[([^\]]*)\])""",
-    re.MULTILINE,
-)
-_TAG = re.compile(r"""[^\s"',#-][^\s"',#]*""")
-
-
 def unknown_tasks(names: Iterable[str]) -> dict[str, list[str]]:
-    """Those of ``names`` that neither ``eval/`` nor the installed lm-eval knows as task, group or tag, with lm-eval's names.
+    """Those of ``names`` that neither ``eval/`` nor the pinned lm-eval knows as task, group or tag, with lm-eval's names.
 
-    Empty where lm-eval is not installed: nothing can be said.
+    Its own index takes 6 s to build. Empty where another lm-eval is installed: nothing can be said.
     """
     wanted = set(names) - set(with_rows(names))
-    found = find_spec("lm_eval") if wanted else None
-    places = [Path(place) / "tasks" for place in (found.submodule_search_locations or ())] if found else []
-    known: set[str] = set()
-    for folder in (folder for place in places for folder in _nearest_first(place, wanted)):
-        known |= _names_below(folder)
-        if wanted <= known:
-            return {}
-    return {name: sorted(known) for name in sorted(wanted - known)} if known else {}
-
-
-def _nearest_first(place: Path, wanted: Iterable[str]) -> list[Path]:
-    """The folders of families of tasks, first those whose name begins as a wanted one: ``mmlu``, ``arc``, ``gsm8k``."""
-    folders = [path for path in sorted(place.iterdir()) if path.is_dir()] if place.is_dir() else []
-    return sorted(folders, key=lambda path: -max(_alike(path.name, name) for name in wanted))
-
-
-def _alike(one: str, other: str) -> int:
-    """How many characters both begin with."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-@cache
-def _names_below(folder: Path) -> frozenset[str]:
-    """The names of tasks, groups and tags in the YAML files of a folder of lm-eval, and in the templates that they include."""
-    found: set[str] = set()
-    for path in (path for path in folder.rglob("*") if path.suffix in ("", ".yaml") and path.is_file()):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        found.update(_NAMED.findall(text))
-        for block, flow in _TAGS.findall(text):
-            found.update(word for line in (block or flow).split("\n") for word in _TAG.findall(line.partition("#")[0]))
-    return frozenset(found)
+    if not wanted or (find_spec("lm_eval") and version("lm_eval") != facts("lm_eval")["lm_eval"]):
+        return {}
+    known = facts("lm_eval")["tasks"].split()
+    return dict.fromkeys(sorted(wanted - set(known)), known)
 
 
 @cache

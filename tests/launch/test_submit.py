@@ -223,7 +223,6 @@ def test_an_open_env_file_is_refused_before_the_queue(tmp_path: Path, monkeypatc
     ("arguments", "words"),
     [
         ((), "recipe is missing"),
-        (("tiny-oasst2", "--from", "nothing"), "is not one of"),
         (("tiny-oasst2", "--cluster", "nowhere", "--dry-run"), "nowhere"),
         (("tiny-oasst2", "--from", "eval", "--dry-run", "--run-dir", "no-run"), "not finished"),
     ],

@@ -84,7 +84,7 @@ TENSOR_REFUSALS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]]
     "A without B": (drop(f"{KEY}.lora_B.weight"), "has lora_A but no lora_B"),
     "no module": (drop(f"{KEY}.lora_A.weight", f"{KEY}.lora_B.weight"), "no tensors for model.layers.1.self_attn.q_proj"),
     "empty": (lambda t: t.clear(), "contains no tensors"),
-    "NaN": (lambda t: t[f"{KEY}.lora_A.weight"].view(-1)[5].fill_(float("nan")), "NaN or infinity in .*layers.1"),
+    "NaN": (lambda t: t[f"{KEY}.lora_A.weight"].view(-1)[5].fill_(float("nan")), "layers.1.* has NaN or infinity"),
     "shape of A": (put(f"{KEY}.lora_A.weight", 8, 71), r"A \[8, 71\]"),
     "other rank": (
         lambda t: t.update({f"{KEY}.lora_A.weight": torch.zeros(4, 72), f"{KEY}.lora_B.weight": torch.zeros(72, 4)}),

@@ -21,7 +21,8 @@ def test_there_is_a_file_for_each_library_of_the_pinned_version() -> None:
     found = {path.stem: json.loads(path.read_text())[path.stem] for path in FOLDER.glob("*.json")}
     pinned = pins.read()
     every = {**pinned[pins.DEV], **pinned[pins.PY]}
-    assert found == {name: every[name] for name in ("trl", "peft", "accelerate", "deepspeed", "transformers")}, FIX
+    names = ("trl", "peft", "accelerate", "deepspeed", "lm_eval", "transformers")
+    assert found == {name: every[name.replace("_", "-")] for name in names}, FIX
 
 
 WRITTEN = ("trl", "peft", "accelerate", "deepspeed")

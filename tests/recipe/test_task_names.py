@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from pathlib import Path
-
 import pytest
 
-from clustertune.recipe import eval_tasks
+from clustertune.recipe.library_facts import facts
 from clustertune.resolve.resolve import resolve
 from tests.command import run
 from tests.refusal import problems
+from tools.library_facts import lm_eval_facts
 
 
 @pytest.mark.parametrize(
@@ -34,10 +32,4 @@ def test_tasks_groups_and_tags_are_known() -> None:
 @pytest.mark.jobs
 def test_lm_evals_own_index_has_the_same_names() -> None:
     """Its own takes many seconds to build."""
-    from lm_eval.tasks._index import TaskIndex
-
-    spec = find_spec("lm_eval")
-    assert spec and spec.submodule_search_locations
-    place = Path(spec.submodule_search_locations[0]) / "tasks"
-    known = set(eval_tasks.unknown_tasks(["no-such-task"])["no-such-task"])
-    assert set(TaskIndex.build([place])) <= known and len(known) < 15_000
+    assert lm_eval_facts() == facts("lm_eval"), "make library-facts"

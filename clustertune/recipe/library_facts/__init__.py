@@ -1,4 +1,4 @@
-"""What the pinned TRL, PEFT, accelerate, DeepSpeed and transformers take, as data beside this module.
+"""What the pinned TRL, PEFT, accelerate, DeepSpeed, lm-eval and transformers take, as data beside this module.
 
 ``make library-facts`` (tools/library_facts.py) writes it from their classes when a pin moves, and
 tests/recipe/test_library_facts.py compares it with them. Reading it needs none of them: ``import trl`` takes 7 s, and a
