@@ -6,6 +6,7 @@ It lets every recipe run anywhere, with its own model class and its own distribu
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from clustertune.recipe.parameters import parameter_count
 
 KIND = "model"
 LARGE = 2_000_000_000
-"""Parameters beyond which weights are drawn in bfloat16 and not in float32: half of the memory."""
+"""Parameters beyond which a model is written shard by shard, from a block of random numbers."""
 TEXT = 16 << 20
 """Characters that a local tokenizer learns from at most: more take memory and time, and change little."""
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
@@ -93,13 +94,16 @@ def make_local_model(
     }
     config = AutoConfig.for_model(architecture["model_type"], **{**keys, **ids})
     generation = GenerationConfig(**ids)
-    dtype = torch.bfloat16 if (parameter_count(architecture) or 0) > LARGE else torch.float32
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(torch.bfloat16)
-    model.generation_config = generation
-    model.save_pretrained(out)
-    parameters = sum(p.numel() for p in model.parameters())
+    if (parameter_count(architecture) or 0) > LARGE:
+        parameters = write_random_weights(config, out, seed)
+        generation.save_pretrained(out)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(torch.bfloat16)
+        model.generation_config = generation
+        model.save_pretrained(out)
+        parameters = sum(p.numel() for p in model.parameters())
     tokenizer.save_pretrained(out)
     for path in out.iterdir():
         path.chmod(manifest.file_mode())
@@ -119,3 +123,66 @@ def conversation_texts(folder: Path) -> Iterator[str]:
                 texts = [message["content"] for message in messages_of(example)] or [example["text"]]
                 left -= sum(map(len, texts))
                 yield from texts
+
+
+# --- random_weights --------------------------------------------------------------------------------------------------------
+
+# Random weights of any size, written shard by shard: what a benchmark of a large architecture trains without any download.
+#
+# Nothing is held but one shard. The values come from one block of normal numbers, laid over the tensors again and again at
+# other places: drawing each of 8 billion numbers takes a CPU minutes, and for speed and memory they do not matter.
+
+
+BLOCK = (1 << 22) + 9
+"""Numbers of the block: odd, so that rows of a matrix do not repeat."""
+SHARD_BYTES = 2_000_000_000
+STD = 0.02
+"""Where the configuration has no ``initializer_range``."""
+INDEX = "model.safetensors.index.json"
+
+
+def write_random_weights(config: Any, out: Path, seed: int, *, shard_bytes: int = SHARD_BYTES) -> int:
+    """Write bf16 weights for a transformers ``config`` to ``out``: safetensors, their index, and the configuration.
+
+    Matrices are normal with the configuration's deviation, norms 1, biases 0. Returns the number of parameters. Raises
+    OSError.
+    """
+    import torch
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    state = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if getattr(config, "tie_word_embeddings", False):
+        shapes.pop("lm_head.weight", None)
+    generator = torch.Generator().manual_seed(seed)
+    deviation = float(getattr(config, "initializer_range", None) or STD)
+    block = (torch.randn(BLOCK, generator=generator) * deviation).to(torch.bfloat16)
+    shards = split_torch_state_dict_into_shards({name: state[name] for name in shapes}, max_shard_size=shard_bytes)
+    for name, keys in shards.filename_to_tensors.items():
+        save_file({key: _fill(key, shapes[key], block) for key in keys}, out / name, metadata={"format": "pt"})
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        (out / INDEX).write_text(json.dumps(index) + "\n")
+    config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
+    config.save_pretrained(out)
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def _fill(name: str, shape: tuple[int, ...], block: Any) -> Any:
+    """One tensor."""
+    import torch
+
+    if len(shape) < 2:
+        return torch.zeros(shape, dtype=torch.bfloat16) if name.endswith("bias") else torch.ones(shape, dtype=torch.bfloat16)
+    made = torch.empty(math.prod(shape), dtype=torch.bfloat16)
+    shift = sum(name.encode()) * 7919 % BLOCK
+    position = 0
+    while position < len(made):
+        piece = block[shift : shift + len(made) - position]
+        made[position : position + len(piece)] = piece
+        position, shift = position + len(piece), 0
+    return made.view(shape)

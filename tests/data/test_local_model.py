@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from clustertune import manifest
 from clustertune.data import local_model
 from clustertune.data.tokenizer import load_tokenizer
@@ -55,3 +57,24 @@ def test_without_a_template_the_recipe_s_is_the_one_that_trains(tmp_path: Path) 
     assert load_tokenizer(str(folder), None, "{{ messages[0].content }}", {}).chat_template == "{{ messages[0].content }}"
     assert load_tokenizer(str(folder), None, None, {}, chats=False).chat_template is None
     assert not (folder / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("llama", {}), ("qwen2", {"tie_word_embeddings": True}), ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2})],
+)
+def test_transformers_loads_random_weights_whole(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """A missing key would be drawn again by each rank, and ranks would train different models."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(kind, **SIZES, **more)
+    written = local_model.write_random_weights(config, tmp_path, 1, shard_bytes=100_000)
+    model, found = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, output_loading_info=True)
+    assert not any(found.values()), found
+    assert written == sum(p.numel() for p in model.parameters()) and len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert model.config.architectures == [type(model).__name__]
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    assert all(0.01 < float(p.detach().float().std()) < 0.03 for p in matrices), "normal, of the configuration's deviation"
+    assert torch.isfinite(model(torch.arange(8)[None]).logits).all()
+    assert not torch.equal(matrices[1].flatten()[:64], matrices[2].flatten()[:64]), "tensors begin at other places of the block"
