@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from clustertune import console, secrets
 from clustertune.cli.app import main
+from clustertune.data.rows import MAX_EMPTY_LINES
 from clustertune.errors import UserError
 from clustertune.launch import agent
 from clustertune.merge.base import read_json
@@ -32,6 +34,13 @@ def test_a_pipe_or_a_device_is_no_input(run, tmp_path: Path) -> None:
         file.truncate(1 << 40)
     with pytest.raises(UserError, match="MiB"):
         read_json(tmp_path / "large.json")
+
+
+def test_a_gzip_of_nothing_but_line_ends_is_refused(run) -> None:
+    rows = b'{"text": "a"}\n' + b"\n" * (MAX_EMPTY_LINES // 2)
+    assert len(run(gzip.compress(rows * 3), ".jsonl.gz", format="text").conversations) == 3
+    with pytest.raises(UserError, match="empty lines"):
+        run(gzip.compress(rows + b" \n" * (MAX_EMPTY_LINES + 1)), ".jsonl.gz", format="text")
 
 
 def test_nothing_printed_steers_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

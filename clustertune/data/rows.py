@@ -209,7 +209,9 @@ def _parse_deep(text: str) -> Any:
 # --- files -----------------------------------------------------------------------------------------------------------------
 
 MAX_RECORD_BYTES = 256 * 1024 * 1024
-"""Of a value in a table, and of a text file."""
+"""Of a line, of a value in a table, and of a text file: a record is a message, or a tree of them, and no text nears this."""
+MAX_EMPTY_LINES = 100_000
+"""One behind the other: a gzip of 1 MB may hold a billion."""
 KINDS = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".feather")
 _BINARY = (".parquet", ".arrow", ".feather")
 PACKED = (".gz", ".bz2", ".xz", ".zst")
@@ -297,11 +299,16 @@ def _at(location: RowLocation, line: int, row: int) -> RowLocation:
     return RowLocation(location.file, line, location.split, row)
 
 
-def _lines(stream: Any, location: RowLocation, *_: Any) -> Iterator[Record]:
-    row = 0
-    for number, line in enumerate(stream, 1):
+def _lines(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[Record]:
+    row = empty = 0
+    for number, line in enumerate(iter(lambda: stream.readline(MAX_RECORD_BYTES), b""), 1):
         text = line.removeprefix(_BOM if number == 1 else b"").strip(b"\0 \t\r\n")
-        if text:  # else a blank line, or the zeros that a crash leaves at the end of a file
+        empty = 0 if text else empty + 1  # a blank line, or the zeros that a crash leaves at the end of a file
+        if empty > MAX_EMPTY_LINES or len(line) == MAX_RECORD_BYTES:
+            what = f"more than {MAX_EMPTY_LINES:,} empty lines" if empty else f"a line of more than {MAX_RECORD_BYTES:,} bytes"
+            fix = "give the file that holds the rows"
+            raise UserError(f"{what}: this is no file of rows", file=f"{shown}:{number}", fix=fix)
+        if text:
             row += 1
             yield _at(location, number, row), _record(text)
 
