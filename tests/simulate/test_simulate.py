@@ -253,6 +253,7 @@ def counted(said: list[dict[str, Any]]) -> dict[str, Any]:
     return found | {"resume": body["resumed"]}
 
 
+@pytest.mark.jobs
 @needs_compiler
 def test_a_tensor_on_the_wrong_device_is_found(tmp_path: Path) -> None:
     """CPU ranks train on through it; on GPUs it ends the run."""
@@ -275,6 +276,7 @@ def test_weights_that_are_not_gathered_again_are_found(tmp_path: Path) -> None:
     assert bad < 0.7 * good
 
 
+@pytest.mark.jobs
 def test_a_wait_in_each_layer_is_found(tmp_path: Path) -> None:
     """With its line."""
     source = (REPO / "clustertune/training/figures.py").read_text()
@@ -286,6 +288,7 @@ def test_a_wait_in_each_layer_is_found(tmp_path: Path) -> None:
     assert max(waits.values()) >= 4 * 2  # layers, micro batches
 
 
+@pytest.mark.jobs
 @needs_compiler
 def test_what_a_save_does_wrong_on_gpus_is_found(tmp_path: Path) -> None:
     """Rank 1: its thread opens a context on GPU 0, copies while training still computes, and its random state is rank 0's."""
