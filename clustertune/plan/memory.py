@@ -482,6 +482,7 @@ class _Memory(SavedActivations):
         if self.masked and plan.attention == "sdpa":
             inside += plan.sequence * (plan.eval_batch if plan.packing and plan.isolated else 1)  # the mask of all layers
         held = self._rows(2, tokens, "inputs of the layer at work and of the first one")
+        scores = self.router_scores(tokens)
         head = [
             *self.gathered_at_loss(),
             self.whole_head(back=False),
@@ -494,7 +495,7 @@ class _Memory(SavedActivations):
         first = [*self.first_unit(), self._rows(1, tokens, "rows of the embedding")] if self.gathers and plan.reshard else []
         work = [*gathered, held, *self._at_work(inside, tokens)]
         last = [first, work, [*self.gathered_at_loss(), norm, rows], [*head, rows]]
-        return [[self.cast_weights(1.0), *terms] for terms in last]
+        return [[self.cast_weights(1.0), scores, *terms] for terms in last]
 
     def at_loss(self) -> list[list[Term]]:
         """All activations are there: once with the loss going forward, once with its gradient going back."""
@@ -819,6 +820,7 @@ class _Memory(SavedActivations):
         values = {"tokens": shape.tokens, "bytes": whole, "inflight": inflight, "pp": plan.pp}
         text = "{tokens} tokens x {bytes} B (all layers) x {inflight} micro batches / {pp} stages"
         terms = [Term("activations", whole * scale, BYTES, text, values), self._experts(shape.all_experts * kept)]
+        terms.append(self.router_scores(shape.tokens * inflight / plan.pp * share))
         return [*terms, Term("saved layer inputs", stored * scale, BYTES, text, values | {"bytes": stored})]
 
     def _experts(self, count: float) -> Term:
@@ -826,6 +828,17 @@ class _Memory(SavedActivations):
         sum for backward."""
         text = "{count} parameters of experts x {bytes} B, with LoRA's update in them"
         return Term("activations", count * self.width, BYTES, text, {"count": count, "bytes": self.width})
+
+    def router_scores(self, tokens: float) -> Term:
+        """A score of each expert in each layer, which transformers keeps for the loss that balances them
+        (utils/output_capturing.py)."""
+        counted = self.shape.counted
+        experts = [(kind.count, max(one.copies for one in kind.linears)) for kind in counted.layers]
+        balanced = self.shape.strategy.balances_experts
+        number = sum(layers * count for layers, count in experts if balanced and count > 1)
+        values = {"tokens": tokens, "number": number, "bytes": self.width}
+        text = "{tokens} tokens x {number} scores of experts in all layers x {bytes} B"
+        return Term("activations", tokens * number * self.width, BYTES, text, values)
 
     @cached_property
     def largest_experts(self) -> int:

@@ -285,6 +285,8 @@ class Strategy(Distribution, Sizes):
     """The cross-entropy is computed on 16-bit logits as they are, without a float32 copy."""
     second_forward: str = ""
     """What a second forward pass, without gradient, is for: ``metrics`` (of a loss from whole logits) or the ``reference``."""
+    balances_experts: bool = False
+    """A loss of the routers asks for the scores of all layers."""
     answers: int = 1
     """Sequences of a row: 2 of a preference."""
     eval_batch: int = 0
@@ -360,7 +362,14 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
         eval_batch=0 if args["eval_strategy"] == "no" or resolved.is_grpo else int(args["per_device_eval_batch_size"]),
         reference_bytes=loaded_bytes(args) if compared and resolved.lora is None else 0.0,
         rollouts=_rollouts(args, resolved.recipe) if resolved.is_grpo else None,
+        balances_experts=trl and bool(_balance(args, resolved.architecture)),
     )
+
+
+def _balance(args: Mapping[str, Any], architecture: Mapping[str, Any]) -> float:
+    """The weight of the loss that spreads tokens over experts; the model's own by default (trl/trainer/sft_trainer.py:1198)."""
+    own = args["router_aux_loss_coef"]
+    return float(architecture.get("router_aux_loss_coef") or 0.0) if own is None else float(own)
 
 
 def _rollouts(args: Mapping[str, Any], recipe: Recipe) -> Rollouts:
