@@ -18,7 +18,6 @@ from clustertune.cluster.hardware import HARDWARE, load_hardware, near_gpus, rea
 from clustertune.cluster.local import LocalMachine, collect, judge
 from clustertune.cluster.schema import (
     CONTAINER_OPTIONS,
-    INTERCONNECTS,
     NETWORKS,
     Brick,
     Cluster,
@@ -198,34 +197,12 @@ def read_cluster(document: Document, *, name: str | None = None) -> Cluster:
     try:
         facts = ClusterFile.model_validate(data)
     except ValidationError as error:
-        found += [(path, text, _of_a_link(path, data) or fix) for path, text, fix in schema_findings(ClusterFile, error)]
+        found += schema_findings(ClusterFile, error)
     unread = {path for path, _, _ in found}  # no facts to compare
     found += [item for item in _contradictions(data, name) if item[0] not in unread]
     if problems := as_problems([(_entry(path, origin), text, fix) for path, text, fix in found], document):
         raise UserError(sorted(problems, key=_line))
     return Cluster(**{name: getattr(facts, name) for name in ClusterFile.model_fields}, source=document.file)
-
-
-_INFINIBAND = ("ib", "hdr", "hdr100", "hdr200", "ndr", "ndr200", "ndr400", "edr", "xdr", "mlx", "mellanox", "connectx")
-_NETWORKS = {**dict.fromkeys(_INFINIBAND, "infiniband"), "rocev2": "roce", "eth": "ethernet", "opa": "omnipath"}
-"""What people call the kinds of network."""
-
-
-def _of_a_link(path: KeyPath, data: Mapping[str, Any]) -> str | None:
-    """What to write for a link that is called otherwise than the file's names; None: nothing is known."""
-    if path not in (("network", "kind"), ("compute", "interconnect")):
-        return None
-    section = data.get(path[0])
-    word = str(section.get(path[1]) if isinstance(section, dict) else None).lower()
-    network = _NETWORKS.get(word, word if word in NETWORKS else None)
-    if path == ("network", "kind"):
-        return network and f"did you mean {network}?"
-    if network:
-        return (
-            f"{network} joins nodes: network.kind: {network}; here stands what joins the GPUs of one node: nvlink4, pcie5, ..."
-        )
-    known = [name for name in INTERCONNECTS if word and name.startswith(word)]
-    return f"say the generation: {', '.join(known)}" if len(known) > 1 else None
 
 
 def _entry(path: KeyPath, origin: Sequence[int]) -> KeyPath:

@@ -196,10 +196,6 @@ _PATH = re.compile(r"(?:GPU/[\w-]{1,30} )\(\d{1,3}/[\d.]{1,12}/(\w{1,5})\)")
 _GDR_OFF = re.compile(
     r"GPU Direct RDMA (?:\(\w{1,20}\) )?[Dd]isabled for (?:(?:GPU \S+ / )?HCA \d{1,4}(?: '([^'\s]{1,40})'?)?|(\S{1,60}))"
 )
-_OFI_GDR_OFF = re.compile(
-    r"disabling GDR|(?:does not|doesn't) support GDR|without (?:GDR|GPUDirect RDMA)|GDR (?:is )?(?:disabled|off|not sup)", re.I
-)
-"""The plugin for libfabric (EFA, Slingshot), in its own words: ``Could not disable CUDA API usage for HMEM, disabling GDR``."""
 _P2P_OFF = re.compile(r"(?:GPUs|dev) (\w{1,8})(?:\(=\w{1,16}\))? and (?:dev )?(\w{1,8})")
 _VARIABLE = re.compile(r"\w{0,40}NCCL_\w{1,60}")
 _BAD = re.compile(r"error|warn|fail|cannot|could\s?n|unable|not |invalid|abort|timed? ?out", re.IGNORECASE)
@@ -287,8 +283,6 @@ class _NcclLogReader:
                 _put(log.bootstrap, host, [LoggedDevice(*pair) for pair in _SOCKET.findall(oob)])
         elif "GPU Direct RDMA" in text:
             self.gpu(record)
-        elif text.startswith("NET/OFI") and _OFI_GDR_OFF.search(text):
-            log.gdr_off.setdefault(host, set()).add("OFI")
 
     def interfaces(self, known: list[LoggedDevice], text: str) -> list[LoggedDevice]:
         """Put the interfaces that a line names to those that are known."""

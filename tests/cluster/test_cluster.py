@@ -86,7 +86,6 @@ REFUSALS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "compute.interconnect": [
         (..., "missing"), ("pci5", "did you mean pcie5?"), ("none", "while a node has 8 GPUs"),
-        ("ib", "network.kind: infiniband"), ("nvlink", "say the generation"),
     ],
     "compute.sockets": [
         (0, "greater than or equal to 1"),
@@ -105,7 +104,6 @@ REFUSALS: dict[str, list[tuple[Any, ...]]] = {
     "network": [(..., "missing")],
     "network.kind": [
         ("ethernt", "did you mean ethernet?"), ("unknown", "must say it"),
-        ("ib", "did you mean infiniband?"), ("NDR", "mean infiniband?"),
         ("none", "while 2 machines have the role compute"),
     ],
     "network.interface": [(..., "missing"), ("bond0,eth1", "name of a network interface"), ("lo", "reaches no other machine")],
