@@ -197,3 +197,25 @@ def network_kind(m: Machine) -> Iterator[Seen]:
         yield Seen(FAIL if m.several else WARN, f"NCCL_IB_DISABLE=1, the cluster file says {kind}", "unset NCCL_IB_DISABLE")
     elif kind and m.facts.nics and m.computes:
         yield Seen(PASS, str(kind))
+
+
+def _is_loopback(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(text.partition("%")[0]).is_loopback
+    return False
+
+
+@RULES("node-names")
+def node_names(m: Machine) -> Iterator[Seen]:
+    """The other nodes' names resolve, to none of this machine's own addresses of loopback."""
+    names, own = m.facts.names, m.facts.hostname.partition(".")[0]
+    if not names or not (m.is_member or m.in_step or not m.cluster):
+        return
+    unknown = sorted(name for name, found in names.items() if not found)
+    looped = [name for name, found in names.items() if found and all(map(_is_loopback, found))]
+    wrong = sorted(name for name in looped if name.partition(".")[0] != own)
+    for what, bad in (("unknown", unknown), ("resolve to loopback", wrong)):
+        if bad:
+            yield Seen(FAIL if m.several and m.computes else WARN, f"{what}: {', '.join(bad[:10])}")
+    if not unknown and not wrong:
+        yield Seen(PASS, f"{len(names)} names resolve")

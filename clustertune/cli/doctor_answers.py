@@ -99,6 +99,7 @@ def _contradictions(args: DoctorArguments) -> Iterator[Problem]:
 
 def _look_locally(args: DoctorArguments, cluster: schema.Cluster) -> Looked:
     """What is found here; nothing of a machine that the cluster file does not name, unless that is asked for."""
+    names = [host.name for host in cluster.nodes] if 1 < len(cluster.nodes) <= 64 else ()
     host = cluster.host(platform.node())
     place = args.place
     if place is None and host is not None and not os.environ.get("SLURM_JOB_ID") and not Path("/.singularity.d").exists():
@@ -106,7 +107,7 @@ def _look_locally(args: DoctorArguments, cluster: schema.Cluster) -> Looked:
         place = LOGIN if "compute" not in host.roles else "here"
     with _waiting(args.seconds, "looking at this machine"):
         python = str(args.python) if args.python else None
-        facts = collect.collect(place, args.seconds, python=python)
+        facts = collect.collect(place, args.seconds, names=names, python=python)
     plain = cluster.model_dump(mode="json") if cluster.name != "local" else {}
     if plain and _is_foreign(cluster, facts.hostname) and not (args.here or args.place or os.environ.get("SLURM_JOB_ID")):
         return [], None, [facts.hostname]

@@ -11,7 +11,8 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from clustertune.host.collect import collect
 from clustertune.host.facts import HostFacts, from_dict
@@ -23,9 +24,10 @@ MAX_BYTES = 8 << 20
 """A node's facts take some 20 kB; what is packed must not fill memory when it is unpacked."""
 
 
-def command(place: str, seconds: float) -> list[str]:
+def command(place: str, seconds: float, **look: Sequence[str]) -> list[str]:
     """The command that prints the facts of a machine; its arguments as of :func:`clustertune.host.collect.collect`."""
-    return [sys.executable, "-m", "clustertune.doctor.node_facts", json.dumps({"place": place, "seconds": seconds})]
+    given: dict[str, Any] = {"place": place, "seconds": seconds, **look}
+    return [sys.executable, "-m", "clustertune.doctor.node_facts", json.dumps(given)]
 
 
 def encode(facts: HostFacts, name: str = "") -> list[str]:

@@ -50,16 +50,17 @@ class NodeReports:
         return max(0.0, self.ended - self.started)
 
 
-def collector(cluster: Cluster, seconds: float) -> list[str]:
+def collector(cluster: Cluster, nodes: Sequence[str], seconds: float) -> list[str]:
     """The command that prints a machine's facts in lines."""
     # from the environment, not found by looking: what a container sees of Slurm's variables is what is named to it
     place = STEP if cluster.container.runtime == "none" else CONTAINER_STEP
-    return node_facts.command(place, seconds)
+    names = nodes if len(nodes) <= 64 else ()
+    return node_facts.command(place, seconds, names=names)
 
 
 def step_command(cluster: Cluster, allocation: Allocation, binds: Sequence[str], seconds: float) -> list[str]:
     """``srun`` of the collector on every node, as the ranks are started, but that one node's failure ends no other."""
-    command = srun.in_job(collector(cluster, seconds), cluster, allocation, binds=binds)
+    command = srun.in_job(collector(cluster, allocation.nodes, seconds), cluster, allocation, binds=binds)
     return ["--kill-on-bad-exit=0" if word == "--kill-on-bad-exit=1" else word for word in command if word != "--unbuffered"]
 
 

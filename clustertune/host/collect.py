@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from functools import partial
@@ -114,14 +114,15 @@ def collect(
     seconds: float = 20.0,
     root: str = "/",
     *,
+    names: Sequence[str] = (),
     python: str | None = None,
     command: Ask = ask,
 ) -> HostFacts:
     """The facts of this machine; of a recorded tree where ``root`` names one.
 
     ``place``: where this is, as ``HostFacts.place``; None: found by looking. ``seconds``: how long it may take in all; what
-    did not answer by then is missing. ``python``: the ranks' interpreter; None: this one. ``command``: runs commands.
-    Raises nothing for what a machine lacks.
+    did not answer by then is missing. ``names``: hosts to resolve. ``python``: the ranks' interpreter; None: this one.
+    ``command``: runs commands. Raises nothing for what a machine lacks.
     """
     probe = Probe(Path(root), command, time.monotonic() + seconds)
     environ = dict(os.environ) if probe.live else {}
@@ -135,7 +136,7 @@ def collect(
     if "step" not in facts.place and in_slurm:
         asking.append(slurm)
     # Children are forked before threads begin.
-    _take(facts, _storage, lambda: _storage(probe, environ))
+    _take(facts, _storage, lambda: _storage(probe, environ=environ, names=names))
     pool = ThreadPoolExecutor(max_workers=len(asking))
     try:
         started = [(reader, pool.submit(reader, probe)) for reader in asking]
@@ -165,8 +166,9 @@ def _take(facts: HostFacts, reader: Any, read: Callable[[], dict[str, Any]]) -> 
             setattr(facts, key, value)
 
 
-def _storage(probe: Probe, environ: Mapping[str, str]) -> dict[str, Any]:
+def _storage(probe: Probe, *, environ: Mapping[str, str], names: Sequence[str]) -> dict[str, Any]:
     wanted = mounts.MountQuery(
+        names=list(names),
         files=files_with_secrets(environ, str(Path.cwd())),
         libraries=[path for path in dict.fromkeys(environ.get("LD_LIBRARY_PATH", "").split(":")) if path.startswith("/")],
     )

@@ -188,6 +188,8 @@ class HostFacts:
     """The CPUs that this process may use, ``0-3,8``."""
     numa_cpus: dict[str, str] = field(default_factory=dict)
     """CPU list of each NUMA node, by its number."""
+    names: dict[str, list[str]] = field(default_factory=dict)
+    """What the names that were asked for resolve to; empty: to nothing."""
     nccl_conf: dict[str, str] = field(default_factory=dict)
     """NCCL's settings that stand in files, ``NCCL_ALGO`` to ``Tree (/etc/nccl.conf)``."""
     nvidia_devices: int | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -100,6 +101,8 @@ def unescape(text: str) -> str:
 class MountQuery:
     """What is asked of file systems that may not answer."""
 
+    names: Sequence[str] = ()
+    """Hosts to resolve."""
     files: Sequence[str] = ()
     """Files with secrets, whose mode matters."""
     libraries: Sequence[str] = ()
@@ -116,6 +119,7 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
     points = sorted({"/dev/shm", *(mount.point for mount in mounts)})  # noqa: S108
     requests = [("space", point) for point in points]
     requests += [("pool", mount.point) for mount in mounts if mount.kind == "fuse.mergerfs"]
+    requests += [("names", name) for name in dict.fromkeys(wanted.names)]
     requests += [("mode", path) for path in wanted.files]
     requests += [("list", path) for path in wanted.libraries]
     answered = answers(list(dict.fromkeys(requests)), probe.left(2 * SECONDS) / 2)  # the driver is asked after it
@@ -127,6 +131,7 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
         mount.options += answered.get(("pool", mount.point)) or []
         for key in ("total_bytes", "free_bytes", "free_inodes"):
             setattr(mount, key, (answer or {}).get(key))
+    found["names"] = {name: answered[("names", name)] for name in wanted.names if ("names", name) in answered}
     modes = [(path, answered.get(("mode", path))) for path in wanted.files]
     found["files"] = [FileMode(path, mode) for path, mode in modes if mode is not None]
     found["libraries"] = [
@@ -147,7 +152,7 @@ def mount_is_last(mount: Mount, mounts: Sequence[Mount]) -> bool:
 
 
 def answers(requests: Sequence[tuple[str, str]], seconds: float) -> dict[tuple[str, str], Any]:
-    """What file systems answer within ``seconds``, by request; what does not answer is missing."""
+    """What file systems and name servers answer within ``seconds``, by request; what does not answer is missing."""
     works = {f"{kind} {subject}": partial(_answer, kind, subject) for kind, subject in requests}
     together = bounded.ask(lambda: {name: work() for name, work in works.items()}, seconds / 3).found
     if together is None:  # a child for each, so that a server which is gone hides only what is on it
@@ -168,6 +173,15 @@ def space(path: str) -> dict[str, Any]:
         # btrfs and many network file systems count no inodes: 0 of 0 are not none left
         "free_inodes": volume.f_favail if volume.f_files else None,
     }
+
+
+def resolved(name: str) -> list[str]:
+    """The IPv4 and IPv6 addresses of a host name; none where it is unknown."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return sorted({str(entry[4][0]) for entry in found})
 
 
 def mode(path: str) -> int | None:
@@ -205,7 +219,7 @@ def listing(folder: str) -> list[str]:
     return sorted(entry.name for entry in Path(folder).iterdir())[:2000]
 
 
-ANSWERS: dict[str, Any] = {"space": space, "mode": mode, "pool": pool, "list": listing}
+ANSWERS: dict[str, Any] = {"space": space, "names": resolved, "mode": mode, "pool": pool, "list": listing}
 
 
 def _answer(kind: str, subject: str) -> dict[str, Any]:

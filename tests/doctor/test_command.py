@@ -63,7 +63,7 @@ def test_a_recipe_on_a_cluster() -> None:
     skipped = run("doctor", "--cluster", "rno-rtxpro6000")
     assert "not in rno-rtxpro6000" in skipped.out and skipped.code == 0
     found = {item["rule"] for item in run("doctor", "--cluster", "rno-rtxpro6000", "--here", "--json").json["findings"]}
-    assert "debug-settings" in found and not {"interface", "mount-missing", "gpu-count"} & found
+    assert "debug-settings" in found and not {"interface", "mount-missing", "node-names", "gpu-count"} & found
 
 
 def test_the_job_of_the_reference_cluster() -> None:

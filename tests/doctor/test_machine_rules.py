@@ -186,9 +186,9 @@ def before_a_job(monkeypatch: pytest.MonkeyPatch, facts: Patch) -> tuple[list[st
 
 
 def test_what_may_be_harmless_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that was reset since, a full disk that the job does not write to."""
+    """A GPU that was reset since, a full disk that the job does not write to, a name that no rank asks for."""
     harmless = {"gpu-xid": {"xids.+": XID.format(79)}, "gpu-ecc": {"gpus.5.ecc_uncorrected": 2}}
-    for rule, facts in {**harmless, "disk-full": {"mounts.0.free_bytes": 0}}.items():
+    for rule, facts in {**harmless, "disk-full": {"mounts.0.free_bytes": 0}, "node-names": {"names.gpu02": []}}.items():
         messages, found = before_a_job(monkeypatch, facts)
         assert [item.rule for item in found if item.status == FAIL] == [rule]
         assert any(line.startswith(f"FAIL    {rule}") for line in messages) and any("continues" in line for line in messages)

@@ -61,7 +61,7 @@ def test_nodes_that_are_alike_are_well(slurm: TemporaryCluster, file: Path, tmp_
     assert code == "0", [item for item in document["findings"] if item["status"] in ("warn", "fail")]
     assert (document["place"], document["hosts"], document["verdict"]) == ("step", ["node1", "node2"], "pass")
     passed = {(item["rule"], item["where"]) for item in document["findings"] if item["status"] == "pass"}
-    assert {("interface", "node1"), ("interface", "node2"), ("nodes-clock", "")} <= passed
+    assert {("interface", "node1"), ("interface", "node2"), ("node-names", "node2"), ("nodes-clock", "")} <= passed
     assert {("nodes-packages", ""), ("nodes-network", ""), ("cores-in-step", "node1")} <= passed
 
 
