@@ -114,6 +114,18 @@ def pool_branch(m: Machine) -> Iterator[Seen]:
         yield from either(FAIL, f"{pool.point}: {', '.join(bare)} on the root disk" if bare else "", good)
 
 
+@RULES("flock")
+def flock(m: Machine) -> Iterator[Seen]:
+    """Files can be locked in the folders of libraries: without locks they end with an error."""
+    for probe in m.facts.probes:
+        if probe.ok is False:
+            mount = m.mount_of(probe.folder)
+            on = f" ({mount.kind} at {mount.point})" if mount else ""
+            yield Seen(FAIL if m.computes else WARN, f"{probe.folder}{on}: {probe.message}")
+    if done := sum(bool(probe.ok) for probe in m.facts.probes):
+        yield Seen(PASS, f"works in {done} folders")
+
+
 def _written(m: Machine) -> list[Mount]:
     """The file systems to which jobs write, as far as their free space is known."""
     storage = m.section("storage")

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from clustertune.check.machine_context import Machine, gigabytes
+from clustertune.check.machine_context import LOGIN, Machine, gigabytes
 from clustertune.check.rule import FAIL, MACHINE, PASS, WARN, Rules, Seen, either, listed
 from clustertune.host.credentials import has_login
 from clustertune.host.gpus import has_nvlink
@@ -23,6 +23,10 @@ RULES = Rules(MACHINE, __file__)
 SHM_LEAST, SHM_SMALL = 128 * MIB, GIB
 """NCCL maps 9.6 MB for each connection (https://github.com/NVIDIA/nccl/issues/525): thirteen of them fill the first, which is
 more than Docker's default of 64 MiB; eight ranks with two channels between neighbours come near the second."""
+MEMLOCK_LEAST, MEMLOCK_ENOUGH = 64 * MIB, 4 * GIB
+"""The limit holds for each process (getrlimit(2)). A rank registers 4 MiB for each connection (NCCL_BUFFSIZE in NCCL's guide):
+the second is enough for a thousand of them. Slurm's services start with 64 KiB or 8 MiB: there the first connection fails."""
+ENOUGH_FILES = 4096
 
 
 @RULES("shm")
@@ -42,6 +46,42 @@ def shm(m: Machine) -> Iterator[Seen]:
     left = f"{gigabytes(free)} left of {gigabytes(f.shm_bytes)}" if free < GIB // 4 else ""
     clean = "remove what ended jobs have left (ls -l /dev/shm), as root or as the files' owner"
     yield from either(FAIL if free < SHM_LEAST and needed else WARN, left, f"{gigabytes(free)} free", clean)
+
+
+@RULES("memlock")
+def memlock(m: Machine) -> Iterator[Seen]:
+    """No limit where RDMA is used; on a login node it is what Slurm passes on to jobs."""
+    f = m.facts
+    kind = m.section("network").get("kind")
+    rdma = any(port.active for port in f.rdma) or kind in ("infiniband", "roce")
+    # every Ethernet adapter of some makers shows an active port: where the file says ethernet RDMA is switched off
+    if f.memlock_bytes is None or not rdma or m.rehearsal or kind == "ethernet" or m.environ("NCCL_IB_DISABLE") == "1":
+        return
+    text = "unlimited" if f.memlock_bytes < 0 else f"{gigabytes(f.memlock_bytes)} may be locked"
+    if f.memlock_bytes < 0 or f.memlock_bytes >= MEMLOCK_ENOUGH:
+        yield Seen(PASS, text)
+    elif m.place == LOGIN:
+        kept = "MEMLOCK" in f.slurm.get("PropagateResourceLimitsExcept", "")
+        if not kept and f.slurm.get("PropagateResourceLimits") == "ALL":
+            yield Seen(WARN, f"{text} here, and Slurm passes the limit on to jobs")
+    elif not m.several or f.user == "root":  # CAP_IPC_LOCK, where it is not taken away, knows no limit
+        yield Seen(WARN, text)
+    else:
+        yield Seen(FAIL if f.memlock_bytes <= MEMLOCK_LEAST else WARN, text)
+
+
+def _limit(m: Machine, limit: int | None, enough: int, fix: str, hard: int = 0) -> Iterator[Seen]:
+    """A limit of the place where ranks run; below ``hard`` it fails."""
+    if limit is not None and m.computes:
+        low = str(limit) if 0 <= limit < enough else ""
+        yield from either(FAIL if limit < hard else WARN, low, "unlimited" if limit < 0 else str(limit), fix)
+
+
+@RULES("open-files")
+def open_files(m: Machine) -> Iterator[Seen]:
+    """Enough files may be open at once."""
+    fix = "LimitNOFILE=1048576 in slurmd's unit; in a shell: ulimit -n 65536"
+    yield from _limit(m, m.facts.nofile, ENOUGH_FILES, fix, hard=256)
 
 
 @RULES("cores-in-step")

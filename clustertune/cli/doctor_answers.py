@@ -100,14 +100,15 @@ def _contradictions(args: DoctorArguments) -> Iterator[Problem]:
 def _look_locally(args: DoctorArguments, cluster: schema.Cluster) -> Looked:
     """What is found here; nothing of a machine that the cluster file does not name, unless that is asked for."""
     names = [host.name for host in cluster.nodes] if 1 < len(cluster.nodes) <= 64 else ()
-    host = cluster.host(platform.node())
+    storage, host = cluster.storage, cluster.host(platform.node())
+    folders = [storage.shared, storage.scratch, storage.pool.mount if storage.pool else None]
     place = args.place
     if place is None and host is not None and not os.environ.get("SLURM_JOB_ID") and not Path("/.singularity.d").exists():
         # A machine that the cluster file has submit jobs and not run them; of others it is found by looking.
         place = LOGIN if "compute" not in host.roles else "here"
     with _waiting(args.seconds, "looking at this machine"):
         python = str(args.python) if args.python else None
-        facts = collect.collect(place, args.seconds, names=names, python=python)
+        facts = collect.collect(place, args.seconds, names=names, folders=[one for one in folders if one], python=python)
     plain = cluster.model_dump(mode="json") if cluster.name != "local" else {}
     if plain and _is_foreign(cluster, facts.hostname) and not (args.here or args.place or os.environ.get("SLURM_JOB_ID")):
         return [], None, [facts.hostname]

@@ -52,10 +52,13 @@ class NodeReports:
 
 def collector(cluster: Cluster, nodes: Sequence[str], seconds: float) -> list[str]:
     """The command that prints a machine's facts in lines."""
+    storage = cluster.storage
+    pool, staging = storage.pool, storage.staging
+    folders = [storage.shared, storage.scratch, pool.mount if pool else None, staging.path if staging else None]
     # from the environment, not found by looking: what a container sees of Slurm's variables is what is named to it
     place = STEP if cluster.container.runtime == "none" else CONTAINER_STEP
     names = nodes if len(nodes) <= 64 else ()
-    return node_facts.command(place, seconds, names=names)
+    return node_facts.command(place, seconds, folders=[folder for folder in dict.fromkeys(folders) if folder], names=names)
 
 
 def step_command(cluster: Cluster, allocation: Allocation, binds: Sequence[str], seconds: float) -> list[str]:

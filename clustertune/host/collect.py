@@ -23,7 +23,7 @@ Reader = Callable[[Probe], dict[str, Any]]
 # --- where it is ------------------------------------------------------------------------------------------------------
 
 _SLURM_KEYS = """
-    SLURM_VERSION AccountingStorageType ConstrainDevices GresTypes
+    SLURM_VERSION AccountingStorageType ConstrainDevices GresTypes PropagateResourceLimits PropagateResourceLimitsExcept
     TaskPlugin KillWait
 """.split()  # noqa: SIM905 (one word a key is what a person can read and extend)
 
@@ -83,6 +83,20 @@ def files_with_secrets(environ: Mapping[str, str], cwd: str) -> list[str]:
     ]
 
 
+def probe_folders(environ: Mapping[str, str]) -> list[str]:
+    """Folders in which libraries keep caches and locks, whether the user named them or not."""
+    home = environ.get("HOME", "")
+    cache = environ.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home else "")
+    named = [
+        environ.get("HF_HOME") or (f"{cache}/huggingface" if cache else ""),
+        environ.get("HF_DATASETS_CACHE", ""),
+        environ.get("TRITON_CACHE_DIR", ""),
+        environ.get("TORCHINDUCTOR_CACHE_DIR", ""),
+        environ.get("TMPDIR") or "/tmp",  # noqa: S108 - it is looked at, as everybody uses it
+    ]
+    return [path for path in dict.fromkeys(named) if path.startswith("/")]
+
+
 def has_slurm(probe: Probe, environ: Mapping[str, str]) -> bool:
     """Whether this machine belongs to a Slurm: its commands alone may be left from anything."""
     named = environ.get("SLURM_CONF", "")
@@ -115,14 +129,16 @@ def collect(
     root: str = "/",
     *,
     names: Sequence[str] = (),
+    folders: Sequence[str] = (),
     python: str | None = None,
     command: Ask = ask,
 ) -> HostFacts:
     """The facts of this machine; of a recorded tree where ``root`` names one.
 
     ``place``: where this is, as ``HostFacts.place``; None: found by looking. ``seconds``: how long it may take in all; what
-    did not answer by then is missing. ``names``: hosts to resolve. ``python``: the ranks' interpreter; None: this one.
-    ``command``: runs commands. Raises nothing for what a machine lacks.
+    did not answer by then is missing. ``names``: hosts to resolve. ``folders``: where locks are tried,
+    beside those that libraries use. ``python``: the ranks' interpreter; None: this one. ``command``: runs commands.
+    Raises nothing for what a machine lacks.
     """
     probe = Probe(Path(root), command, time.monotonic() + seconds)
     environ = dict(os.environ) if probe.live else {}
@@ -136,7 +152,7 @@ def collect(
     if "step" not in facts.place and in_slurm:
         asking.append(slurm)
     # Children are forked before threads begin.
-    _take(facts, _storage, lambda: _storage(probe, environ=environ, names=names))
+    _take(facts, _storage, lambda: _storage(probe, environ=environ, names=names, folders=folders))
     pool = ThreadPoolExecutor(max_workers=len(asking))
     try:
         started = [(reader, pool.submit(reader, probe)) for reader in asking]
@@ -166,8 +182,9 @@ def _take(facts: HostFacts, reader: Any, read: Callable[[], dict[str, Any]]) -> 
             setattr(facts, key, value)
 
 
-def _storage(probe: Probe, *, environ: Mapping[str, str], names: Sequence[str]) -> dict[str, Any]:
+def _storage(probe: Probe, *, environ: Mapping[str, str], names: Sequence[str], folders: Sequence[str]) -> dict[str, Any]:
     wanted = mounts.MountQuery(
+        folders=[*probe_folders(environ), *(folder for folder in folders if folder.startswith("/"))],
         names=list(names),
         files=files_with_secrets(environ, str(Path.cwd())),
         libraries=[path for path in dict.fromkeys(environ.get("LD_LIBRARY_PATH", "").split(":")) if path.startswith("/")],

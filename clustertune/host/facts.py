@@ -105,6 +105,17 @@ class Mount:
 
 
 @dataclass
+class FolderProbe:
+    """Whether a file of the own, removed again, can be locked in a folder."""
+
+    folder: str
+    ok: bool | None = None
+    """None: it could not be tried, because nothing can be written there, or nothing answered in time."""
+    message: str = ""
+    """The system's error."""
+
+
+@dataclass
 class FileMode:
     """A file with secrets, which others should not read."""
 
@@ -202,6 +213,7 @@ class HostFacts:
     """Folder of the user's own packages."""
     user_site_used: bool | None = None
     """Whether the ranks' Python looks there."""
+    probes: list[FolderProbe] = field(default_factory=list)
     files: list[FileMode] = field(default_factory=list)
     slurm: dict[str, str] = field(default_factory=dict)
     """What ``scontrol show config`` says, the keys that rules read."""

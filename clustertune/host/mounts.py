@@ -1,19 +1,21 @@
-"""The file systems of a machine, with their room."""
+"""The file systems of a machine, with their room, and what can be done in folders that matter."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import socket
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from clustertune import bounded
-from clustertune.host.facts import FileMode, Mount
+from clustertune.host.facts import FileMode, FolderProbe, Mount
 from clustertune.host.probe import Probe
 
 SECONDS = 12.0
@@ -101,6 +103,8 @@ def unescape(text: str) -> str:
 class MountQuery:
     """What is asked of file systems that may not answer."""
 
+    folders: Sequence[str] = ()
+    """Where locks are tried."""
     names: Sequence[str] = ()
     """Hosts to resolve."""
     files: Sequence[str] = ()
@@ -116,12 +120,14 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
     found: dict[str, Any] = {"mounts": mounts, "automounts": automounts}
     if not probe.live:
         return found
+    folders = list(dict.fromkeys(wanted.folders))
     points = sorted({"/dev/shm", *(mount.point for mount in mounts)})  # noqa: S108
     requests = [("space", point) for point in points]
     requests += [("pool", mount.point) for mount in mounts if mount.kind == "fuse.mergerfs"]
     requests += [("names", name) for name in dict.fromkeys(wanted.names)]
     requests += [("mode", path) for path in wanted.files]
     requests += [("list", path) for path in wanted.libraries]
+    requests += [("flock", folder) for folder in folders]
     answered = answers(list(dict.fromkeys(requests)), probe.left(2 * SECONDS) / 2)  # the driver is asked after it
     for mount in mounts:
         answer = answered.get(("space", mount.point))
@@ -134,6 +140,7 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
     found["names"] = {name: answered[("names", name)] for name in wanted.names if ("names", name) in answered}
     modes = [(path, answered.get(("mode", path))) for path in wanted.files]
     found["files"] = [FileMode(path, mode) for path, mode in modes if mode is not None]
+    found["probes"] = [_probe(folder, answered) for folder in folders]
     found["libraries"] = [
         f"{folder.rstrip('/')}/{name}"
         for folder in wanted.libraries
@@ -144,6 +151,11 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
     if shm is not None and ("total_bytes" in shm or shm.get("errno") == errno.ENOENT):
         found["shm_bytes"], found["shm_free_bytes"] = shm.get("total_bytes", 0), shm.get("free_bytes", 0)
     return found
+
+
+def _probe(folder: str, answered: Mapping[tuple[str, str], Any]) -> FolderProbe:
+    answer = answered.get(("flock", folder)) or {"message": "no answer in time"}
+    return FolderProbe(folder, answer.get("ok"), answer.get("message") or answer.get("error", ""))
 
 
 def mount_is_last(mount: Mount, mounts: Sequence[Mount]) -> bool:
@@ -162,6 +174,9 @@ def answers(requests: Sequence[tuple[str, str]], seconds: float) -> dict[tuple[s
 
 
 # --- in a child: what may hang --------------------------------------------------------------------------------------------
+
+PREFIX = ".clustertune-probe-"
+"""Begin of the names of files that a probe makes; it removes them."""
 
 
 def space(path: str) -> dict[str, Any]:
@@ -214,12 +229,30 @@ def pool(point: str) -> list[str]:
     return [f"branches={value.decode(errors='replace')}"]
 
 
+def probe_folder(folder: str) -> dict[str, Any]:
+    """Lock a small file in a folder: ``ok`` is None where no file can be made there."""
+    try:
+        handle, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
+    except OSError as error:
+        return {"ok": None, "message": error.strerror or str(error)}
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return {"ok": False, "message": error.strerror or str(error)}
+    finally:
+        os.close(handle)
+        Path(path).unlink()
+    return {"ok": True, "message": ""}
+
+
 def listing(folder: str) -> list[str]:
     """The names in a folder, 2,000 at most."""
     return sorted(entry.name for entry in Path(folder).iterdir())[:2000]
 
 
-ANSWERS: dict[str, Any] = {"space": space, "names": resolved, "mode": mode, "pool": pool, "list": listing}
+ANSWERS: dict[str, Any] = {
+    "space": space, "names": resolved, "mode": mode, "pool": pool, "list": listing, "flock": probe_folder,
+}  # fmt: skip
 
 
 def _answer(kind: str, subject: str) -> dict[str, Any]:

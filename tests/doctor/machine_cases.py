@@ -49,7 +49,7 @@ NAMED: dict[str, Patch] = {
     "BOND": GOOD["nics"][0],
     "SLURM": {
         **{"AccountingStorageType": "accounting_storage/slurmdbd", "GresTypes": "gpu", "ConstrainDevices": "yes"},
-        "TaskPlugin": "task/cgroup",
+        **{"TaskPlugin": "task/cgroup", "PropagateResourceLimits": "ALL", "PropagateResourceLimitsExcept": "MEMLOCK"},
         "KillWait": "30 sec",
     },
 }

@@ -195,7 +195,7 @@ def pool(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         pytest.skip("mounting a pool needs root")
 
     def look(mode: str, state: str) -> dict[str, Any]:
-        doctor = node_facts.command("here", 8)
+        doctor = node_facts.command("here", 8, folders=[f"{tmp_path}/pool"])
         command = ["unshare", "--mount", "--propagation", "private", "bash", "-c", POOL, "pool", str(tmp_path), mode, state]
         done = subprocess.run([*command, *doctor], capture_output=True, text=True, timeout=120, check=False, cwd=REPO)
         assert done.returncode == 0, done.stderr
@@ -210,6 +210,8 @@ def test_a_frozen_file_system_keeps_nobody(pool: Callable[..., dict[str, Any]], 
     facts = pool("off", "frozen")
     silent = [m["point"] for m in facts["mounts"] if m["silent"]]
     assert f"{tmp_path}/pool" in silent and "/" not in silent and facts["kernel"]
+    assert {p["ok"] for p in facts["probes"] if p["folder"] == f"{tmp_path}/pool"} == {None}
+    assert all(p["ok"] is not None for p in facts["probes"] if p["folder"] == "/tmp")
 
 
 def test_a_file_system_whose_server_is_gone_may_answer(monkeypatch: pytest.MonkeyPatch) -> None:

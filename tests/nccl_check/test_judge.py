@@ -228,6 +228,7 @@ IB: dict[str, Case] = {
         lines("P2P is disabled between connected GPUs 1 and 0. You can repress this")),
     "one GPU has no NVLink to use": ("nvlink-unused", "", ONE_GPU, ONE_RANK),
     "one rank needs no shm": ("shm", "warn", ONE_GPU, ONE_RANK, all_facts(shm_bytes=1)),
+    "memlock on one node": ("memlock", "warn", ONE_NODE, single, all_facts(memlock_bytes=65536)),
     "a probe that was skipped": ("p2p-hang", "", put([{"node": "node1", "status": "skipped"}], "p2p_probe")),
     "nothing was measured": ("collective-hung", "", put([], "results")),
     "a start without an end": ("collective-hung", "warn", dict.clear, text(INFINIBAND_JOB).replace("Init COMPLETE", "Init")),
@@ -349,7 +350,7 @@ def test_a_rule_fires_on_its_case_and_keeps_to_its_edge(name: str) -> None:
 def test_every_rule_has_a_case() -> None:
     """A new rule without a case here would be believed and never tried."""
     fired = {rule for _, _, rule, expected, *_ in CASES.values() if {WARN, FAIL} & set(expected.partition(":")[0].split())}
-    assert fired | {"shm"} == {rule.id for rule in RULES}
+    assert fired | {"shm", "memlock"} == {rule.id for rule in RULES}
     assert [rule.id for rule in RULES][: len(VERDICT)] == VERDICT, "a name without a rule, or one twice"
 
 
@@ -441,7 +442,7 @@ def test_lines_that_carry_what_they_should_are_not_slow(ways: tuple[float, ...],
 
 @pytest.mark.parametrize(
     ("rule", "status", "values"),
-    [("shm", FAIL, {"shm_bytes": 64 * MIB, "shm_free_bytes": 64 * MIB})],
+    [("shm", FAIL, {"shm_bytes": 64 * MIB, "shm_free_bytes": 64 * MIB}), ("memlock", WARN, {"memlock_bytes": 1024 * MIB})],
 )
 def test_nccl_check_and_doctor_agree(rule: str, status: str, values: dict[str, int]) -> None:
     """One machine cannot be well for one command and broken for the other."""
