@@ -97,26 +97,22 @@ class Collector:
         return [self._repository("model", model.name, model.revision)]
 
     def _repository(self, kind: str, name: str, revision: str | None) -> BundlePart:
-        """A repository of the Hub: from the cache of this machine where all that the Hub lists is there, or where it does not
-        answer; else what is missing is loaded into the cache first."""
+        """A repository of the Hub: from the cache of this machine where it is whole there, else from the network."""
+        plural = f"{kind}s"
         revision = revision or "main"
-        target = needs.snapshot(Path(bundle.HUB), f"{kind}s", name, revision).as_posix()
-        part = BundlePart("data" if kind == "dataset" else kind, name, target, revision=revision)
-        part.path = target if kind == "model" else None
-        root = needs.snapshot(needs.hub_cache(), f"{kind}s", name, revision)
-        with contextlib.suppress(UserError):
-            part.files = hashed_copy.survey(root, kind, self._stall)
-        try:
-            names = list_hub_files(kind, name, revision)
-        except UserError:
-            if not part.files:
-                raise
-            names = []
-        if part.files and {*names} <= {file.name for file in part.files}:
-            part.root = root
-        else:
-            part.files, part.fetch = [], partial(download, kind, name, revision, names)
-        return part
+        target = needs.snapshot(Path(bundle.HUB), plural, name, revision).as_posix()
+        what = "data" if kind == "dataset" else kind
+        path = target if kind == "model" else None
+        root = needs.snapshot(needs.hub_cache(), plural, name, revision)
+        if root.is_dir():
+            with contextlib.suppress(UserError):
+                files = hashed_copy.survey(root, kind, self._stall)
+                if kind != "model" or any(file.name.endswith((".safetensors", ".bin")) for file in files):
+                    return BundlePart(what, name, target, root, files, revision=revision, path=path)
+        names = list_hub_files(kind, name, revision)
+        return BundlePart(
+            what, name, target, revision=revision, path=path, fetch=partial(download, kind, name, revision, names)
+        )
 
     def _data(self) -> list[BundlePart]:
         data, source = self._resolved.recipe.data, self._resolved.inputs.get("data.input")
