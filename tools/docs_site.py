@@ -53,6 +53,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+NAVIGATION = {"76.25em": "73.75em", "76.234375em": "73.734375em"}
+"""Width from which mkdocs-material shows the navigation beside a page: 1,220 pixels; a window of 1,200 would have none."""
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Show the navigation from 1,180 pixels on, in the theme's style sheets and scripts."""
+    assets = Path(config.site_dir) / "assets"
+    for path in (*assets.glob("stylesheets/*.css"), *assets.glob("javascripts/*.js")):
+        text = changed = path.read_text(encoding="utf-8")
+        for before, after in NAVIGATION.items():
+            changed = changed.replace(before, after)
+        if changed != text:
+            path.write_text(changed, encoding="utf-8")
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links that are right in the repository into links that are right in the site."""
     del config, files

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from clustertune.console import emit_json, say
 from clustertune.merge.base import INDEX
 from clustertune.merge.lora import CONFIG, WEIGHTS
 from clustertune.merge.pieces import plan_shards
-from clustertune.tensorfile import Tensor, byte_size
+from clustertune.tensorfile import Tensor, byte_size, read_header
 
 _OURS = """
 import json, sys, time
@@ -150,6 +152,41 @@ def _script(text: str, base: Path, adapter: Path, out: Path, workers: int) -> di
     return {**json.loads(done.stdout.splitlines()[-1]), "wall": time.monotonic() - started}
 
 
+def _differing(one: Path, other: Path) -> int:
+    """Tensors whose bytes differ between two models, or that only one has."""
+
+    def load(folder: Path) -> dict[str, Any]:
+        return {t.name: t for p in folder.glob("*.safetensors") for t in read_header(p).tensors}
+
+    ours, theirs = load(one), load(other)
+    differing = len(set(ours) ^ set(theirs))
+    for name in set(ours) & set(theirs):
+        views = []
+        for tensor in (ours[name], theirs[name]):
+            with tensor.file.open("rb") as src:
+                src.seek(tensor.offset)
+                views.append(src.read(tensor.size))
+        differing += views[0] != views[1]
+    return differing
+
+
+def _hardware(folder: Path) -> dict[str, str]:
+    info = Path("/proc/cpuinfo").read_text()
+    cpu = next((line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")), "?")
+    kind = subprocess.run(["stat", "-f", "-c", "%T", str(folder)], capture_output=True, text=True, check=False).stdout.strip()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    git = ["git", "-C", str(Path(__file__).parent)]
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    dirty = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": f"{cpu}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, {kind}, SHA instructions: "
+        + ("yes" if " sha_ni" in info else "no"),
+        "commit": (commit or "unknown") + (" with changes" if dirty else ""),
+        "versions": f"Python {sys.version.split()[0]}, torch {version('torch')}, peft {version('peft')}",
+    }
+
+
 def _row(name: str, rounds: list[dict[str, float]], reference: float) -> dict[str, Any]:
     seconds = [r["seconds"] for r in rounds]
     row: dict[str, Any] = {"way": name, "seconds": statistics.median(seconds), "all": seconds}
@@ -161,13 +198,14 @@ def _row(name: str, rounds: list[dict[str, float]], reference: float) -> dict[st
 
 
 def measure(folder: Path, gb: float, repeat: int, workers: int, with_peft: bool) -> dict[str, Any]:
-    """Build the input in ``folder`` (made, and removed at the end), run the rounds. Returns the figures."""
+    """Build the input in ``folder`` (made, and removed at the end), run the rounds, compare the bytes. Returns the figures."""
     base, adapter, out = folder / "base", folder / "adapter", folder / "out"
     ways: dict[str, Any] = {"cp -r + fsync": lambda: _copied(base, out)}
     ways["clustertune merge"] = lambda: _script(_OURS, base, adapter, out, workers)
     if with_peft:
         ways["PEFT merge_and_unload + save_pretrained"] = lambda: _script(_PEFT, base, adapter, out, workers)
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    differing = None
     folder.mkdir(parents=True)
     try:
         shape = {"hidden_size": _HIDDEN, "intermediate_size": _INTER, "vocab_size": _VOCAB}
@@ -179,12 +217,17 @@ def measure(folder: Path, gb: float, repeat: int, workers: int, with_peft: bool)
                 evict(base)
                 rounds[name].append(run())
                 say(f"{number + 1}/{repeat} {name}: {rounds[name][-1]['seconds']:.2f} s")
+                if name == "clustertune merge" and with_peft and number == 0:
+                    out.rename(folder / "ours")
+                elif name.startswith("PEFT") and number == 0:
+                    differing = _differing(folder / "ours", out)
+                    shutil.rmtree(folder / "ours")
                 shutil.rmtree(out, ignore_errors=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     reference = statistics.median(r["seconds"] for r in rounds["cp -r + fsync"])
     rows = [_row(name, taken, reference) for name, taken in rounds.items()]
-    return {"bytes": size, "repeat": repeat, "rows": rows}
+    return {"bytes": size, "repeat": repeat, "differing_tensors": differing, "rows": rows}
 
 
 def main() -> None:
@@ -199,6 +242,7 @@ def main() -> None:
     if args.folder.exists():
         parser.error(f"{args.folder} exists")
     result = measure(args.folder.resolve(), args.gb, args.repeat, args.workers, not args.no_peft)
+    result["hardware"] = _hardware(args.folder.resolve().parent)
     emit_json(result)
 
 

@@ -395,6 +395,14 @@ _OWN = {
     "NCCL_COMM_ID": "every job has one of its own",
     "NCCL_HOSTID": "every node has one of its own: with one for all NCCL takes them for one machine",
 }
+_KNOWN = (
+    "NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_CROSS_NIC", "NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_IB_GID_INDEX", "NCCL_IB_HCA",
+    "NCCL_IB_QPS_PER_CONNECTION", "NCCL_IB_SL", "NCCL_IB_SPLIT_DATA_ON_QPS", "NCCL_IB_TC", "NCCL_IB_TIMEOUT",
+    "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_NET", "NCCL_NET_GDR_LEVEL", "NCCL_NET_PLUGIN", "NCCL_NSOCKS_PERTHREAD",
+    "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_PROTO", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME",
+    "NCCL_SOCKET_NTHREADS", "NCCL_TOPO_FILE", "GLOO_SOCKET_IFNAME", "FI_PROVIDER", "UCX_NET_DEVICES", "UCX_TLS",
+)  # fmt: skip
+"""For a hint where a name is none."""
 
 
 def check_environment(values: Mapping[str, object] | None) -> Iterator[Found]:
@@ -404,7 +412,7 @@ def check_environment(values: Mapping[str, object] | None) -> Iterator[Found]:
         if name in _OWN:
             yield path, _OWN[name], "leave it out"
         elif not _NAME.fullmatch(name) or len(name) > 64:
-            fix = "names that begin with NCCL_, GLOO_, UCX_, FI_"
+            fix = did_you_mean(name, _KNOWN) or "names that begin with NCCL_, GLOO_, UCX_, FI_"
             yield path, "no variable of NCCL, gloo, UCX or libfabric", fix
         elif speaks_of_secret(name):
             yield path, "a secret: everybody reads this file", "leave it out"

@@ -91,11 +91,19 @@ def _pip(python: Path, verb: str, entries: list[LockedPackage], lock: PackageLoc
 
 
 def _explain(stderr: str, verb: str, lock: PackageLock) -> Problem:
-    """pip's last words, without the index's address."""
-    plain = " ".join(re.sub(r"https?://\S+|file://\S+", "<index>", stderr).split())
-    what = "a file has another hash than the one that is locked" if "DO NOT MATCH THE HASHES" in plain else f"pip {verb} failed"
-    fix = "pip config list shows pip's settings, make lock-check whether an index or the lock was altered"
-    return Problem(f"{what}: {plain[-800:]}", f"containers/{lock.name}.lock", fix=fix)
+    file = f"containers/{lock.name}.lock"
+    plain = re.sub(r"https?://\S+|file://\S+", "<index>", stderr)
+    if "DO NOT MATCH THE HASHES" in plain:
+        said = " ".join(plain[plain.find("DO NOT MATCH") :].split())[:600]
+        fix = "do not install it: an index (or the lock) was altered; make lock-check shows which"
+        return Problem(f"a file has another hash than the one that is locked: {said}", file, fix=fix)
+    if missing := re.search(r"No matching distribution found for (\S+)", plain):
+        fix = "look at pip's settings: pip config list"
+        if "+" in missing[1]:
+            fix = "name an index that has it: PIP_EXTRA_INDEX_URL=<url> make ..."
+        return Problem(f"no index of this machine's pip has {missing[1]} for Python {lock.python}", file, fix=fix)
+    said = " ".join(plain.split())[-800:]
+    return Problem(f"pip {verb} failed: {said}", file, fix="the same command continues where it stopped")
 
 
 def _build(python: Path, entry: LockedPackage, lock: PackageLock, folder: Path, say: Callable[[str], None]) -> LockedPackage:
