@@ -21,6 +21,8 @@ import yaml
 from clustertune.check.rule import listed
 
 TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+NODE_GPUS = 8
+"""GPUs of a node where the log has no number: few machines have more."""
 MOST_FAULTS = 500
 """Different faults that are kept: a log of gigabytes may hold millions of lines of the same few."""
 
@@ -84,6 +86,8 @@ class Log:
     """Host -> what stands after ``NET/Socket : Using``."""
     bootstrap: dict[str, list[LoggedDevice]] = field(default_factory=dict)
     """Host -> interface of the first connection, by ``Bootstrap : Using`` or ``OOB``."""
+    addresses: dict[str, dict[str, set[str]]] = field(default_factory=dict)
+    """Host -> interface -> addresses that it had: several where nodes share one name (``localhost``, ``worker``)."""
     no_verbs: set[str] = field(default_factory=set)
     """Hosts that could not load libibverbs, or open an adapter with it."""
     transports: Counter[str] = field(default_factory=Counter)
@@ -102,6 +106,8 @@ class Log:
     complete: int = 0
     failed: int = 0
     """Calls of NCCL that gave an error back."""
+    highest_gpu: int = -1
+    """CUDA's index of a GPU that a line names."""
     faults: Counter[LoggedFault] = field(default_factory=Counter)
 
     @property
@@ -110,8 +116,29 @@ class Log:
         return " and ".join(sorted(self.versions))
 
     def node_count(self) -> int:
-        """Nodes, as NCCL says since 2.18, or the hosts that told something; 0: not known."""
-        return self.nodes or len(self.hosts)
+        """Nodes, as the log says or its lines show; 0: not logged.
+
+        The log of one rank names one host: more ranks than a node has GPUs are on several.
+        """
+        shown = sum(map(self._nodes_named, self.hosts))
+        if shown == 1 and self.ranks > NODE_GPUS > self.highest_gpu:
+            shown = -(-self.ranks // NODE_GPUS)
+        elif shown == 1 and self._talks_to_others():
+            shown = 2
+        return self.nodes or shown
+
+    def _nodes_named(self, host: str) -> int:
+        """How many nodes have a host's name: one interface has one address."""
+        return max([1, *map(len, self.addresses.get(host, {}).values())])
+
+    def _talks_to_others(self) -> bool:
+        """Whether the one host that tells has connections over the network to ranks of which it tells nothing.
+
+        Inside a node NCCL takes the network only where P2P and shared memory are turned off.
+        """
+        off = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_HOSTID")
+        own = {edge.own for edge in self.edges}.union(*self.local_ranks.values())
+        return not any(name in self.settings for name in off) and any(edge.peer not in own for edge in self.edges)
 
     def crossing(self) -> Counter[NetEdge]:
         """The network connections that leave their node: what is not known is taken to leave it where there are several."""
@@ -119,7 +146,7 @@ class Log:
             return Counter()
         hosts = {rank: host for host, ranks in reversed(list(self.local_ranks.items())) for rank in ranks}
         peers = {edge: hosts.get(edge.peer, "") if edge.ranks == self.ranks else "" for edge in self.edges}
-        inside = (edge for edge, peer in peers.items() if peer and peer == edge.host)
+        inside = (edge for edge, peer in peers.items() if peer == edge.host and peer and self._nodes_named(peer) == 1)
         return self.edges - Counter({edge: self.edges[edge] for edge in inside})
 
     def between(self) -> Counter[str]:
@@ -219,6 +246,8 @@ class _NcclLogReader:
         log.lines += 1
         if record.host:
             log.hosts.add(record.host)
+        if record.gpu:
+            log.highest_gpu = max(log.highest_gpu, int(record.gpu))
         if record.level == WARN:
             self.fault(record)
         elif record.level == INFO:
@@ -233,7 +262,7 @@ class _NcclLogReader:
         elif word == "NET":
             self.net(record)
         elif word == "Bootstrap":
-            log.bootstrap[host] = self.interfaces([], text.partition("Using")[2]) or log.bootstrap.get(host, [])
+            log.bootstrap[host] = self.interfaces(host, [], text.partition("Using")[2]) or log.bootstrap.get(host, [])
         elif text.startswith("Using network "):
             log.networks.setdefault(text[14:74].strip(), set()).add(host)
         elif word == "GPU" or "GPU Direct RDMA" in text:
@@ -275,7 +304,7 @@ class _NcclLogReader:
     def net(self, record: Record) -> None:
         log, text, host = self.log, record.text, record.host
         if text.startswith("NET/Socket") and "Using" in text:
-            self.interfaces(log.sockets.setdefault(host, []), text)
+            self.interfaces(host, log.sockets.setdefault(host, []), text)
         elif ": Using" in text:
             before, _, oob = text.partition("OOB ")
             _put(log.adapters, host, [LoggedDevice(f"{name}:{port}", link) for name, port, link in _ADAPTER.findall(before)])
@@ -284,9 +313,16 @@ class _NcclLogReader:
         elif "GPU Direct RDMA" in text:
             self.gpu(record)
 
-    def interfaces(self, known: list[LoggedDevice], text: str) -> list[LoggedDevice]:
+    def interfaces(self, host: str, known: list[LoggedDevice], text: str) -> list[LoggedDevice]:
         """Put the interfaces that a line names to those that are known."""
-        known += [device for pair in _SOCKET.findall(text) if (device := LoggedDevice(*pair)) not in known]
+        addresses = self.log.addresses.setdefault(host, {})
+        for name, detail in _SOCKET.findall(text):
+            device = LoggedDevice(name, detail)
+            if device not in known:
+                known.append(device)
+            of_name = addresses.setdefault(name, set())
+            if detail and len(of_name) < MOST_FAULTS:
+                of_name.add(detail)
         return known
 
     def communicator(self, record: Record) -> None:

@@ -200,6 +200,11 @@ BLAMED = {
     # a call that failed after a warning that only warns
     "n1:1:2 [0] graph/xml.cc:340 NCCL WARN Could not find real path of /sys/class/pci_bus/0000:0c/../../0000:0c:00.0\n"
     "n1:1:2 [0] NCCL INFO graph/xml.cc:650 -> 2\nn1:1:2 [0] NCCL INFO group.cc:75 -> 2 [Async thread]": "unexplained-error",
+    # nodes that share a name: one of them over a tunnel, and TCP on IPoIB
+    "".join(f"worker:{n}:{n} [0] NCCL INFO Bootstrap : Using [0]tnl9:fe80::{n}%tnl9<0> [1]net0:2001:db8::{n}<0>\n"
+            for n in (5, 6)): "wrong-interface",
+    "".join(f"u:{n}:{n} [0] NCCL INFO NET/Socket : Using [0]ib0:10.9.0.{n}<0>\nu:{n}:{n} [0] NCCL INFO Using network Socket\n"
+            for n in (5, 6)): "socket-fallback",
 }  # fmt: skip
 
 
