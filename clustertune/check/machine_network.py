@@ -205,6 +205,16 @@ def _is_loopback(text: str) -> bool:
     return False
 
 
+@RULES("hostname-loopback")
+def hostname_loopback(m: Machine) -> Iterator[Seen]:
+    """The own name is an address that others reach, where gloo is given no interface."""
+    own, name = m.facts.own_addresses, m.facts.hostname
+    held = bool(m.section("network").get("interface") or m.environ("GLOO_SOCKET_IFNAME"))
+    if m.computes and m.several:
+        bad = f"{name} resolves to {', '.join(own)}" if own and all(map(_is_loopback, own)) and not held else ""
+        yield from either(WARN, bad if own else f"{name} does not resolve", ", ".join(own))
+
+
 @RULES("node-names")
 def node_names(m: Machine) -> Iterator[Seen]:
     """The other nodes' names resolve, to none of this machine's own addresses of loopback."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from clustertune.check.machine_context import Machine, first_part, gigabytes
@@ -101,6 +102,41 @@ def nfs_options(m: Machine) -> Iterator[Seen]:
         )
         bad = ", ".join(filter(None, (bad, hurried, other if stated else "")))
         yield from either(status if status != PASS else WARN, f"{mount.point}: {bad}" if bad else "", f"{mount.point}: hard")
+
+
+@RULES("pool-options")
+def pool_options(m: Machine) -> Iterator[Seen]:
+    """Pools can map files, move what outgrows its branch, and choose branches as the cluster file says."""
+    pool = m.section("storage").get("pool") or {}
+    for mount in _pools(m):
+        bad = [word for word in mount.options if word in ("cache.files=off", "direct_io", "moveonenospc=false")]
+        chosen = next((word for word in mount.options if word.startswith("category.create=")), "")
+        if chosen and mount.point == pool.get("mount") and chosen != f"category.create={pool.get('create', 'epmfs')}":
+            bad.append(f"{chosen}, the cluster file says {pool.get('create', 'epmfs')}")
+        if bad:
+            yield Seen(WARN, f"{mount.point}: {', '.join(bad)}")
+
+
+@RULES("nfs-over-fuse")
+def nfs_over_fuse(m: Machine) -> Iterator[Seen]:
+    """No FUSE file system is exported."""
+    for path in m.facts.exports:
+        mount = m.mount_of(path)
+        if mount is not None and mount.kind.startswith("fuse."):
+            yield Seen(FAIL, f"/etc/exports: {path} is on {mount.kind} at {mount.point}")
+
+
+@RULES("export-options")
+def export_options(m: Machine) -> Iterator[Seen]:
+    """Exports write before they answer; root is mapped away, but where a pool has to make folders as root."""
+    create = str((m.section("storage").get("pool") or {}).get("create") or "ep")
+    for path, text in m.facts.exports.items():
+        options = set(re.split(r"[(),\s]+", text))
+        lost = f"{path}: async" if "async" in options else ""
+        # mergerfs makes a folder that another branch has as root (github.com/trapexit/mergerfs/issues/1218).
+        needed = not create.startswith("ep") and m.several
+        root = f"{path}: no_root_squash" if "no_root_squash" in options and not needed else ""
+        yield from either(FAIL if lost else WARN, lost or root, f"{path}: {text}" if text else "")
 
 
 @RULES("pool-branch")

@@ -13,6 +13,7 @@ from clustertune.check.machine_context import LOGIN, Machine, gigabytes
 from clustertune.check.rule import FAIL, MACHINE, PASS, WARN, Rules, Seen, either, listed
 from clustertune.host.credentials import has_login
 from clustertune.host.gpus import has_nvlink
+from clustertune.host.mounts import lies_elsewhere
 from clustertune.host.system import GIB, MIB
 
 RULES = Rules(MACHINE, __file__)
@@ -113,6 +114,7 @@ def memory(m: Machine) -> Iterator[Seen]:
 
 KILL_WAIT_S = 30
 """Slurm's own KillWait: what is left after the signal and the time limit to write a checkpoint's last bytes."""
+LOST_AT_BOOT = ("/tmp", "/var/tmp", "/run", "/dev/shm")  # noqa: S108 - they are named as wrong
 
 
 @RULES("slurm-devices")
@@ -124,6 +126,19 @@ def slurm_devices(m: Machine) -> Iterator[Seen]:
     if not m.rehearsal and "gpu" in config.get("GresTypes", "") and not unseen:
         off = config.get("ConstrainDevices", "no").lower() != "yes"
         yield Seen(WARN if off else PASS, f"ConstrainDevices is {'off' if off else 'on'}")
+
+
+@RULES("slurm-folders")
+def slurm_folders(m: Machine) -> Iterator[Seen]:
+    """The controller's state outlives a boot; each slurmd has a spool folder of its own."""
+    state, spool = m.facts.slurm.get("StateSaveLocation", ""), m.facts.slurm.get("SlurmdSpoolDir", "")
+    bad = []
+    if any(state == folder or state.startswith(f"{folder}/") for folder in LOST_AT_BOOT) and not m.rehearsal:
+        bad.append(f"StateSaveLocation={state} is emptied at boot: all jobs are lost")
+    mount = m.mount_of(spool) if spool else None
+    if mount is not None and lies_elsewhere(mount.kind) and not re.search("%[nh]", spool):
+        bad.append(f"SlurmdSpoolDir={spool} is on {mount.kind}, where all nodes write over each other")
+    yield from either(FAIL, "; ".join(bad), f"{state}, {spool}" if state and spool else "")
 
 
 @RULES("slurm-times")

@@ -24,7 +24,7 @@ Reader = Callable[[Probe], dict[str, Any]]
 
 _SLURM_KEYS = """
     SLURM_VERSION AccountingStorageType ConstrainDevices GresTypes PropagateResourceLimits PropagateResourceLimitsExcept
-    TaskPlugin KillWait
+    TaskPlugin SlurmdSpoolDir StateSaveLocation KillWait
 """.split()  # noqa: SIM905 (one word a key is what a person can read and extend)
 
 

@@ -199,6 +199,8 @@ class HostFacts:
     """The CPUs that this process may use, ``0-3,8``."""
     numa_cpus: dict[str, str] = field(default_factory=dict)
     """CPU list of each NUMA node, by its number."""
+    own_addresses: list[str] = field(default_factory=list)
+    """What the machine's own name resolves to."""
     names: dict[str, list[str]] = field(default_factory=dict)
     """What the names that were asked for resolve to; empty: to nothing."""
     nccl_conf: dict[str, str] = field(default_factory=dict)
@@ -213,6 +215,8 @@ class HostFacts:
     """Folder of the user's own packages."""
     user_site_used: bool | None = None
     """Whether the ranks' Python looks there."""
+    exports: dict[str, str] = field(default_factory=dict)
+    """Folders of /etc/exports, each with its clients and their options."""
     probes: list[FolderProbe] = field(default_factory=list)
     files: list[FileMode] = field(default_factory=list)
     slurm: dict[str, str] = field(default_factory=dict)

@@ -6,9 +6,10 @@ import errno
 import fcntl
 import os
 import re
+import shlex
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,35 @@ def unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
+def export_lines(text: str) -> Iterator[tuple[int, str, str]]:
+    """Number, text and folder of each line of exports(5); those that a backslash continues are one, comments are left out."""
+    held, start = "", 0
+    for number, line in enumerate(text.split("\n"), 1):
+        start = start or number
+        held += line.rstrip("\r")
+        if held.endswith("\\"):
+            held = held[:-1]
+            continue
+        bare = held.partition("#")[0].strip() if '"' not in held else held.strip()
+        if bare and not bare.startswith("#"):
+            yield start, bare, _exported(bare)
+        held, start = "", 0
+
+
+def _exported(line: str) -> str:
+    try:
+        fields = shlex.split(line.replace("\\", "\\\\"), posix=True)
+    except ValueError:
+        fields = line.split()
+    first = fields[0] if fields else ""
+    return os.path.normpath(unescape(first)) if first.startswith("/") else ""
+
+
+def parse_exports(text: str) -> dict[str, str]:
+    """The folders of /etc/exports, each with its clients and options as they stand there."""
+    return {folder: re.sub(r"^(\"[^\"]*\"|\S+)\s*", "", line) for _, line, folder in export_lines(text) if folder}
+
+
 @dataclass
 class MountQuery:
     """What is asked of file systems that may not answer."""
@@ -114,17 +144,21 @@ class MountQuery:
 
 
 def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
-    """The mounts with their room, and what is wanted; what does not answer in time is silent, or missing."""
+    """The mounts with their room, the exports, and what is wanted; what does not answer in time is silent, or missing."""
     mounts = parse_mounts(probe.read("/proc/self/mountinfo"))
+    exports = parse_exports(probe.read("/etc/exports"))
+    for name in probe.names("/etc/exports.d"):
+        exports |= parse_exports(probe.read(f"/etc/exports.d/{name}"))
     automounts = parse_automounts(probe.read("/proc/self/mountinfo"))
-    found: dict[str, Any] = {"mounts": mounts, "automounts": automounts}
+    found: dict[str, Any] = {"mounts": mounts, "exports": exports, "automounts": automounts}
     if not probe.live:
         return found
+    own = os.uname().nodename
     folders = list(dict.fromkeys(wanted.folders))
     points = sorted({"/dev/shm", *(mount.point for mount in mounts)})  # noqa: S108
     requests = [("space", point) for point in points]
     requests += [("pool", mount.point) for mount in mounts if mount.kind == "fuse.mergerfs"]
-    requests += [("names", name) for name in dict.fromkeys(wanted.names)]
+    requests += [("names", name) for name in dict.fromkeys([own, *wanted.names])]
     requests += [("mode", path) for path in wanted.files]
     requests += [("list", path) for path in wanted.libraries]
     requests += [("flock", folder) for folder in folders]
@@ -138,6 +172,7 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
         for key in ("total_bytes", "free_bytes", "free_inodes"):
             setattr(mount, key, (answer or {}).get(key))
     found["names"] = {name: answered[("names", name)] for name in wanted.names if ("names", name) in answered}
+    found["own_addresses"] = answered.get(("names", own)) or []
     modes = [(path, answered.get(("mode", path))) for path in wanted.files]
     found["files"] = [FileMode(path, mode) for path, mode in modes if mode is not None]
     found["probes"] = [_probe(folder, answered) for folder in folders]
@@ -220,13 +255,20 @@ def mode(path: str) -> int | None:
     return bits
 
 
+POOL = ("branches", "cache.files", "category.create", "minfreespace", "moveonenospc", "version")
+"""Settings of a mergerfs that rules read, as extended attributes of its control file (its manual, "Runtime interface")."""
+
+
 def pool(point: str) -> list[str]:
-    """The branches of a mergerfs, an attribute of its control file: the kernel's table of mounts does not have them."""
-    try:
-        value = os.getxattr(f"{point.rstrip('/')}/.mergerfs", "user.mergerfs.branches")
-    except OSError:
-        return []
-    return [f"branches={value.decode(errors='replace')}"]
+    """The settings of a mergerfs, ``cache.files=off``: the kernel's table of mounts does not have them."""
+    found = []
+    for name in POOL:
+        try:
+            value = os.getxattr(f"{point.rstrip('/')}/.mergerfs", f"user.mergerfs.{name}")
+        except OSError:
+            continue
+        found.append(f"{name}={value.decode(errors='replace')}")
+    return found
 
 
 def probe_folder(folder: str) -> dict[str, Any]:

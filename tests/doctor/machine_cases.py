@@ -50,7 +50,7 @@ NAMED: dict[str, Patch] = {
     "SLURM": {
         **{"AccountingStorageType": "accounting_storage/slurmdbd", "GresTypes": "gpu", "ConstrainDevices": "yes"},
         **{"TaskPlugin": "task/cgroup", "PropagateResourceLimits": "ALL", "PropagateResourceLimitsExcept": "MEMLOCK"},
-        "KillWait": "30 sec",
+        **{"StateSaveLocation": "/var/spool/slurm", "SlurmdSpoolDir": "/var/spool/slurmd", "KillWait": "30 sec"},
     },
 }
 """What a ``+`` in a patch stands for."""

@@ -69,11 +69,12 @@ def test_every_rule_has_a_bad_case_and_a_good_one() -> None:
         (TWO_PCIE_GPUS, {}, {"gpus": 2}),
         ({"environment.OMP_NUM_THREADS": "16", "container": "docker", "mounts.0.kind": "overlay"}, {}, {}),
         ({"+": "HERE", "slurm": {"+": "SLURM"}}, {}, {}),
+        ({"exports": {"/tmp/x": "*(rw,sync)"}}, {}, {}),
         ({"mounts.+": pool}, {"storage.pool": {"mount": "/pool"}}, {}),
         ({}, {"network": {"interface": "bond0", "kind": "roce", "gbit": 200}}, {}),
     ]
     found = [item for facts, cluster, expects in good for item in looked(facts, cluster, **expects)]
-    assert RULES - {item.rule for item in found if item.status == PASS} == {"inodes"}
+    assert RULES - {item.rule for item in found if item.status == PASS} == {"pool-options", "nfs-over-fuse", "inodes"}
     assert {name for name, _ in faults(found)} <= {"cuda-visible-devices", "rdma-verbs"}
 
 
@@ -82,7 +83,7 @@ def test_any_fact_may_be_missing() -> None:
     empty: dict[type, Any] = {list: [], dict: {}, str: ""}
     allowed = {
         **{"rdma": {"rdma-port"}, "rdma_devices": {"rdma-verbs"}, "verbs_providers": {"rdma-verbs"}},
-        **{"gpus": {"gpu-driver", "gpu-count"}},
+        **{"gpus": {"gpu-driver", "gpu-count"}, "own_addresses": {"hostname-loopback"}},
     }
     for key in set(GOOD) - {"hostname", "place"}:
         bad = {name for name, _ in faults(looked({key: empty.get(type(GOOD[key]))}))}
@@ -93,7 +94,7 @@ def test_facts_without_anything_are_no_fault() -> None:
     """An old kernel in an odd container."""
     m = machine()
     m.facts = from_dict({"hostname": "x", "place": "here"})
-    expected = {("gpu-count", FAIL)}
+    expected = {("gpu-count", FAIL), ("hostname-loopback", WARN)}
     found = machine_findings(m)
     assert faults(found) == expected, "what the job counts on is not to be seen"
     absent = {"python-path", "library-path", "nccl-settings", "debug-settings", "proxy"}
@@ -106,7 +107,7 @@ def test_a_login_node_is_no_compute_node() -> None:
     """It has no GPUs, small limits, a firewall of its own: none of this is a fault there."""
     poor: Patch = {
         "memlock_bytes": 65536, "nofile": 256, "nproc": 100, "shm_bytes": 64 << 20, "shm_free_bytes": 1, "affinity": 1,
-        "memory_available_bytes": 10**9, "nics": [], "rdma_devices": [],
+        "memory_available_bytes": 10**9, "own_addresses": ["127.0.1.1"], "nics": [], "rdma_devices": [],
         "glibc": "2.17", "kernel": "3.10.0", "driver": "", "environment.HF_HOME": "/shared/hf",
     }  # fmt: skip
     assert faults(looked({**LOGIN, **poor})) == set()

@@ -46,6 +46,8 @@ FILES = {
     "proc/sys/net/ipv4/ip_local_port_range": "32768\t60999\n",
     "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n",
     "proc/modules": "nvidia 1 0 - Live 0x0\n",
+    "etc/exports": "# none\n/data 10.0.0.0/24(rw,sync) \\\n  10.0.1.0/24(ro)\n\"/with space\" *(ro)\n",
+    "etc/exports.d/more.exports": "/more *(ro)\n",
     "etc/nccl.conf": "# set in 2023\nNCCL_ALGO=Tree # why?\nnonsense\n",
     "sys/devices/system/cpu/online": "0-63\n",
     "sys/devices/system/node/node0/cpulist": "0-31\n",
@@ -112,6 +114,7 @@ def test_a_recorded_machine(tree: Path) -> None:
     assert (f.driver, f.peermem, f.nvidia_devices) == ("580.65.06", True, 1)
     assert f.iommu is True
     assert f.kernel_log_read and f.xids == ["[100.5] NVRM: Xid (PCI:0000:18:00): 79, GPU has fallen off the bus."]
+    assert f.exports == {"/data": "10.0.0.0/24(rw,sync)   10.0.1.0/24(ro)", "/with space": "*(ro)", "/more": "*(ro)"}
     assert f.nccl_conf == {"NCCL_ALGO": "Tree (/etc/nccl.conf)"}
     assert f.environment == {} and f.affinity is None and f.memlock_bytes is None, (
         "that is this process, not the recorded machine"
