@@ -21,6 +21,7 @@ from typing import Any
 from clustertune import manifest
 from clustertune.data.prompts import read_prompts
 from clustertune.errors import Problem, UserError, raise_if
+from clustertune.manifest import SHA256
 from clustertune.process import captured
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import EVAL_DATA, Resolved
@@ -77,11 +78,21 @@ def verify(
 
 def check_sums(folder: Path, sealed: manifest.Manifest, verdict: Verification, stall: float) -> None:
     """Every file by its SHA-256, several at once, and nothing beside them that a library would read."""
-    verdict.problems += hashed_copy.find_damage(folder, stall)
+    names = sorted(sealed.files)
+    answers = hashed_copy.hash_files([(folder / name, sealed.files[name]) for name in names], SHA256, stall, "sums")
+    fix = "copy it again from where it was staged, or stage it again"
+    for name, answer in zip(names, answers, strict=True):
+        record, file = sealed.files[name], str(folder / name)
+        if isinstance(answer, str):
+            verdict.problems.append(Problem(f"cannot be read: {answer}", file=file, fix=fix))
+        elif answer.size != record.size:
+            verdict.problems.append(Problem(f"{answer.size} bytes, the manifest says {record.size}", file=file, fix=fix))
+        elif answer != record:
+            verdict.problems.append(Problem("its content differs from the manifest's SHA-256", file=file, fix=fix))
     for name in sorted(set(manifest.list_files(folder)) - sealed.files.keys()):
         fix = "remove it: a library may read it in place of what was staged"
         verdict.problems.append(Problem("is not named by the manifest", file=str(folder / name), fix=fix))
-    verdict.files, verdict.bytes = len(sealed.files), sum(record.size for record in sealed.files.values())
+    verdict.files, verdict.bytes = len(names), sum(record.size for record in sealed.files.values())
 
 
 def no_namespace() -> str | None:

@@ -6,13 +6,13 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clustertune import manifest
+from clustertune import console, manifest
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say
 from clustertune.data.prompts import read_prompts
@@ -49,11 +49,12 @@ class BundlePart:
     root: Path | None = None
     """Where it lies here; None: on the network."""
     files: list[SourceFile] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    """The files to load, where it is on the network."""
     revision: str | None = None
     path: str | None = None
     """What of it a run reads, below the bundle, where that is not found by its name."""
-    fetch: Callable[[], Path] | None = None
-    """Loads it from the network to this machine, and says where it lies then."""
+    fetch: Callable[[Path], None] | None = None
 
     @property
     def bytes(self) -> int | None:
@@ -63,7 +64,8 @@ class BundlePart:
     def as_json(self) -> dict[str, Any]:
         """For ``--json`` and ``--dry-run``."""
         values = {"what": self.what, "name": self.name, "revision": self.revision, "to": self.target}
-        return {**values, "from": str(self.root or "the network"), "files": len(self.files), "bytes": self.bytes}
+        count = len(self.files) if self.root is not None else len(self.names)
+        return {**values, "from": str(self.root or "the network"), "files": count, "bytes": self.bytes}
 
 
 class Collector:
@@ -110,9 +112,8 @@ class Collector:
                 if kind != "model" or any(file.name.endswith((".safetensors", ".bin")) for file in files):
                     return BundlePart(what, name, target, root, files, revision=revision, path=path)
         names = list_hub_files(kind, name, revision)
-        return BundlePart(
-            what, name, target, revision=revision, path=path, fetch=partial(download, kind, name, revision, names)
-        )
+        fetch = partial(download, kind, name, revision, names)
+        return BundlePart(what, name, target, names=names, revision=revision, path=path, fetch=fetch)
 
     def _data(self) -> list[BundlePart]:
         data, source = self._resolved.recipe.data, self._resolved.inputs.get("data.input")
@@ -202,29 +203,24 @@ class Collector:
         return found
 
     def go(self, parts: Sequence[BundlePart], overrides: Sequence[str]) -> dict[str, Any]:
-        """Fill the folder and seal it; what an earlier try left there is removed. Raises UserError."""
+        """Fill the folder and seal it; files of an earlier try are compared and kept. Raises UserError."""
         began = time.perf_counter()
-        for part in parts:
-            if part.fetch is not None:
-                say(as_words(part.as_json()))
-                part.root = part.fetch()
-                part.files = hashed_copy.survey(part.root, part.what, self._stall)
-        records: dict[str, FileRecord] = {}
         with storing("cannot be written", self._out, named=True):
-            self._begin_folder()
-            needed_bytes = sum(part.bytes or 0 for part in parts)
-            if needed_bytes + SPARE > (free := shutil.disk_usage(self._out).free):
-                text = f"{amount(needed_bytes)} are needed, {amount(free)} are free"
+            before = self._begin_folder()
+            missing = sum(f.size for part in parts for f in part.files if not (self._out / part.target / f.name).is_file())
+            if missing + SPARE > (free := shutil.disk_usage(self._out).free):
+                text = f"{amount(missing)} are needed, {amount(free)} are free"
                 raise UserError(text, file=str(self._out), fix="free space, or give another --to", code=ExitCode.STORAGE)
+            records: dict[str, FileRecord] = {}
             for part in parts:
                 say(as_words(part.as_json()))
-                assert part.root is not None
-                copied = hashed_copy.mirror(part.root, self._out / part.target, part.files, SHA256, self._stall)
-                records |= {f"{part.target}/{name}": record for name, record in copied.items()}
+                found = self._load(part) if part.root is None else self._copy(part, part.root)
+                records |= {f"{part.target}/{name}": record for name, record in found.items()}
                 if part.revision and part.target.startswith(bundle.HUB):
                     kind = "models" if part.what == "model" else "datasets"
-                    note = note_revision(self._out / bundle.HUB, kind, part.name, part.revision)
-                    records |= manifest.record_files(self._out, [note.relative_to(self._out).as_posix()])
+                    note_revision(self._out / bundle.HUB, kind, part.name, part.revision)
+            for name in before.keys() - records.keys():  # of another revision
+                (self._out / name).unlink(missing_ok=True)
             self._seal(parts, records, overrides)
         size = sum(record.size for record in records.values())
         summary = {"dir": str(self._out), "bytes": size, "files": len(records), "notes": self.notes}
@@ -251,20 +247,55 @@ class Collector:
                 text = f"holds what recipe {found.meta.get('recipe')} needs"
                 raise UserError(text, file=str(out), key="--to", fix="give a new folder")
 
-    def _begin_folder(self) -> None:
-        """Empty the folder of what an earlier try left there, its manifest first."""
+    def _begin_folder(self) -> Mapping[str, FileRecord]:
+        """Take the manifest from a finished one. Returns its files."""
         self.check()
-        self._out.mkdir(parents=True, exist_ok=True)
-        (self._out / BEGUN).touch()
-        (self._out / manifest.MANIFEST).unlink(missing_ok=True)
-        for path in self._out.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != BEGUN:
+        out = self._out
+        out.mkdir(parents=True, exist_ok=True)
+        (out / BEGUN).touch()
+        if not (out / manifest.MANIFEST).exists():
+            return {}
+        before = bundle.read(out).files
+        (out / manifest.MANIFEST).unlink()
+        return before
+
+    def _copy(self, part: BundlePart, root: Path) -> dict[str, FileRecord]:
+        return hashed_copy.mirror(root, self._out / part.target, part.files, SHA256, self._stall)[0]
+
+    def _load(self, part: BundlePart) -> dict[str, FileRecord]:
+        """From the network, each file compared with the Hub's own digest of it: ``snapshot_download`` compares sizes."""
+        assert part.fetch is not None
+        root = self._out / part.target
+        part.fetch(root)
+        if not part.target.startswith(bundle.HUB):  # NLTK's: hashed where the folder is sealed
+            return {}
+        files = hashed_copy.survey(root, part.what, self._stall)
+        known = [FileRecord(file.size, file.digest or "", file.algorithm or SHA256) for file in files]
+        pairs = [(root / file.name, record if record.digest else None) for file, record in zip(files, known, strict=True)]
+        answers = hashed_copy.hash_files(pairs, SHA256, self._stall, f"verifying {part.name}")
+        for (path, record), answer in zip(pairs, answers, strict=True):
+            if isinstance(answer, str):
+                raise UserError(f"cannot be read: {answer}", file=str(path), code=ExitCode.STORAGE)
+            if record is not None and answer != record:
+                path.resolve().unlink()
                 path.unlink()
+                text = f"came from the network as {answer.digest[:12]}, the Hub says {record.digest[:12]}"
+                raise UserError(text, file=str(path), fix="run the same command again", code=ExitCode.AGAIN)
+            if path.is_symlink():  # plain files go onto any medium; two may have one blob
+                plain = path.with_name(f".{path.name}.tmp")
+                os.link(path.resolve(), plain)
+                plain.replace(path)
+        for folder in (root.parents[1] / "blobs", self._out / bundle.HUB / ".locks"):
+            shutil.rmtree(folder, ignore_errors=True)
+        records = zip(files, answers, strict=True)
+        return {file.name: answer for file, answer in records if isinstance(answer, FileRecord) and answer.algorithm == SHA256}
 
     def _seal(self, parts: Sequence[BundlePart], records: dict[str, FileRecord], overrides: Sequence[str]) -> None:
-        """Write the sums, then the manifest."""
+        """What lies there and is none of the parts', as NLTK's other languages, goes with them; then sums and manifest."""
+        (self._out / bundle.SUMS).unlink(missing_ok=True)
+        other = [name for name in manifest.list_files(self._out) if name not in records]
+        for name, record in manifest.record_files(self._out, other).items():
+            records[name] = record
         lines = [f"{record.sha256}  {name}\n" for name, record in sorted(records.items())]
         manifest.write_durably(self._out / bundle.SUMS, "".join(lines))
         records[bundle.SUMS] = manifest.hash_file(self._out / bundle.SUMS)
@@ -305,12 +336,22 @@ def list_hub_files(kind: str, name: str, revision: str | None) -> list[str]:
         return choose(names) if kind == "model" else sorted(names)
 
 
-def download(kind: str, name: str, revision: str, files: list[str]) -> Path:
-    """The folder of a commit in the Hub's cache of this machine, loaded as far as it lacks. Raises UserError."""
-    import huggingface_hub
+def download(kind: str, name: str, revision: str | None, files: list[str], out: Path) -> None:
+    """Load files of a commit into the Hub's cache of a bundle; what an earlier call has loaded is kept. Raises UserError.
 
+    ``out``: the snapshot's folder there, which has the name of the revision that the recipe gives.
+    """
+    import huggingface_hub
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not console.stderr.is_terminal:
+        disable_progress_bars()
     with _asking(kind, name):
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, repo_type=kind, allow_patterns=files))
+        cache = out.parents[2]
+        made = huggingface_hub.snapshot_download(name, revision=revision, repo_type=kind, cache_dir=cache, allow_patterns=files)
+    if Path(made) != out:  # by its commit, where the recipe has none
+        shutil.rmtree(out, ignore_errors=True)
+        Path(made).replace(out)
 
 
 @contextlib.contextmanager
@@ -327,17 +368,16 @@ def _asking(kind: str, name: str) -> Iterator[None]:
         raise UserError(f"{name} is not available from the Hub: {message}", fix=f"{fix}: {key}") from None
 
 
-def note_revision(cache: Path, kind: str, name: str, revision: str) -> Path:
-    """Have a cache answer for ``main`` too: programs that name no revision find the one that is there. Returns the file."""
-    main = cache / f"{kind}--{name.replace('/', '--')}" / "refs/main"
-    main.parent.mkdir(parents=True, exist_ok=True)
-    main.write_text(revision)
-    return main
+def note_revision(cache: Path, kind: str, name: str, revision: str) -> None:
+    """Have a cache answer for ``main`` too: programs that name no revision find the one that is there."""
+    refs = cache / f"{kind}--{name.replace('/', '--')}" / "refs"
+    refs.mkdir(parents=True, exist_ok=True)
+    (refs / "main").write_text(revision)
 
 
 def as_words(part: dict[str, Any]) -> str:
     """``model org/name, 12.3 GB in 4 files, from PATH``."""
     if part["bytes"] == 0 and not part["files"]:
         return f"{part['what']} {part['name']}: in {part['from']}, with it"
-    size = f"{amount(part['bytes'])} in {part['files']} files, " if part["bytes"] is not None else ""
-    return f"{part['what']} {part['name']}: {size}from {part['from']}"
+    size = f"{amount(part['bytes'])} in " if part["bytes"] is not None else ""
+    return f"{part['what']} {part['name']}: {size}{part['files']} files, from {part['from']}"

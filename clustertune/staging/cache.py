@@ -1,7 +1,7 @@
 """The staging folder of a node: one tree for each model or dataset, who reads it, and what makes room for the next.
 
 ``PATH/clustertune-UID/KEY/`` holds ``MANIFEST.json`` (written last) and the tree in a folder that has the source's name. Beside
-it lies ``KEY.lock``: jobs that read from a tree share it, who fills or removes the tree holds it alone. One process at a time
+it lies ``KEY.lock``: jobs that read from a tree share it, who repairs or removes the tree holds it alone. One process at a time
 fills the cache (``.lock``). The kernel frees a lock with its process, so that a killed job uses nothing; the time of
 ``KEY.lock`` says when the tree was used last.
 """
@@ -9,6 +9,7 @@ fills the cache (``.lock``). The kernel frees a lock with its process, so that a
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -27,7 +28,7 @@ from clustertune.check.rule import listed
 from clustertune.cluster.schema import Staging
 from clustertune.console import say
 from clustertune.errors import ExitCode, UserError, storage_error, storing
-from clustertune.manifest import MANIFEST, XXH3_128, fsync_path, list_files, seal
+from clustertune.manifest import MANIFEST, XXH3_128, fsync_path, list_files, read_manifest, seal
 from clustertune.staging import hashed_copy
 from clustertune.staging.hashed_copy import STALL_SECONDS, amount
 from clustertune.staging.source_files import SourceFile
@@ -75,7 +76,7 @@ class StagingCache:
         return sorted(found, key=lambda tree: tree.used)
 
     def shared(self, key: str, *, wait: Callable[[str], None]) -> TreeLock:
-        """Share a tree with all who read from it. ``wait``: called once with who fills or removes it."""
+        """Share a tree with all who read from it. ``wait``: called once with who repairs or removes it."""
         fd = lock.take(self.lock_file(key), fcntl.LOCK_SH, wait, in_cache=True)
         assert not isinstance(fd, str)
         return TreeLock(self.lock_file(key), fd)
@@ -104,11 +105,11 @@ class StagingCache:
             fix = "raise storage.staging.gb in the cluster file, or slurm.staging=false reads from the shared storage"
             raise UserError(text, file=str(self.root), fix=fix, code=ExitCode.STORAGE)
         removed: list[CachedTree] = []
-        others = [tree for tree in self.trees() if tree.key != key]
+        others, present = [tree for tree in self.trees() if tree.key != key], tree_bytes(self.folder(key))
 
         def lacking() -> int:
             used = sum(tree.bytes for tree in others if tree not in removed)
-            return max(used + size - self.limit, size + SPARE - shutil.disk_usage(self.root).free)
+            return max(used + size - self.limit, size - present + SPARE - shutil.disk_usage(self.root).free)
 
         for tree in others:
             if (lack := lacking()) <= 0:
@@ -272,7 +273,7 @@ class Stager:
         """The tree of ``source``: as it is there, or copied now. Waits where another process fills the cache.
 
         Raises UserError: the source is incomplete, changes, or hangs; no room, or the disk is full (exit 73). Only a tree with
-        a manifest counts; what an interrupted copy left, or is damaged, is removed and copied anew.
+        a manifest counts; the finished files of an interrupted copy are kept for the next try.
         """
 
         def waits(holder: str) -> None:
@@ -297,39 +298,56 @@ class Stager:
                         fix = "the shared storage is read until that job has ended"
                         raise UserError("is damaged, and another job reads from it", file=str(folder), fix=fix)
                     if wrong or self._find_wrong(folder, source, files, deep=False) != []:
-                        discard(folder)
+                        for name in (MANIFEST, *(wrong or ())):
+                            (folder / name).unlink(missing_ok=True)
+                        folder.mkdir(mode=0o700, exist_ok=True)
                         removed += [str(self._cache.folder(t.key)) for t in self._cache.make_room(key, size, self._tell)]
-                        self._fill(folder, source, files)
-                        copied = size
+                        copied += self._fill(folder, source, files)
                         deep = False  # what was just hashed on its way is not hashed again
 
     def _find_wrong(self, folder: Path, source: SourceFolder, files: Sequence[SourceFile], *, deep: bool) -> list[str] | None:
         """The files of a tree that are not as they were sealed; None where there is no tree. Changes nothing."""
         if not (folder / MANIFEST).exists():
             return None
+        try:
+            sealed = read_manifest(folder, KIND).files
+        except UserError as error:
+            self._tell(f"warning: {error.problems[0]}")
+            return [MANIFEST]
         expected = {f"{source.name}/{file.name}": (file.size, file.mtime_ns) for file in files}
         # What is not part of the copy: transformers would read some files by their names. Hidden folders are the libraries' own
         # (datasets keeps its tables in .cache beside the data).
         names = [name for name in list_files(folder) if not any(part.startswith(".") for part in name.split("/"))]
         present = {name: ((state := (folder / name).stat()).st_size, state.st_mtime_ns) for name in names}
-        wrong = sorted(name for name in present.keys() | expected.keys() if present.get(name) != expected.get(name))
-        if deep and not wrong:
-            wrong = [str(problem) for problem in hashed_copy.find_damage(folder, self._stall)]
+        wrong = {name for name in present.keys() | expected.keys() if present.get(name) != expected.get(name)}
+        look = sorted(sealed.keys() - wrong) if deep else []
+        answers = hashed_copy.hash_files([(folder / name, sealed[name]) for name in look], XXH3_128, self._stall)
+        wrong |= {name for name, answer in zip(look, answers, strict=True) if answer != sealed[name]}
         if wrong:
-            self._tell(f"warning: {folder}: damaged, missing or foreign: {listed(wrong, 3)}")
-        return wrong
+            self._tell(f"warning: {folder}: damaged, missing or foreign: {listed(sorted(wrong), 3)}")
+        return sorted(wrong)
 
-    def _fill(self, folder: Path, source: SourceFolder, files: Sequence[SourceFile]) -> None:
-        """Copy a tree, and seal it; of one that fails nothing is left, for it would take room from all who use the node."""
-        out, size = folder / source.name, sum(file.size for file in files)
+    def _fill(self, folder: Path, source: SourceFolder, files: Sequence[SourceFile]) -> int:
+        """Copy what is missing, and seal the tree. Returns the bytes that were copied."""
+        out, expected = folder / source.name, {f"{source.name}/{file.name}" for file in files}
+        for name in list_files(folder):
+            if name not in expected:
+                (folder / name).unlink()
+        size = sum(file.size for file in files)
         self._tell(f"copies {source.name}: {len(files)} files, {amount(size)}, {source.root} -> {out}")
-        folder.mkdir(mode=0o700)
         try:
-            records = hashed_copy.mirror(source.root, out, files, XXH3_128, self._stall)
+            records, copied = hashed_copy.mirror(source.root, out, files, XXH3_128, self._stall)
+            # The source is now what it was before the first byte: nothing was added, replaced or removed meanwhile.
+            if hashed_copy.survey(source.root, source.what, self._stall) != list(files):
+                fix = "run the same command again when nothing writes there any more"
+                raise UserError("changed while it was copied", file=str(source.root), fix=fix, code=ExitCode.AGAIN)
             named = {f"{source.name}/{name}": record for name, record in records.items()}
             meta = {"source": str(source.root), "revision": source.revision, "host": os.uname().nodename}
             seal(folder, KIND, meta, named)
-        except (UserError, OSError):
-            with contextlib.suppress(OSError):
-                discard(folder)
+        except (UserError, OSError) as error:
+            # The finished files of a copy that failed stay, unless the disk is full, which harms all who use the node.
+            if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
+                with contextlib.suppress(OSError):
+                    discard(folder)
             raise
+        return copied

@@ -1,14 +1,15 @@
 """Reading, copying and hashing many files in a child process that is given up when nothing moves.
 
 A mount that hangs holds every process that reads from it, and no signal helps: so :func:`within` has a forked child do the
-work, and ends it where it has read, written and computed nothing for so many seconds. Copies are hashed on their way: neither
-``rsync`` nor ``cp`` says what it has written.
+work, and ends it where it has read, written and computed nothing for so many seconds. Copies are hashed: neither ``rsync`` nor
+``cp`` says what it has written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -18,13 +19,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from clustertune import bounded, console
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
-from clustertune.manifest import DigestComparison, FileRecord, new_hasher
+from clustertune.errors import ExitCode, UserError, storage_error
+from clustertune.manifest import FileRecord, hash_file
 from clustertune.staging import source_files
 from clustertune.staging.source_files import SourceFile
 
 STALL_SECONDS = 120.0
 """How long nothing may move: longer than the fail-over of a file server, shorter than what holds up a job unnoticed."""
+SECONDS_BETWEEN_LINES = 30.0
 BLOCK = 8 << 20
 """Bytes of one read: a network file system splits it into requests that are under way together."""
 THREADS = 8
@@ -47,40 +49,50 @@ def survey(root: Path, what: str, stall: float) -> list[SourceFile]:
     return within(stall, root, lambda: source_files.survey(root, what))
 
 
-def mirror(root: Path, out: Path, sources: Sequence[SourceFile], algorithm: str, stall: float) -> dict[str, FileRecord]:
-    """Copy files into the folder ``out``, several at once. Returns the record of each by ``algorithm``. Raises UserError."""
-    total = sum(file.size for file in sources)
-    return within(stall, root, lambda: copy_files(root, out, sources, algorithm), total=total, target=out)
+def mirror(
+    root: Path, out: Path, sources: Sequence[SourceFile], algorithm: str, stall: float
+) -> tuple[dict[str, FileRecord], int]:
+    """Copy files into ``out``, several at once. Returns the record of each by ``algorithm``, and the bytes that were copied.
+
+    A file that is there with the source's size and time is hashed and kept, as rsync would; one whose hash is not the one that
+    the source's folder names is copied again. A file has its name only once all of it is on the disk. Raises UserError.
+    """
+    shown = (f"copying {root.name}", sum(file.size for file in sources))
+    return within(stall, root, lambda: copy_files(root, out, sources, algorithm), shown=shown, target=out)
 
 
-def find_damage(folder: Path, stall: float) -> list[Problem]:
-    """The files of a folder that differ from its manifest, each byte read. Raises UserError where the storage hangs."""
+def hash_files(
+    paths: Sequence[tuple[Path, FileRecord | None]], algorithm: str, stall: float, what: str = "verifying"
+) -> list[FileRecord | str]:
+    """The record of each file, by the algorithm of its given record, else by ``algorithm``; a text where it cannot be read.
 
-    def compare() -> list[Problem]:
-        try:
-            with DigestComparison(folder) as comparison:
-                return comparison.finish()
-        except UserError as error:  # the manifest itself
-            return error.problems
-
-    return within(stall, folder, compare)
+    Raises UserError where the storage hangs.
+    """
+    if not paths:
+        return []
+    pairs = [(path, record.algorithm if record else algorithm) for path, record in paths]
+    shown = (what, sum(record.size for _, record in paths if record))
+    return within(stall, paths[0][0].parent, lambda: hash_all(pairs), shown=shown)
 
 
 # --- the child, seen from the parent -------------------------------------------------------------------------------------
 
 
-def within(stall: float, path: Path, work: Callable[[], T], *, total: int | None = None, target: Path | None = None) -> T:
-    """What ``work`` returns in a forked child. ``path``: for messages; ``total``: bytes that it reads, for a bar.
+def within(
+    stall: float, path: Path, work: Callable[[], T], *, shown: tuple[str, int] | None = None, target: Path | None = None
+) -> T:
+    """What ``work`` returns in a forked child. ``path``: for messages; ``shown``: what is done, and how many bytes it is: a bar
+    on a terminal, elsewhere a line every half minute.
 
     Raises UserError: the work's own, or exit 73 where nothing moved for ``stall`` seconds.
     """
     pid, pipe = bounded.fork_child(lambda answers: Connection(os.dup(answers.fileno()), readable=False).send(_outcome(work)))
     answers = Connection(pipe, writable=False)
     try:
-        _await(answers, pid, stall, path, total)
+        _await(answers, pid, stall, path, shown)
         kind, body = answers.recv()
     except EOFError:
-        fix = "run the same command again"
+        fix = "run the same command again: it continues"
         raise UserError("the copying process ended", file=str(path), fix=fix, code=ExitCode.AGAIN) from None
     finally:
         answers.close()
@@ -107,11 +119,11 @@ def _outcome(work: Callable[[], Any]) -> tuple[str, Any]:
         return "os", OSError(error.errno, error.strerror or str(error), error.filename)
 
 
-def _await(answers: Connection, pid: int, stall: float, path: Path, total: int | None) -> None:
+def _await(answers: Connection, pid: int, stall: float, path: Path, shown: tuple[str, int] | None) -> None:
     """Return when there is an answer, or the child has ended. Raises UserError where nothing moves."""
-    before, moved = _counts(pid), time.monotonic()
+    before, moved, told = _counts(pid), time.monotonic(), time.monotonic()
     with console.byte_progress() as bar:
-        task = bar.add_task(path.name, total=total, visible=total is not None)
+        task = bar.add_task(shown[0], total=shown[1]) if shown else None
         while not answers.poll(0.5):
             now, counts = time.monotonic(), _counts(pid)
             if counts != before:
@@ -120,7 +132,11 @@ def _await(answers: Connection, pid: int, stall: float, path: Path, total: int |
                 fix = "is the storage mounted and its server up? --stall SECONDS waits longer"
                 text = f"nothing was read or written for {stall:g} s"
                 raise UserError(text, file=str(path), fix=fix, code=ExitCode.STORAGE)
-            bar.update(task, completed=counts[0])
+            if shown and task is not None:
+                bar.update(task, completed=min(counts[0], shown[1]))
+                if not console.stderr.is_terminal and now - told > SECONDS_BETWEEN_LINES:
+                    told = now
+                    console.say(f"{shown[0]}: {amount(counts[0])} of {amount(shown[1])} read")
 
 
 def _counts(pid: int) -> tuple[int, int, int]:
@@ -136,44 +152,83 @@ def _counts(pid: int) -> tuple[int, int, int]:
 # --- the child -----------------------------------------------------------------------------------------------------------
 
 
-def copy_files(root: Path, out: Path, sources: Sequence[SourceFile], algorithm: str) -> dict[str, FileRecord]:
+def copy_files(root: Path, out: Path, sources: Sequence[SourceFile], algorithm: str) -> tuple[dict[str, FileRecord], int]:
     """:func:`mirror`, in this process. Raises UserError, OSError of the first file that fails."""
     pool = ThreadPoolExecutor(THREADS)
     largest_first = sorted(sources, key=lambda file: -file.size)  # none is left alone at the end
-    running = {file.name: pool.submit(_copy, file, root / file.name, out / file.name, algorithm) for file in largest_first}
+    running = {file: pool.submit(_copy, file, root / file.name, out / file.name, algorithm) for file in largest_first}
     try:
-        return {name: copying.result() for name, copying in running.items()}
+        answers = {file.name: running[file].result() for file in largest_first}
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+    return {name: record for name, (record, _) in answers.items()}, sum(copied for _, copied in answers.values())
 
 
-def _copy(file: SourceFile, source: Path, target: Path, algorithm: str) -> FileRecord:
-    """Copy one file, and return its record by ``algorithm``.
-
-    Hashed by the digest that the source's folder names too: a copy on a node's disk is recorded by XXH3 beside the source's
-    SHA-256, for it is hashed again and again, eight times faster.
-    """
-    hashers = {name: new_hasher(name, file.size) for name in (algorithm, file.algorithm) if name}
+def _copy(file: SourceFile, source: Path, target: Path, algorithm: str) -> tuple[FileRecord, int]:
+    """The record of the copy, and the bytes that were copied."""
+    with contextlib.suppress(OSError):
+        there = target.stat()
+        if (there.st_size, there.st_mtime_ns) == (file.size, file.mtime_ns) and (same := _record(file, target, algorithm)):
+            return same, 0
     target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.tmp")  # not part of a folder, for its manifest
     try:
-        with source.open("rb", buffering=0) as src, target.open("wb") as dst:
-            while block := src.read(BLOCK):
-                dst.write(block)
-                for hasher in hashers.values():
-                    hasher.update(block)
-            dst.flush()
-            os.fsync(dst.fileno())
-            state, size = os.fstat(src.fileno()), dst.tell()
+        with source.open("rb", buffering=0) as src:
+            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as dst:
+                shutil.copyfileobj(src, dst, BLOCK)
+                dst.flush()
+                os.fsync(dst.fileno())
+                copied = dst.tell()
+            state = os.fstat(src.fileno())
+            _forget(src.fileno())
     except OSError as error:
-        error.filename = error.filename or str(target)  # a disk that is full names no file
+        error.filename = error.filename or str(part)  # a disk that is full names no file
         raise
-    if (size, state.st_mtime_ns, state.st_ctime_ns) != (file.size, file.mtime_ns, file.ctime_ns):
+    if copied != file.size or (state.st_mtime_ns, state.st_ctime_ns) != (file.mtime_ns, file.ctime_ns):
         fix = "run the same command again when nothing writes there any more"
         raise UserError("changed while it was copied", file=str(source), fix=fix, code=ExitCode.AGAIN)
-    if file.algorithm and hashers[file.algorithm].hexdigest() != file.digest:
+    if (record := _record(file, part, algorithm)) is None:
+        part.unlink()
         where = "the name that the Hub gave it" if source.is_symlink() else "the folder's manifest"
-        fix = "the file is damaged where it lies: remove it (and what it links to), then load or make it again"
+        fix = "the file is damaged where it lies: load or make it again"
         text = f"its content differs from {where} ({file.algorithm})"
         raise UserError(text, file=str(source), fix=fix, code=ExitCode.FAILED)
-    os.utime(target, ns=(file.mtime_ns, file.mtime_ns))
-    return FileRecord(size, hashers[algorithm].hexdigest(), algorithm)
+    os.utime(part, ns=(file.mtime_ns, file.mtime_ns))
+    part.replace(target)
+    return record, file.size
+
+
+def _record(file: SourceFile, path: Path, algorithm: str) -> FileRecord | None:
+    """The record of a copy by ``algorithm``; None where it is not what the source's folder says.
+
+    By the source's own digest too, where that is another: a copy on a node's disk is recorded by XXH3 beside the source's
+    SHA-256, for it is hashed again and again, eight times faster.
+    """
+    known = hash_file(path, file.algorithm) if file.algorithm else None
+    record = known if known and file.algorithm == algorithm else hash_file(path, algorithm)
+    with path.open("rb") as copy:
+        _forget(copy.fileno())
+    return record if known is None or known.digest == file.digest else None
+
+
+def _forget(fd: int) -> None:
+    """Give a file's pages back: 800 GB through the page cache push out everything else. Some file systems refuse."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def hash_all(paths: Sequence[tuple[Path, str]]) -> list[FileRecord | str]:
+    """:func:`hash_files`, in this process."""
+
+    def one(item: tuple[Path, str]) -> FileRecord | str:
+        path, algorithm = item
+        try:
+            record = hash_file(path, algorithm)
+            with path.open("rb") as file:
+                _forget(file.fileno())
+        except OSError as error:
+            return error.strerror or str(error)
+        return record
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(one, paths))

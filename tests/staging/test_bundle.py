@@ -94,23 +94,23 @@ def test_a_damaged_parcel_is_not_rehearsed(staged: Path) -> None:
     body = done.json
     assert body["steps"] == []
     assert {Path(p["file"]).name: p["message"].split(":")[0] for p in body["problems"]} == {
-        "model.safetensors": "content differs from the manifest's SHA-256",
-        "tokenizer.json": "missing",
+        "model.safetensors": "its content differs from the manifest's SHA-256",
+        "tokenizer.json": "cannot be read",
         "adapter_config.json": "is not named by the manifest",
     }
 
 
 @pytest.mark.jobs
-def test_collected_again_it_is_made_anew(staged: Path, hub_recipe: tuple[Path, Path]) -> None:
-    """Damage is gone then, and what another revision of the recipe needed."""
+def test_collected_again_what_is_whole_is_kept(staged: Path, hub_recipe: tuple[Path, Path]) -> None:
+    """An interrupted copy of 800 GB continues; a damaged file of it is copied again."""
     model = bundle.model_folder(staged)
     assert model is not None
-    (model / "old.json").write_text("{}")
+    before = (model / "config.json").stat().st_ino
     flip(model / "model.safetensors", 5000)
     done = run("stage", hub_recipe[0], "--to", staged, network=False, HF_HOME=str(hub_recipe[1]))
     assert done.code == 0, done.err
     assert manifest.find_problems(staged, bundle.KIND) == []
-    assert not (model / "old.json").exists()
+    assert (model / "config.json").stat().st_ino == before
 
 
 def test_a_folder_that_is_not_ours_is_not_written_to(tmp_path: Path) -> None:

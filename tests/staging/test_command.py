@@ -79,7 +79,7 @@ def hub(hub_recipe: tuple[Path, Path]) -> Iterator[FakeHub]:
 
 @pytest.mark.jobs
 def test_downloaded_and_compared_with_the_hubs_own_digests(tmp_path: Path, hub_recipe: tuple[Path, Path], hub: FakeHub) -> None:
-    """What a proxy or a disk has spoilt on the way is named and not sealed; once it is removed, it alone is loaded anew."""
+    """What a proxy or a disk has spoilt on the way is not sealed; the next call continues."""
     recipe, home = hub_recipe
     empty = tmp_path / "home"
     shutil.copytree(home / "hub", empty / "hub", ignore=shutil.ignore_patterns("*example-org*"), symlinks=True)
@@ -87,11 +87,8 @@ def test_downloaded_and_compared_with_the_hubs_own_digests(tmp_path: Path, hub_r
     environment = {"HF_HOME": str(empty), "HF_ENDPOINT": hub.url, "NO_PROXY": "127.0.0.1"}
     hub.spoilt = "tokenizer.json"
     broken = run(*words, **environment)
-    assert "tokenizer.json: its content differs from the name that the Hub gave it" in broken.err, broken.err
+    assert broken.code == 75 and "tokenizer.json: came from the network as" in broken.err, broken.err
     assert not (tmp_path / "out" / manifest.MANIFEST).exists()
-    damaged = needs.snapshot(empty / "hub", "models", MODEL, REVISION) / "tokenizer.json"
-    damaged.resolve().unlink()
-    damaged.unlink()
     hub.spoilt = ""
     done = run(*words, "--json", **environment)
     assert done.code == 0, done.err
@@ -99,4 +96,4 @@ def test_downloaded_and_compared_with_the_hubs_own_digests(tmp_path: Path, hub_r
     assert same(model, needs.snapshot(home / "hub", "models", MODEL, REVISION)), "and no weights in another form"
     assert manifest.find_problems(tmp_path / "out") == []
     found = {part["what"]: part["from"] for part in done.json["parts"]}
-    assert found["model"].startswith(str(empty)) and found["data"].startswith(str(empty))
+    assert found["model"] == found["data"] == "the network"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,28 +62,27 @@ def test_a_copy_is_the_source_and_is_used_again(tmp_path: Path, bench: Bench) ->
 
 
 SPOILT = {
-    "written to": lambda path: (path / "sub/one.bin").write_bytes(bytes(SIZES["sub/one.bin"])),
-    "missing": lambda path: (path / "config.json").unlink(),
+    "written to": (lambda path: (path / "sub/one.bin").write_bytes(bytes(SIZES["sub/one.bin"])), SIZES["sub/one.bin"]),
+    "missing": (lambda path: (path / "config.json").unlink(), SIZES["config.json"]),
     # transformers reads an adapter_config.json that it finds beside a model.
-    "foreign": lambda path: (path / "adapter_config.json").write_text("{}"),
+    "foreign": (lambda path: (path / "adapter_config.json").write_text("{}"), 0),
     # datasets writes its tables beside the data: that is no damage.
-    "a library's own": lambda path: fill(path / ".cache", {"table.arrow": 100}),
+    "a library's own": (lambda path: fill(path / ".cache", {"table.arrow": 100}), 0),
 }
 
 
 @pytest.mark.parametrize("deep", [True, False])
 @pytest.mark.parametrize("what", SPOILT)
-def test_a_damaged_copy_is_made_anew(tmp_path: Path, what: str, deep: bool) -> None:
+def test_only_what_is_damaged_in_the_copy_is_copied_again(tmp_path: Path, what: str, deep: bool) -> None:
     """In a job what was not written to since is not read."""
-    bench = Bench(tmp_path / "local", deep=deep)
+    bench, (spoil, copied) = Bench(tmp_path / "local", deep=deep), SPOILT[what]
     root = fill(tmp_path / "source", SIZES)
     path = bench.stage(root)
-    SPOILT[what](path)
+    spoil(path)
     found = bench.stager.stage(SourceFolder("data", "source", root))
     found.release()
-    damaged = what != "a library's own"
-    assert same(root, path) and found.copied == damaged * sum(SIZES.values())
-    assert ("damaged, missing or foreign: source/" in bench.words) == damaged
+    assert same(root, path) and found.copied == copied
+    assert ("damaged, missing or foreign: source/" in bench.words) == (what != "a library's own")
 
 
 def test_what_the_file_system_itself_lost_is_found_by_hashing(tmp_path: Path, bench: Bench) -> None:
@@ -115,6 +115,22 @@ def test_a_flipped_byte_in_the_source_is_refused(tmp_path: Path, bench: Bench, k
     assert not any((tree / manifest.MANIFEST).exists() for tree in bench.cache.root.iterdir())
 
 
+def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody downloads the model once more while it is copied."""
+    root = fill(tmp_path / "source", SIZES)
+    real = hashed_copy.mirror
+
+    def mirror(*args: object) -> object:
+        (root / "late.bin").write_bytes(b"x")
+        return real(*args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="changed while it was copied") as caught:
+        patch.setattr(hashed_copy, "mirror", mirror)
+        bench.stage(root)
+    assert caught.value.code is ExitCode.AGAIN
+    assert same(root, bench.stage(root))
+
+
 CHANGES = {
     "append": lambda path: path.write_bytes(path.read_bytes() + b"x"),
     "truncate": lambda path: os.truncate(path, MIB),
@@ -126,33 +142,37 @@ CHANGES = {
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of an old file and half of a new one have the right size."""
     root = fill(tmp_path / "source", {"a.bin": 30 * MIB})
-    seen = survey(root, "data")
-    changes = iter([CHANGES[change]])
+    seen, copy = survey(root, "data"), shutil.copyfileobj
 
-    class Changing:
-        """Changes the file behind its first block."""
+    def changed(*given: Any) -> None:
+        CHANGES[change](root / "a.bin")
+        copy(*given)
 
-        def update(self, _block: bytes) -> None:
-            for do in changes:
-                do(root / "a.bin")
-
-    monkeypatch.setattr(hashed_copy, "new_hasher", lambda *_: Changing())
+    monkeypatch.setattr(shutil, "copyfileobj", changed)
     with pytest.raises(UserError, match="changed while it was copied"):
         hashed_copy.copy_files(root, tmp_path / "out", seen, manifest.XXH3_128)
+    assert not (tmp_path / "out/a.bin").exists()
 
 
-def test_killed_in_the_middle_it_is_copied_anew(tmp_path: Path) -> None:
-    """kill -9: what was done does not count, and takes no room."""
+@pytest.mark.parametrize("flipped", [True, False])
+def test_killed_in_the_middle_it_goes_on(tmp_path: Path, flipped: bool) -> None:
+    """kill -9: files that were done are kept, unless the source's manifest says that one was damaged since."""
     root = fill(tmp_path / "source", {f"{n:02}.bin": 8 * MIB for n in range(40)})
+    manifest.seal(root, "dataset", {})
     local = tmp_path / "local"
     child = start(local, root)
     wait_for(lambda: len(list(local.rglob("??.bin"))) > 3, "three files", pause=0.002)
     child.send_signal(signal.SIGKILL)
     child.communicate()
-    assert not list(local.rglob(manifest.MANIFEST)), "the copy was done before it could be killed"
-    made = Bench(local).stager.stage(SourceFolder("data", "source", root))
+    done = list(local.rglob("??.bin"))
+    assert not list(local.rglob(manifest.MANIFEST)) or len(done) < 40, "the copy was done before it could be killed"
+    if flipped:
+        flip(done[0])
+    bench = Bench(local)
+    made = bench.stager.stage(SourceFolder("data", "source", root))
     made.release()
-    assert same(root, made.path) and made.copied == 40 * 8 * MIB
+    assert same(root, made.path)
+    assert (40 - len(done)) * 8 * MIB <= made.copied - flipped * 8 * MIB < 40 * 8 * MIB
 
 
 def test_two_side_by_side_copy_once(tmp_path: Path) -> None:
