@@ -51,13 +51,17 @@ def pcie_p2p(m: Machine) -> Iterator[Seen]:
     pcie = str(m.section("compute").get("interconnect") or "").startswith("pcie")
     if len(f.gpus) < 2 or not m.computes or not (any(not link.startswith("NV") for link in links.values()) if links else pcie):
         return
+    lines = []
+    if f.acs_redirect:
+        lines.append(f"ACS redirects at {', '.join(f.acs_redirect[:6])}{' and more' if len(f.acs_redirect) > 6 else ''}")
+    if f.iommu and not m.expects.p2p:
+        lines.append("the IOMMU translates")
     if m.environ("NCCL_P2P_DISABLE") == "1":
         yield Seen(PASS, "NCCL_P2P_DISABLE=1: GPUs talk through host memory")
-    elif f.iommu is None:
-        yield Seen(UNKNOWN, "whether an IOMMU translates cannot be seen here")
+    elif not lines and f.acs_redirect is None:
+        yield Seen(UNKNOWN, "whether bridges redirect (ACS) only root can see: lspci -vvv")
     else:
-        text = "the IOMMU translates" if f.iommu and not m.expects.p2p else ""
-        yield from either(FAIL if m.expects.p2p is False else WARN, text, "no IOMMU in the way")
+        yield from either(FAIL if m.expects.p2p is False else WARN, " and ".join(lines), "neither IOMMU nor ACS in the way")
 
 
 @RULES("gpudirect-rdma")

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from clustertune.check.machine_context import LOGIN, Machine, gigabytes
-from clustertune.check.rule import FAIL, MACHINE, PASS, WARN, Rules, Seen, either, listed
+from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Rules, Seen, either, listed
 from clustertune.host.credentials import has_login
 from clustertune.host.gpus import has_nvlink
 from clustertune.host.mounts import lies_elsewhere
@@ -28,6 +28,7 @@ MEMLOCK_LEAST, MEMLOCK_ENOUGH = 64 * MIB, 4 * GIB
 """The limit holds for each process (getrlimit(2)). A rank registers 4 MiB for each connection (NCCL_BUFFSIZE in NCCL's guide):
 the second is enough for a thousand of them. Slurm's services start with 64 KiB or 8 MiB: there the first connection fails."""
 ENOUGH_FILES = 4096
+OFFSET_S = 1.0
 
 
 @RULES("shm")
@@ -108,6 +109,23 @@ def memory(m: Machine) -> Iterator[Seen]:
     if m.computes and total and free is not None and not shared:
         little = f"{gigabytes(free)} free of {gigabytes(total)}" if free / total < 0.5 else ""
         yield from either(WARN, little, f"{gigabytes(free)} free")
+
+
+@RULES("clock")
+def clock(m: Machine) -> Iterator[Seen]:
+    """The clock is synchronised and accurate."""
+    f = m.facts
+    fix = "as root: systemctl enable --now chronyd (or systemd-timesyncd), with the same servers on all nodes"
+    if f.clock_offset_s is not None and f.clock_offset_s > OFFSET_S:
+        yield Seen(WARN, f"off by {f.clock_offset_s:.1f} s", "as root: chronyc makestep; look at chronyc sources")
+    elif f.clock_synchronised is False and m.in_container:
+        yield Seen(UNKNOWN, "nothing in this container shows whether the clock is synchronised")
+    elif f.clock_synchronised is False:
+        yield Seen(WARN, "no service keeps the clock synchronised", fix)
+    elif f.clock_synchronised:
+        yield Seen(PASS, "synchronised" if f.clock_offset_s is None else f"off by {f.clock_offset_s * 1000:.1f} ms")
+    else:
+        yield Seen(UNKNOWN, "no service reports whether the clock is synchronised")
 
 
 # --- Slurm, as a machine outside of a step sees it ---------------------------------------------------------------------

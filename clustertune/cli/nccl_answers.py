@@ -101,9 +101,8 @@ def _judge_logs(args: NcclCheckArguments) -> int:
         raise UserError(Problem("no line of NCCL", file=", ".join(files), fix="run the job with NCCL_DEBUG=INFO"))
     measured_before = {"schema": link_measure.SCHEMA, **({"expected": link_check.expected(cluster)} if cluster else {})}
     _, judged = link_check.judged(measured_before, log, left_out)
-    shown = [*nccl_log.summary(log)]
-    document = {"schema": link_measure.SCHEMA, "logs": files, "log": [*map(str.strip, shown)], "verdict": judged}
-    reply(args.as_json, document, *shown, *link_table.verdict(judged))
+    document = {"schema": link_measure.SCHEMA, "logs": files, "log": nccl_log.as_dict(log), "verdict": judged}
+    reply(args.as_json, document, *nccl_log.summary(log), *link_table.verdict(judged))
     return EXIT[judged["status"]]
 
 

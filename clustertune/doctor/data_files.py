@@ -163,6 +163,20 @@ def eos_not_in_template(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(WARN, f"EOS is {show_value(eos)}, which the chat template never writes", where=str(model.path))
 
 
+@RULES("tokenizer-mismatch")
+def tokenizer_mismatch(context: RecipeContext) -> Iterator[Seen]:
+    """Token ids against the rows of the embedding."""
+    model = context.model
+    rows = (model.config or {}).get("vocab_size") if model else None
+    if model is None or not isinstance(rows, int) or not model.vocabulary:
+        return
+    beyond = {name: number for name, number in model.vocabulary.items() if number >= rows}
+    if beyond:
+        last = max(beyond, key=beyond.__getitem__)
+        text = f"{len(beyond)} tokens have ids from {rows} on, the last is {show_value(last)} = {beyond[last]}"
+        yield Seen(FAIL, f"{text}; the embedding has {rows} rows", where=str(model.path))
+
+
 @RULES("weights-on-network")
 def weights_on_network(context: RecipeContext) -> Iterator[Seen]:
     """The disk that the weights are read from."""

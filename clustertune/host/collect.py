@@ -110,11 +110,13 @@ DIRECT: tuple[Reader, ...] = (
     system.memory,
     system.limits,
     system.kernel,
+    gpus.bridges,
     gpus.iommu,
     network.rdma,
     network.nccl_files,
     gpus.devices,
     network.interfaces,
+    system.clock,
 )
 """Readers of the kernel's files, which answer at once."""
 ASKING: tuple[Reader, ...] = (gpus.driver, gpus.topology, gpus.kernel_log)
@@ -145,7 +147,7 @@ def collect(
     kind, in_slurm = container(probe, environ), has_slurm(probe, environ)
     name = platform.node() if probe.live else probe.read("/proc/sys/kernel/hostname") or probe.read("/etc/hostname")
     user = "root" if os.geteuid() == 0 else str(os.geteuid())  # a name may be asked of a directory service, which may hang
-    facts = HostFacts(hostname=name or "?", time=time.time(), user=user if probe.live else "", container=kind)
+    facts = HostFacts(hostname=name or "?", user=user if probe.live else "", container=kind)
     facts.environment = credentials.environment(environ)
     facts.place = place or find_place(kind, environ, slurm=in_slurm)
     asking: list[Reader] = [*ASKING, partial(_stack, python=python)]

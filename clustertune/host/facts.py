@@ -144,6 +144,9 @@ class HostFacts:
     """``login``, ``container``, ``step`` (an srun step), ``container+step`` or ``here``."""
     time: float = 0.0
     """Seconds since 1970 when it was looked."""
+    clock_synchronised: bool | None = None
+    clock_offset_s: float | None = None
+    """Of the time daemon's last estimate."""
     kernel: str = ""
     glibc: str = ""
     python: str = ""
@@ -178,6 +181,8 @@ class HostFacts:
     kernel_log_read: bool = False
     iommu: bool | None = None
     """Whether an IOMMU translates (groups exist and it is not in passthrough)."""
+    acs_redirect: list[str] | None = None
+    """PCI bridges whose ACS control redirects peer-to-peer traffic; None: needs root, or not seen."""
     nics: list[Nic] = field(default_factory=list)
     rdma: list[RdmaPort] = field(default_factory=list)
     rdma_devices: list[str] = field(default_factory=list)

@@ -235,7 +235,46 @@ def module_version(text: str) -> str:
 
 # --- pci ------------------------------------------------------------------------------------------------------------------
 
-# What stands between two GPUs on the PCI bus: an IOMMU that translates.
+# What stands between two GPUs on the PCI bus: an IOMMU that translates, and bridges that send traffic up to it (ACS).
+
+_ACS = 0x000D
+"""Extended capability "Access Control Services" (PCI Express Base Specification, 7.7.8; linux/pci_regs.h)."""
+_REDIRECT = 0x04 | 0x08
+"""P2P request redirect and P2P completion redirect of its control register."""
+
+
+def acs_control(config: bytes) -> int | None:
+    """The ACS control register in a device's configuration space; None where it has none. Raises ValueError if cut off."""
+    if len(config) < 0x104:
+        raise ValueError("only the first 64 bytes: the rest needs root")
+    offset, seen = 0x100, set()
+    while offset >= 0x100 and offset not in seen and offset + 8 <= len(config):
+        seen.add(offset)
+        header = int.from_bytes(config[offset : offset + 4], "little")
+        if header & 0xFFFF == _ACS:
+            return int.from_bytes(config[offset + 6 : offset + 8], "little")
+        offset = header >> 20
+    return None
+
+
+def bridges(probe: Probe) -> dict[str, Any]:
+    """Bridges that redirect traffic between their ports. Needs root: others see 64 bytes of each device."""
+    folder = "/sys/bus/pci/devices"
+    found, hidden = [], False
+    names = probe.names(folder)
+    if not names:
+        return {}
+    for name in names:
+        if not probe.read(f"{folder}/{name}/class").startswith("0x0604"):
+            continue
+        try:
+            control = acs_control(probe.path(f"{folder}/{name}/config").read_bytes())
+        except (OSError, ValueError):
+            hidden = True
+            continue
+        if control is not None and control & _REDIRECT:
+            found.append(name)
+    return {"acs_redirect": None if hidden and not found else found}
 
 
 def iommu(probe: Probe) -> dict[str, Any]:

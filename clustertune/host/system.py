@@ -1,11 +1,13 @@
-"""Processors, memory, limits and kernel of a machine."""
+"""Processors, memory, limits, kernel and clock of a machine."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
 import resource
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +15,8 @@ from clustertune.host.probe import Probe
 
 MIB, GIB = 1 << 20, 1 << 30
 """Bytes."""
+_STA_UNSYNC, _STA_NANO = 0x0040, 0x2000
+"""linux/timex.h"""
 _CGROUP_NONE = 1 << 60
 """Bytes from which a limit of cgroup v1 is none: it is the largest multiple of a page below 2^63."""
 
@@ -115,6 +119,43 @@ def kernel(probe: Probe) -> dict[str, Any]:
         name, version = platform.libc_ver()
         found["glibc"] = version if name == "glibc" else ""
     return found
+
+
+# --- the clock ---------------------------------------------------------------------------------------------------------
+
+
+class _Timex(ctypes.Structure):
+    """struct timex of the C library (sys/timex.h), as far as it is read; the kernel writes the whole."""
+
+    _fields_ = (
+        ("modes", ctypes.c_int),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_long * 32),
+    )
+
+
+def kernel_clock() -> tuple[bool, float] | None:
+    """Whether something disciplines the kernel's clock, and the offset that is left, s; None where it cannot be asked."""
+    clock = _Timex()
+    try:
+        if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(clock)) < 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    unit = 1e-9 if clock.status & _STA_NANO else 1e-6
+    return not clock.status & _STA_UNSYNC, abs(clock.offset * unit)
+
+
+def clock(probe: Probe) -> dict[str, Any]:
+    """The time, and whether something keeps it right: the kernel's word, which chronyd, ntpd and timesyncd all set."""
+    state = kernel_clock() if probe.live else None
+    if state is None or not state[0]:  # the offset is what the kernel has yet to slew, of a disciplined clock alone
+        return {"time": time.time(), "clock_synchronised": state[0] if state else None}
+    return {"time": time.time(), "clock_synchronised": True, "clock_offset_s": state[1]}
 
 
 # --- cpus -----------------------------------------------------------------------------------------------------------------

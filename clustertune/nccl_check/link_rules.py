@@ -220,12 +220,14 @@ def collective_hung(context: LinkContext) -> Iterator[Seen]:
 @RULES("wrong-result")
 def wrong_result(context: LinkContext) -> Iterator[Seen]:
     """Collectives compute what they should."""
+    if context.log.wrong:
+        yield Seen(FAIL, f"nccl-tests found {context.log.wrong} values out of bounds")
     items = [item for key in ("results", "per_node", "per_pair") for item in context.entries(key)]
     bad = next((item for item in items if item.get("correct") is False), None)
     if bad:
         where = names(bad.get("nodes") or [bad.get("node", "")])
         yield Seen(FAIL, f"{bad['collective']} of {bad['bytes']} bytes has wrong values", where=where)
-    elif any(item.get("correct") is True for item in items):
+    elif any(item.get("correct") is True for item in items) and not context.log.wrong:
         yield Seen(PASS, "every value was correct")
 
 
@@ -271,6 +273,8 @@ LINK_LOCAL = ("fe80", "169.254.")
 """Beginnings of addresses that are valid on one wire only."""
 IPOIB = ("ib", "ibp", "ibs", "hsn")
 """How interfaces of InfiniBand adapters (IP over IB) and of Slingshot are called: ib0, ibp12s0, ibs85f0, hsn0."""
+SAME_EVERYWHERE = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_NTHREADS", "NCCL_IB_DISABLE", "NCCL_NET")
+"""Variables that ranks must agree about: they decide what both ends of a connection expect."""
 RDMA_PLUGINS = ("IB", "AWS Libfabric", "Libfabric", "OFI", "UCX")
 """How the names of plugins begin that move bytes by RDMA."""
 
@@ -374,17 +378,26 @@ def _wants_rdma(context: LinkContext) -> str:
 
 @RULES("nodes-differ")
 def nodes_differ(context: LinkContext) -> Iterator[Seen]:
-    """One version of NCCL and one network on all nodes."""
+    """One version, one network and the same settings on all nodes."""
     if seen := context.from_log("nccl-versions"):
         yield from seen
         return
-    told = {"NCCL": context.log.versions, "the network": context.log.networks}
-    differing = [what for what, found in told.items() if len(found) > 1 and len(set().union(*found.values()) - {""}) > 1]
-    for what in differing:
-        shown = "; ".join(f"{value} on {names(these) or 'others'}" for value, these in sorted(told[what].items())[:4])
-        yield Seen(FAIL, f"{what} differs: {shown}")
-    if not differing and any(told.values()):
-        yield Seen(PASS, ", ".join(f"{what} {names(found)}" for what, found in told.items() if found))
+    told: dict[str, dict[str, set[str]]] = {"NCCL": context.log.versions, "torch": {}, "the network": context.log.networks}
+    for facts in context.facts:
+        for package in facts.packages:
+            if package.name == "torch":
+                told["torch"].setdefault(package.version, set()).add(facts.hostname)
+    settings = {name: context.log.settings.get(name, {}) for name in SAME_EVERYWHERE}
+    bad = False
+    for status, values in ((FAIL, told), (WARN, settings)):
+        for what, by_value in values.items():
+            hosts = [host for these in by_value.values() for host in these - {""}]
+            if len(by_value) > 1 and hosts and (status == FAIL or len(hosts) == len(set(hosts))) and len(set(hosts)) > 1:
+                bad = True
+                shown = "; ".join(f"{value} on {names(these) or 'others'}" for value, these in sorted(by_value.items())[:4])
+                yield Seen(status, f"{what} differs: {shown}")
+    if not bad and (told["NCCL"] or told["torch"]):
+        yield Seen(PASS, ", ".join(f"{what} {names(values)}" for what, values in told.items() if values))
 
 
 @RULES("gdr-off")
@@ -444,6 +457,24 @@ def nvlink_unused(context: LinkContext) -> Iterator[Seen]:
         yield Seen(FAIL, f"NCCL sees paths of kind {names(far)} between GPUs that NVLink should join")
     elif inside:
         yield Seen(PASS, f"GPUs of a node talk over {names(inside)}")
+
+
+@RULES("p2p-disabled")
+def p2p_disabled(context: LinkContext) -> Iterator[Seen]:
+    """P2P between the GPUs of a node."""
+    log, off = context.log, FAIL if context.nvlink else WARN
+    counted = bool(log.nodes or context.document.get("gpus_per_node"))
+    if context.backend == "gloo" or (context.ranks == 1 and counted):
+        return
+    peer = [name for name in log.transports if name.startswith("P2P")]
+    if context.is_on("NCCL_P2P_DISABLE"):
+        yield Seen(off, "NCCL_P2P_DISABLE is set")
+    elif context.setting("NCCL_P2P_LEVEL") in ("LOC", "0"):
+        yield Seen(off, f"NCCL_P2P_LEVEL={context.setting('NCCL_P2P_LEVEL')} turns P2P off")
+    elif log.p2p_off and not context.nvlink:
+        yield Seen(WARN, f"the driver has P2P disabled between {len(log.p2p_off)} pairs of GPUs")
+    elif context.ranks > 1 and peer:
+        yield Seen(PASS, f"{names(peer)} is in use")
 
 
 # --- what was measured ----------------------------------------------------------------------------------------------------

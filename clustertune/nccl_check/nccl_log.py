@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import yaml
 
@@ -108,6 +108,8 @@ class Log:
     """Calls of NCCL that gave an error back."""
     highest_gpu: int = -1
     """CUDA's index of a GPU that a line names."""
+    wrong: int = 0
+    """Values that nccl-tests found out of bounds."""
     faults: Counter[LoggedFault] = field(default_factory=Counter)
 
     @property
@@ -181,32 +183,43 @@ def kind_of(text: str, source: str = "") -> str:
 
 # --- reading --------------------------------------------------------------------------------------------------------------
 
+BLOCK = 8 * 2**20
+"""Bytes that are read at once: a log of many gigabytes needs no more memory."""
+
 
 def read(texts: Iterable[str]) -> Log:
     """What the logs say together. Never raises."""
-    return read_lines(line for text in texts for line in text.split("\n"))
-
-
-def read_lines(lines: Iterable[str]) -> Log:
-    """What the lines of any number of logs say together. Never raises."""
     log = Log()
     reader = _NcclLogReader(log)
-    for record in records(lines):
-        reader.take(record)
+    for text in texts:
+        for record in records(text):
+            reader.take(record)
     return log
 
 
-def read_files(paths: Sequence[str]) -> Log:
-    """What the files say together, read line by line; ``-`` is standard input. Raises OSError, with the file's name."""
+def blocks(file: IO[bytes]) -> Iterator[str]:
+    """The text of a file in pieces that end with a line, or that are as long as two blocks."""
+    rest = b""
+    while data := file.read(BLOCK):
+        data = rest + data
+        cut = data.rfind(b"\n") + 1
+        if not cut and len(data) > BLOCK:
+            cut = len(data)
+        rest = data[cut:]
+        yield data[:cut].decode("utf-8", errors="replace")
+    yield rest.decode("utf-8", errors="replace")
 
-    def lines() -> Iterator[str]:
+
+def read_files(paths: Sequence[str]) -> Log:
+    """What the files say together; ``-`` is standard input. Raises OSError, with the file's name."""
+
+    def pieces() -> Iterator[str]:
         for path in paths:
             with ExitStack() as stack:
-                name = sys.stdin.fileno() if path == "-" else path
-                yield from stack.enter_context(open(name, encoding="utf-8", errors="replace", closefd=path != "-"))
+                yield from blocks(sys.stdin.buffer if path == "-" else stack.enter_context(Path(path).open("rb")))
             yield "\n"
 
-    return read_lines(lines())
+    return read(pieces())
 
 
 _VERSION = re.compile(r"[NR]CCL version *:? *(\d{1,3}\.\d{1,3}(?:\.\d{1,4})?)")
@@ -223,9 +236,16 @@ _PATH = re.compile(r"(?:GPU/[\w-]{1,30} )\(\d{1,3}/[\d.]{1,12}/(\w{1,5})\)")
 _GDR_OFF = re.compile(
     r"GPU Direct RDMA (?:\(\w{1,20}\) )?[Dd]isabled for (?:(?:GPU \S+ / )?HCA \d{1,4}(?: '([^'\s]{1,40})'?)?|(\S{1,60}))"
 )
+_OFI_GDR_OFF = re.compile(
+    r"disabling GDR|(?:does not|doesn't) support GDR|without (?:GDR|GPUDirect RDMA)|GDR (?:is )?(?:disabled|off|not sup)", re.I
+)
+"""The plugin for libfabric (EFA, Slingshot), in its own words: ``Could not disable CUDA API usage for HMEM, disabling GDR``."""
 _P2P_OFF = re.compile(r"(?:GPUs|dev) (\w{1,8})(?:\(=\w{1,16}\))? and (?:dev )?(\w{1,8})")
+_USING = re.compile(r"using nccl==(\d{1,3}\.\d{1,3}\.\d{1,4})")
+"""vLLM, SGLang."""
 _VARIABLE = re.compile(r"\w{0,40}NCCL_\w{1,60}")
 _BAD = re.compile(r"error|warn|fail|cannot|could\s?n|unable|not |invalid|abort|timed? ?out", re.IGNORECASE)
+_WRONG = re.compile(r"Out of bounds values\s{0,20}: ?(\d{1,12})")
 
 
 class _NcclLogReader:
@@ -312,6 +332,8 @@ class _NcclLogReader:
                 _put(log.bootstrap, host, [LoggedDevice(*pair) for pair in _SOCKET.findall(oob)])
         elif "GPU Direct RDMA" in text:
             self.gpu(record)
+        elif text.startswith("NET/OFI") and _OFI_GDR_OFF.search(text):
+            log.gdr_off.setdefault(host, set()).add("OFI")
 
     def interfaces(self, host: str, known: list[LoggedDevice], text: str) -> list[LoggedDevice]:
         """Put the interfaces that a line names to those that are known."""
@@ -366,9 +388,14 @@ class _NcclLogReader:
         # torch names the version of the library that failed: the same one, so it counts where NCCL named none itself.
         if "version" in text and ("+cuda" in text or "+hip" in text or not log.versions):
             self.version(text, "")
-        if shell := _SHELL.match(text.strip()):
+        using, wrong, shell = _USING.search(text), _WRONG.search(text), _SHELL.match(text.strip())
+        if using and not log.versions:
+            log.versions[using[1]] = {""}
+        if wrong:
+            log.wrong += int(wrong[1])
+        if shell:
             self.setting(shell[1], shell[2], "")
-        if "NCCL version" in text or shell:
+        if "NCCL version" in text or shell or wrong:
             return
         # The name of a variable (NCCL_MNNVL_ENABLE) is not a fault, nor is a plugin that only tells its name.
         kind = kind_of(_VARIABLE.sub("", text))
@@ -428,12 +455,13 @@ _LEVEL = re.compile(r"NCCL (INFO|WARN|TRACE|CALL|ABORT)(?: |$)")
 _WHO = re.compile(r"(?<![\w.-])(<?[A-Za-z0-9][\w.-]{0,255}>?):(\d{1,10}):\d{1,10} (?:\[(\d{1,4})\] )?")
 _GPU = re.compile(r"\[(\d{1,4})\] ")
 _SOURCE = re.compile(r"(?<!\S)([^\s:\[\]]{1,200}:\d{1,6}) (?:\([^\s()]{1,80}\) )?$")
-_COLOUR = re.compile(r"\x1b\[[0-9;?]{0,32}[A-Za-z]")
+_COLOUR = re.compile(r"\x1b\[[0-9;?]{0,32}[A-Za-z]|ESC\[[0-9;]{0,32}m")
 _GLUED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?")
 """A time that a log service puts in front of a line without a space."""
 
 _MARKS = re.compile(
-    "CCL version|NCCL_|nccl|NCCL (?:[eE]rror|failure|operations)|atchdog|Duplicate GPU|C(?:uda|UDA) failure|Last error|ibv_"
+    "CCL version|NCCL_|nccl|NCCL (?:[eE]rror|failure|operations)|atchdog|Out of bounds values|Duplicate GPU"
+    "|C(?:uda|UDA) failure|Last error|ibv_"
 )
 """It is in every line of other programs that says something about NCCL."""
 _FAILED = ("NCCL error", "NCCL Error", "NCCL failure", "NCCL operation nccl", "ncclRemoteError", "ncclSystemError")
@@ -454,11 +482,21 @@ class Record(NamedTuple):
     """Source file and line."""
 
 
-def records(lines: Iterable[str]) -> Iterator[Record]:
-    """Everything in the lines of a text that NCCL logged, in its order; any text is taken."""
+def clean(text: str) -> str:
+    """Without colours, carriage returns and the entities of a web page."""
+    if "\x1b" in text or "ESC[" in text:
+        text = _COLOUR.sub("", text)
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if "&gt;" in text:
+        text = text.replace("&gt;", ">").replace("&lt;", "<").replace("&amp;", "&")
+    return text
+
+
+def records(text: str) -> Iterator[Record]:
+    """Everything in a text that NCCL logged, in its order; any text is taken."""
     error_follows = False
-    for written in lines:
-        line = (_COLOUR.sub("", written) if "\x1b" in written else written).rstrip("\r\n")
+    for line in clean(text).split("\n"):
         if "NCCL " in line and (heads := list(_LEVEL.finditer(line))):
             error_follows = False
             yield from _split(line, heads)
@@ -494,7 +532,33 @@ def _head(line: str, begin: int, end: int) -> tuple[str, str, str, str, int]:
     return "", "", gpu[1] if gpu else "", source, begin + first.start() if first else end
 
 
-# --- for people ---------------------------------------------------------------------------------------------------------
+# --- for people and programs -------------------------------------------------------------------------------------------
+
+
+def as_dict(log: Log) -> dict[str, Any]:
+    """What a log says, as JSON."""
+    return {
+        "lines": log.lines,
+        "versions": _sorted(log.versions),
+        "hosts": sorted(log.hosts),
+        "nodes": log.node_count(),
+        "ranks": log.ranks,
+        "networks": _sorted(log.networks),
+        "between_nodes": dict(log.between().most_common()),
+        "transports": dict(log.transports.most_common()),
+        "sockets": _devices(log.sockets or log.bootstrap),
+        "adapters": _devices(log.adapters),
+        "settings": {name: _sorted(values) for name, values in sorted(log.settings.items())},
+        "faults": [{**fault._asdict(), "times": times} for fault, times in log.faults.most_common(50)],
+    }
+
+
+def _sorted(found: dict[str, set[str]]) -> dict[str, list[str]]:
+    return {name: sorted(hosts - {""}) for name, hosts in sorted(found.items())}
+
+
+def _devices(found: dict[str, list[LoggedDevice]]) -> dict[str, list[str]]:
+    return {host: [" ".join(device).strip() for device in devices] for host, devices in sorted(found.items())}
 
 
 def summary(log: Log) -> Iterator[str]:

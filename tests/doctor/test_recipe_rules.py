@@ -211,6 +211,7 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("model-json", FAIL, edit("config.json", num_hidden_layers=33)),
     ("no-chat-template", FAIL, edit("tokenizer_config.json", chat_template=None)),
     ("eos-not-in-template", WARN, edit("tokenizer_config.json", chat_template="{% generation %}{% endgeneration %}<|im_end|>")),
+    ("tokenizer-mismatch", FAIL, edit("tokenizer.json", added_tokens=[{"id": 128256, "content": "<|extra|>"}])),
     ("weights-on-network", WARN, mount("nfs4", "hard")),
     ("weights-on-network", WARN, mount("fuse.mergerfs", "cache.files=auto-full")),
     ("staged-inputs", FAIL, lambda c: c.recipe.update(staged=str(c.root / "nowhere"))),

@@ -82,10 +82,20 @@ ANSWERS = {
 }
 
 
+def acs(control: int) -> bytes:
+    """A configuration space whose second extended capability is ACS."""
+    space = bytearray(4096)
+    space[0x100:0x104] = (0x0001 | 1 << 16 | 0x140 << 20).to_bytes(4, "little")
+    space[0x140:0x144] = (0x000D | 1 << 16).to_bytes(4, "little")
+    space[0x146:0x148] = control.to_bytes(2, "little")
+    return bytes(space)
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A node of one GPU, recorded."""
     fill(tmp_path, FILES)
+    (tmp_path / PCI / "0000:17:00.0/config").write_bytes(acs(0x1D))
     return tmp_path
 
 
@@ -112,7 +122,7 @@ def test_a_recorded_machine(tree: Path) -> None:
     assert (f.memory_bytes, f.memory_available_bytes) == (1056768 << 10, 528384 << 10)
     assert (f.memory_limit_bytes, f.cpus, f.numa_cpus) == (1 << 30, 64, {"0": "0-31", "1": "32-63"})
     assert (f.driver, f.peermem, f.nvidia_devices) == ("580.65.06", True, 1)
-    assert f.iommu is True
+    assert (f.iommu, f.acs_redirect) == (True, ["0000:17:00.0"])
     assert f.kernel_log_read and f.xids == ["[100.5] NVRM: Xid (PCI:0000:18:00): 79, GPU has fallen off the bus."]
     assert f.exports == {"/data": "10.0.0.0/24(rw,sync)   10.0.1.0/24(ro)", "/with space": "*(ro)", "/more": "*(ro)"}
     assert f.nccl_conf == {"NCCL_ALGO": "Tree (/etc/nccl.conf)"}
@@ -125,7 +135,7 @@ def test_a_recorded_machine(tree: Path) -> None:
 def test_a_machine_with_nothing(tmp_path: Path) -> None:
     """An empty tree is not an error."""
     f = collect(root=str(tmp_path), command=lambda *_: ABSENT)
-    assert f.unread == [] and f.nvidia_devices is None and f.iommu is None and f.nics == []
+    assert f.unread == [] and f.nvidia_devices is None and f.acs_redirect is None and f.iommu is None and f.nics == []
 
 
 @pytest.mark.parametrize("junk", ["", "\0", "4: ", "x" * 70000, "-", "0x", "1:2:3", "[", "9" * 400, "\xff\xfe"])

@@ -36,7 +36,7 @@ def node(name: str, number: int, *, infiniband: bool) -> dict[str, Any]:
     return {
         "packages": [{"name": "torch", "version": "2.13.0", "location": "/venv"}],
         "hostname": name, "kernel": "5.15.0-119-generic", "driver": "580.95.05", "memlock_bytes": -1,
-        "shm_bytes": 500 * GIB, "shm_free_bytes": 499 * GIB, "iommu": False,
+        "shm_bytes": 500 * GIB, "shm_free_bytes": 499 * GIB, "iommu": False, "acs_redirect": [],
         "gpus": [{"index": index, "name": gpu, **pcie} for index in range(8)],
         "topology": NVLINK_TOPOLOGY if infiniband else PCIE_TOPOLOGY,
         "peermem": infiniband or None,

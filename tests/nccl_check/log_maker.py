@@ -20,6 +20,7 @@ PREFIXES: dict[str, Callable[[int, str], str]] = {
     "mpirun 5": lambda rank, line: f"[{rank}] {line}",
     "ray": lambda rank, line: f"\x1b[36m(Worker pid=77, ip=10.0.0.{rank})\x1b[0m {line}",
     "kubernetes": lambda rank, line: f"2026-05-16T16:39:51.208-07:00 {line}",
+    "quoted": lambda rank, line: f"> {line.replace('>', '&gt;').replace('<', '&lt;')}",
     "windows": lambda rank, line: f"{line}\r",
 }
 """What launchers, collectors and web pages make of a line."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clustertune.check.rule import FAIL, PASS, UNKNOWN, Finding
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding
 from clustertune.nccl_check import nccl_log
 from clustertune.nccl_check.link_rules import headline_of, judge_log, page
 from clustertune.nccl_check.nccl_log import Log, LoggedDevice, read
@@ -38,7 +39,7 @@ def test_every_version_is_read(version: str) -> None:
 @pytest.mark.parametrize("prefix", sorted(PREFIXES))
 @pytest.mark.parametrize("version", ["2.10.3", "2.29.7"])
 def test_every_prefix_is_read_alike(version: str, prefix: str) -> None:
-    """srun, torchrun, mpirun and Ray put words and colours around the same lines."""
+    """srun, torchrun, mpirun, Ray and web pages put words, colours and entities around the same lines."""
     job = Job(version=version, nodes=2, gpus=2, adapters=("mlx5_0", "mlx5_1"))
     assert read([text(job, prefix)]) == read([text(job)])
 
@@ -238,6 +239,13 @@ def test_what_is_no_fault(line: str) -> None:
     assert {item.status for item in findings} <= {PASS, UNKNOWN}
 
 
+def test_p2p_that_the_driver_refuses_is_seen() -> None:
+    """NCCL 2.10 says it in other words than later ones."""
+    log, findings = found("n1:1:2 [0] NCCL INFO Could not enable P2P between dev 1(=1b000) and dev 0(=1a000)\n")
+    assert log.p2p_off == {("0", "1")}
+    assert [item.rule for item in findings if item.status == WARN] == ["p2p-disabled"]
+
+
 # --- the command of a login node on recorded logs -----------------------------------------------------------------------
 
 REPO = Path(__file__).resolve().parents[2]
@@ -260,8 +268,11 @@ def test_recorded_logs(name: str) -> None:
     code, version, transport, device, fault = RECORDED[name]
     done = judge_files(LOGS / name, "--json")
     assert done.exit_code == code
-    said, judged = "\n".join(json.loads(done.stdout)["log"]), json.loads(done.stdout)["verdict"]
-    assert all(word in said for word in (version, transport, device))
+    said, judged = json.loads(done.stdout)["log"], json.loads(done.stdout)["verdict"]
+    assert list(said["versions"]) == [version]
+    assert not transport or transport in said["transports"]
+    listed = [*said["sockets"].values(), *said["adapters"].values()]
+    assert not device or any(device in entry for devices in listed for entry in devices)
     assert [item["rule"] for item in judged["findings"] if item["status"] == "fail"][:1] == ([fault] if fault else [])
     assert judged["headline"].startswith(("PASS", "WARN", "FAIL")[code])
 
@@ -297,6 +308,18 @@ def test_a_log_cannot_steer_the_terminal(tmp_path: Path) -> None:
     assert done.code == 1 and not set("\x1b\x07\u202e") & set(done.out + done.err)
 
 
+def test_a_large_file_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a block ends must not matter, and one endless line takes no more memory than two blocks."""
+    file = tmp_path / "all.log"
+    file.write_text(text(Job()) + "tail without an end " * 500)
+    whole = nccl_log.read_files([str(file)])
+    for size in (4096, 5003):
+        monkeypatch.setattr(nccl_log, "BLOCK", size)
+        assert nccl_log.read_files([str(file)]) == whole
+        with file.open("rb") as opened:
+            assert max(map(len, nccl_log.blocks(opened))) <= 3 * size
+
+
 def test_a_rule_that_the_cluster_file_ignores_does_not_count(tmp_path: Path) -> None:
     """``doctor.ignore`` is one list for every command; what was ignored is named."""
     body = (REPO / "ops/clusters/nebius-h100.yaml").read_text(encoding="utf-8").replace("name: nebius-h100", "name: mine")
@@ -313,6 +336,15 @@ def test_a_rule_that_the_cluster_file_ignores_does_not_count(tmp_path: Path) -> 
             break
         rules += left
     assert len(rules) > 1 and done.exit_code == 0 and judged["headline"].startswith("PASS")
+
+
+def test_gdr_that_the_plugin_of_efa_disables() -> None:
+    """It says so in its own words, as information; a node whose connections use it anyway is well."""
+    job = text(replace(Job(), net="AWS Libfabric", gdr=False))
+    said = "node1:1:1 [0] NCCL INFO NET/OFI Could not disable CUDA API usage for HMEM, disabling GDR\n"
+    for line, status in ((said, WARN), ("", PASS)):
+        _, findings = found(job + line)
+        assert (WARN if "gdr-off" in {item.rule for item in findings if item.status == WARN} else PASS) == status
 
 
 def test_the_page_of_the_rules_is_current() -> None:
