@@ -189,6 +189,7 @@ def conf_lines(cluster: Cluster, *, version: Version | None, accounting: bool) -
     assert cluster.slurm and controller
     shape = f"Sockets={compute.sockets} CoresPerSocket={compute.cores // compute.sockets} "
     shape += f"ThreadsPerCore={compute.threads // compute.cores} RealMemory={real_memory(cluster)}"
+    everyone = fold([host.name for host in cluster.compute_nodes])
     return from_template(
         "slurm.conf",
         name=cluster_name(cluster),
@@ -205,8 +206,85 @@ def conf_lines(cluster: Cluster, *, version: Version | None, accounting: bool) -
         grace_seconds=GRACE_SECONDS,
         preempt_signal="=".join(preempt_signal(version)),
         shape=shape + (f" Gres={cluster.gres(compute.gpus)}" if compute.gpus else ""),
-        nodes=cluster.compute_nodes,
+        nodes=list(node_lines(cluster.compute_nodes)),
+        everyone=everyone if len(everyone) <= LONGEST else "ALL",
     )
+
+
+# --- names ----------------------------------------------------------------------------------------------------------------
+
+# Lists of machines in Slurm's form: ``gpu[01-16],login``.
+
+NODES_A_LINE = 64
+"""Nodes of one ``NodeName`` line: the lines stay readable, and a changed node changes one of them."""
+LONGEST = 1000
+"""Characters of a list of nodes; a longer one is written as ``ALL``."""
+
+
+def fold(names: Sequence[str]) -> str:
+    """The names as one expression, in their order: ``n08,n09,n10`` is ``n[08-10]``.
+
+    Only a number at the end of a name can stand in brackets: Slurm refuses ``a[1-2]-x`` (slurm.conf(5), NodeName). Numbers
+    with leading zeros keep their width.
+    """
+    pieces: list[tuple[str, list[tuple[str, str]]]] = []
+    for name in names:
+        prefix, number = _split(name)
+        if number and pieces and pieces[-1][0] == prefix and pieces[-1][1]:
+            runs = pieces[-1][1]
+            if _follows(runs[-1][1], number):
+                runs[-1] = (runs[-1][0], number)
+            else:
+                runs.append((number, number))
+        else:
+            pieces.append((prefix, [(number, number)] if number else []))
+    return ",".join(_piece(prefix, runs) for prefix, runs in pieces)
+
+
+def node_lines(hosts: Sequence[Host]) -> Iterator[tuple[str, str]]:
+    """Names and addresses of the hosts, a pair of expressions for each line; both of a pair count alike.
+
+    The address is empty where every machine of the line is reached by its name.
+    """
+    group: list[Host] = []
+    for host in hosts:
+        alike = group and _split(group[-1].name)[0] == _split(host.name)[0] and _split(host.name)[1]
+        if group and not (alike and len(group) < NODES_A_LINE and _named(group[-1]) == _named(host)):
+            yield _line(group)
+            group = []
+        group.append(host)
+    if group:
+        yield _line(group)
+
+
+def _line(hosts: Sequence[Host]) -> tuple[str, str]:
+    addresses = [host.address for host in hosts]
+    return fold([host.name for host in hosts]), "" if _named(hosts[0]) else fold(addresses)
+
+
+def _named(host: Host) -> bool:
+    return host.address == host.name
+
+
+def _split(name: str) -> tuple[str, str]:
+    """A name without the number at its end, and that number: nine digits at most, and none of IPv6, which are hexadecimal."""
+    match = re.fullmatch(r"(.*?)([0-9]{1,9})", name)
+    if not match or ":" in name or match[1][-1:].isdigit():
+        return name, ""
+    return match[1], match[2]
+
+
+def _follows(last: str, number: str) -> bool:
+    padded = last.startswith("0") or number.startswith("0")
+    return int(number) == int(last) + 1 and (len(number) == len(last) or not padded)
+
+
+def _piece(prefix: str, runs: Sequence[tuple[str, str]]) -> str:
+    if not runs:
+        return prefix
+    if len(runs) == 1 and runs[0][0] == runs[0][1]:
+        return prefix + runs[0][0]
+    return f"{prefix}[{','.join(first if first == last else f'{first}-{last}' for first, last in runs)}]"
 
 
 # --- version --------------------------------------------------------------------------------------------------------------
@@ -294,6 +372,13 @@ def move_hosts(lines: str, addresses: Mapping[str, str]) -> str:
 
 # What a cluster file must say, and may not say, before Slurm's files can be made from it.
 
+LONGEST_CLUSTER = 40
+"""Characters of a ClusterName (slurm.conf(5))."""
+RESERVED = ("all", "default")
+"""Names of nodes and partitions that mean something else to Slurm, in any case of letters (slurm.conf(5))."""
+LONGEST_NODE = 63
+"""Characters of a node's name: a host name's own limit (HOST_NAME_MAX is 64)."""
+
 
 def require_slurm(cluster: Cluster) -> None:
     """Raises UserError with everything for which no Slurm can be set up from this cluster file."""
@@ -315,6 +400,31 @@ def _problems(cluster: Cluster) -> Iterator[Problem]:
         yield Problem(
             text, file=file, key="nodes", fix="to have one set up, give the role to the machine on which it is to run"
         )
+    if len(cluster.name) > LONGEST_CLUSTER:
+        text = f"{len(cluster.name)} characters: Slurm takes {LONGEST_CLUSTER} for a cluster's name"
+        yield Problem(text, file=file, key="name", fix="shorten it, and the file's name with it")
+    if slurm.partition.lower() in RESERVED:
+        text = f"{slurm.partition} is not a partition: Slurm means something else by it"
+        yield Problem(text, file=file, key="slurm.partition", fix="another name, such as gpu")
     if slurm.version is not None and parse_version(slurm.version) is None:
         text = f"{slurm.version!r} is not a release of Slurm"
         yield Problem(text, file=file, key="slurm.version", fix='write it as "22.05" or "24.11.5"; sinfo --version shows it')
+    if re.fullmatch(r"[0:-]+", slurm.max_time):
+        text = f"{slurm.max_time} is no time: no job may run"
+        yield Problem(text, file=file, key="slurm.max_time", fix="UNLIMITED, or as 1-00:00:00")
+    if real_memory(cluster) < cluster.compute.threads:
+        text = f"{cluster.compute.memory_gb:g} GiB is less than 1 MiB for each of {cluster.compute.threads} threads"
+        yield Problem(text, file=file, key="compute.memory_gb", fix="GiB of one node, as free -g shows")
+    for host in cluster.nodes:
+        if "compute" in host.roles or "slurmctld" in host.roles:
+            for text, fix in _name_problems(host.name):
+                yield Problem(text, file=file, key=f"nodes[{host.name}].name", fix=fix)
+
+
+def _name_problems(name: str) -> Iterator[tuple[str, str]]:
+    if name.lower() in RESERVED or name.lower() == "localhost":
+        yield f"{name} cannot be a node of Slurm: it means something else", "the machine's own host name"
+    if len(name) > LONGEST_NODE:
+        yield f"{name[:20]}... has {len(name)} characters, a node's name at most {LONGEST_NODE}", "its name without the domain"
+    if re.search(r"\d{10}$", name):
+        yield f"{name} ends in a number of ten digits or more, with which Slurm counts", "another host name"

@@ -173,22 +173,29 @@ def _pool(cluster: Cluster, free: int, ours: Collection[str]) -> FstabMount:
 
 
 def minfreespace(cluster: Cluster) -> tuple[int, list[str]]:
-    """Bytes that a brick keeps free, and what they were derived from; 0 without a pool.
+    """Bytes that a brick keeps free, and what they were derived from or fall short of; 0 without a pool.
 
     A file that outgrows its brick is moved whole to another one, which must have room for all of it: more than the largest
-    file. No rank's checkpoint file is larger than the memory of the GPU that held it. A quarter of the smallest brick at most.
+    file. No rank's checkpoint file is larger than the memory of the GPU that held it.
     """
     pool, compute = cluster.storage.pool, cluster.compute
     if not pool:
         return 0, []
-    if pool.min_free_gb:
-        return _whole(pool.min_free_gb * 1e9), []
     gpu = load_hardware()[compute.gpu] if compute.gpus and compute.gpu else None
-    needed, what = _SHARD_BYTES, "the largest shard of a merged model"
+    needed, what = _whole(_SHARD_BYTES), "the largest shard of a merged model"
     if gpu:
-        needed, what = int(gpu.memory_gb * GIB), f"the memory of one {compute.gpu}, which bounds a rank's checkpoint file"
-    room = _whole(min(needed, min(brick.tb for brick in cluster.storage.bricks) * 1e12 / 4))
-    return room, [f"minfreespace={size_text(room)}, for {what}; storage.pool.min_free_gb says otherwise"]
+        needed, what = _whole(gpu.memory_gb * GIB), f"the memory of one {compute.gpu}, which bounds a rank's checkpoint file"
+    short = f"it falls short of {size_text(needed)}, {what}: a larger file than it fails where its brick fills up"
+    if pool.min_free_gb:
+        stated = _whole(pool.min_free_gb * 1e9)
+        return stated, [
+            f"minfreespace={size_text(stated)} as storage.pool.min_free_gb says: {short}"
+        ] if stated < needed else []
+    smallest = min(brick.tb for brick in cluster.storage.bricks) * 1e12
+    if needed > smallest / 4:
+        found = _whole(smallest / 20)
+        return found, [f"minfreespace={size_text(found)} is 5 % of the smallest brick: {short}"]
+    return needed, [f"minfreespace={size_text(needed)} is {what}; storage.pool.min_free_gb says otherwise"]
 
 
 def size_text(size: int) -> str:

@@ -105,10 +105,10 @@ def test_each_file_system(tmp_path: Path, filesystem: str, fstype: str | None, e
         ({}, 5 * GIB, "largest shard"),
         ({"compute": {**CPU, "gpus": 8, "gpu": "h100-sxm", "interconnect": "nvlink4", "memory_gb": 900}}, 80 * GIB, "h100-sxm"),
         ({"pool": {"mount": "/pool", "min_free_gb": 200}}, 187 * GIB, None),
-        ({"pool": {"mount": "/pool", "min_free_gb": 1}}, 954 << 20, None),
+        ({"pool": {"mount": "/pool", "min_free_gb": 1}}, 954 << 20, "falls short of 5 GiB"),
         ({"pool": None, "shared": "/a"}, 0, None),
         # Of a brick of 10 GB, 5 GiB would be half.
-        ({"bricks": [{**TWO[1], "tb": 0.01}]}, 3 * GIB, "largest shard"),
+        ({"bricks": [{**TWO[1], "tb": 0.01}]}, 477 << 20, "5 % of the smallest brick"),
     ],
 )
 def test_a_brick_keeps_free_more_than_the_largest_file(
