@@ -14,17 +14,52 @@ from clustertune.check.machine_context import Machine
 from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Rules, Seen, either
 from clustertune.host.facts import Gpu
 from clustertune.host.gpus import gpu_links
-from clustertune.host.system import readable_cpus
+from clustertune.host.system import readable_cpus, version
 
 RULES = Rules(MACHINE, __file__)
 
 TABLES: dict[str, dict[Any, Any]] = yaml.safe_load(Path(__file__).with_name("gpu_tables.yaml").read_text(encoding="utf-8"))
-"""Of each Xid its status, meaning and remedy; remedies by the driver's recovery action."""
+"""Of each Xid its status, meaning and remedy; remedies by the driver's recovery action; codes of cuInit; oldest drivers."""
 
 # --- CUDA and PCIe --------------------------------------------------------------------------------------------------------
 
 COHERENT = re.compile(r"\bG[HB]\d{2,3}\b")
 """GH200, GB200, GB300, GB10: what goes between CPU and GPU takes NVLink-C2C, not the PCIe link of the driver's list."""
+
+
+@RULES("cuda-init")
+def cuda_init(m: Machine) -> Iterator[Seen]:
+    """CUDA starts."""
+    code = m.facts.cuda_init
+    hidden = m.facts.environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
+    if not m.computes or not m.facts.gpus or (code == 100 and hidden):  # of that the variable's own rule speaks
+        return
+    if code is None:
+        yield Seen(UNKNOWN, "libcuda.so.1 was not found, or cuInit did not return in time")
+        return
+    meaning, fix = TABLES["cuda_init"].get(code, ("see CUresult", "look at dmesg and at the versions of driver and libcuda"))
+    yield from either(FAIL, f"cuInit returned {code}: {meaning}" if code else "", f"{m.facts.cuda_devices} devices", fix)
+
+
+@RULES("driver-cuda")
+def driver_cuda(m: Machine) -> Iterator[Seen]:
+    """The driver serves the CUDA of torch."""
+    f = m.facts
+    cuda, driver = version(f.torch_cuda), version(f.driver)
+    if not cuda or not driver or not m.computes:
+        return
+    minimum = {major: version(oldest) for major, oldest in TABLES["minimum_driver"].items()}
+    needed = minimum.get(cuda[0])
+    text = f"driver {f.driver}, torch for CUDA {f.torch_cuda}"
+    if needed is None:
+        yield Seen(UNKNOWN, f"{text}: not in the table")
+    elif driver < needed and "compat" not in f.cuda_library:
+        least = ".".join(map(str, needed))
+        served = [major for major, oldest in minimum.items() if driver >= oldest]
+        fix = f"update the driver to {least} or newer" + (f", or install a torch for CUDA {max(served)}" if served else "")
+        yield Seen(FAIL, f"{text}: that needs {least}", fix)
+    else:
+        yield Seen(PASS, text)
 
 
 @RULES("gpu-pcie")
@@ -125,12 +160,12 @@ def gpu_driver(m: Machine) -> Iterator[Seen]:
 
 @RULES("gpu-count")
 def gpu_count(m: Machine) -> Iterator[Seen]:
-    """As many GPUs as the job has, those that the variable hides left out."""
+    """As many GPUs as the job has; CUDA's own count where it was asked."""
     f, expected = m.facts, m.expects.gpus
     if not m.computes or not expected or f.nvidia_smi:
         return
+    seen = f.cuda_devices if f.cuda_devices is not None else len(f.gpus)
     limited = m.environ("CUDA_VISIBLE_DEVICES")
-    seen = min(len(f.gpus), len(limited.split(","))) if limited else len(f.gpus)
     if not seen and not f.nvidia_devices and m.rehearsal:
         yield Seen(UNKNOWN, f"{expected} GPUs according to Slurm only: this is a rehearsal")
     elif seen < expected:
@@ -141,9 +176,9 @@ def gpu_count(m: Machine) -> Iterator[Seen]:
         elif f.nvidia_devices and len(f.gpus) < expected <= f.nvidia_devices:
             fix += "; the driver serves fewer than are on the bus: look for Xid in dmesg"
         yield Seen(FAIL, f"{seen} GPUs are visible, the job has {expected}", fix)
-    elif len(f.gpus) > expected and m.in_step:
+    elif seen > expected and m.in_step:
         fix = "set ConstrainDevices=yes in cgroup.conf, else two jobs use the same GPUs"
-        yield Seen(WARN, f"{len(f.gpus)} GPUs are visible, the job has {expected}", fix)
+        yield Seen(WARN, f"{seen} GPUs are visible, the job has {expected}", fix)
     else:
         yield Seen(PASS, f"{seen} GPUs")
 
@@ -174,6 +209,14 @@ def gpu_mig(m: Machine) -> Iterator[Seen]:
     """No GPU is split by MIG."""
     gpus = m.facts.gpus if m.computes else []
     yield from either(FAIL, _of(gpus, lambda gpu: gpu.mig, "MIG is on"), "off" if any(gpu.mig is False for gpu in gpus) else "")
+
+
+@RULES("gpu-persistence")
+def gpu_persistence(m: Machine) -> Iterator[Seen]:
+    """The driver stays loaded between processes."""
+    gpus = m.facts.gpus if m.computes else []
+    unkept = _of(gpus, lambda gpu: gpu.persistence is False, "off")
+    yield from either(WARN, unkept, "on" if any(gpu.persistence for gpu in gpus) else "")
 
 
 @RULES("gpu-throttled")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from clustertune.check.machine_context import Machine, first_part, gigabytes
 from clustertune.check.rule import FAIL, MACHINE, PASS, WARN, Rules, Seen, either
@@ -72,6 +72,20 @@ def mount_missing(m: Machine) -> Iterator[Seen]:
             yield Seen(FAIL if m.computes else WARN, f"nothing is mounted on {path} ({what} of the cluster file)", fix)
 
 
+@RULES("mount-read-only")
+def mount_read_only(m: Machine) -> Iterator[Seen]:
+    """Bricks, pool, scratch and /tmp are writable."""
+    named = _named(m)
+    wanted = [*named, str(m.section("storage").get("scratch") or ""), "/tmp"]  # noqa: S108 - it is looked at
+    mounts = [mount for path in wanted if path and (mount := m.mount_of(path)) and "ro" in mount.options]
+    bad = {mount.point: mount for mount in mounts if mount.point != "/" or not m.in_container}
+    for mount in bad.values():
+        hard = m.computes and not m.in_container and named.get(mount.point) != "brick"  # a pool passes over such a brick
+        yield Seen(FAIL if hard else WARN, f"{mount.point} ({mount.kind}) is read-only")
+    if m.facts.mounts and not bad:
+        yield Seen(PASS, "no file system that jobs write to is read-only")
+
+
 def nfs_fault(options: Sequence[str]) -> tuple[str, str]:
     """The status of an NFS mount's options, and the harmful ones as text; PASS and an empty text if there are none.
 
@@ -109,7 +123,10 @@ def pool_options(m: Machine) -> Iterator[Seen]:
     """Pools can map files, move what outgrows its branch, and choose branches as the cluster file says."""
     pool = m.section("storage").get("pool") or {}
     for mount in _pools(m):
-        bad = [word for word in mount.options if word in ("cache.files=off", "direct_io", "moveonenospc=false")]
+        off = [word for word in mount.options if word in ("cache.files=off", "direct_io")]
+        tried = [p.ok for p in m.facts.probes if p.what == "mmap" and p.ok is not None and m.mount_of(p.folder) is mount]
+        # What was tried is known, with kernels that map such files too: the rule mmap tells.
+        bad = ([] if tried else off) + [word for word in mount.options if word == "moveonenospc=false"]
         chosen = next((word for word in mount.options if word.startswith("category.create=")), "")
         if chosen and mount.point == pool.get("mount") and chosen != f"category.create={pool.get('create', 'epmfs')}":
             bad.append(f"{chosen}, the cluster file says {pool.get('create', 'epmfs')}")
@@ -150,16 +167,35 @@ def pool_branch(m: Machine) -> Iterator[Seen]:
         yield from either(FAIL, f"{pool.point}: {', '.join(bare)} on the root disk" if bare else "", good)
 
 
-@RULES("flock")
-def flock(m: Machine) -> Iterator[Seen]:
-    """Files can be locked in the folders of libraries: without locks they end with an error."""
-    for probe in m.facts.probes:
+def _tried(
+    m: Machine, what: str, fix: str, *, stops: Container[str] = (), folders: Container[str] | None = None
+) -> Iterator[Seen]:
+    """The results of one probe in several folders: an error is FAIL in a folder of ``stops``, WARN in others.
+
+    ``folders``: only in these.
+    """
+    probes = [one for one in m.facts.probes if one.what == what and (folders is None or one.folder in folders)]
+    for probe in probes:
         if probe.ok is False:
             mount = m.mount_of(probe.folder)
             on = f" ({mount.kind} at {mount.point})" if mount else ""
-            yield Seen(FAIL if m.computes else WARN, f"{probe.folder}{on}: {probe.message}")
-    if done := sum(bool(probe.ok) for probe in m.facts.probes):
+            yield Seen(FAIL if m.computes and probe.folder in stops else WARN, f"{probe.folder}{on}: {probe.message}", fix)
+    if done := sum(bool(probe.ok) for probe in probes):
         yield Seen(PASS, f"works in {done} folders")
+
+
+@RULES("mmap")
+def mmap(m: Machine) -> Iterator[Seen]:
+    """Files can be mapped shared in the folders of runs and of libraries."""
+    fix = "cache.files=auto-full for a mergerfs pool, or move the folder to another file system"
+    yield from _tried(m, "mmap", fix, stops=_named(m))
+
+
+@RULES("flock")
+def flock(m: Machine) -> Iterator[Seen]:
+    """Files can be locked in the folders of libraries: without locks they end with an error."""
+    fix = "mount with locks (local_lock=none, lockd for NFSv3), or HF_HOME on a disk of the node"
+    yield from _tried(m, "flock", fix, stops=[probe.folder for probe in m.facts.probes])
 
 
 def _written(m: Machine) -> list[Mount]:

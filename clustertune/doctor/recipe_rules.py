@@ -42,7 +42,7 @@ from clustertune.errors import UserError
 from clustertune.host.system import GIB
 from clustertune.launch import serving, shape
 from clustertune.plan.predict import Plan
-from clustertune.plan.schedule import START_S
+from clustertune.plan.schedule import START_S, TOKENS_PER_CPU_S, tokens_to_prepare
 from clustertune.recipe.library_facts import model_facts
 from clustertune.recipe.parameters import weight_bytes
 from clustertune.resolve.distribution import how_to_load
@@ -115,6 +115,14 @@ def not_planned(context: RecipeContext) -> Iterator[Seen]:
         yield Seen(UNKNOWN, context.no_plan)
 
 
+@RULES("shape-refused")
+def shape_refused(context: RecipeContext) -> Iterator[Seen]:
+    """Nodes, GPUs, time and memory that the job asks for."""
+    # But for the memory of a GPU where the plan says more of it.
+    for problem in shape.find_problems(context.resolved, context.cluster, memory=context.plan is None):
+        yield Seen(FAIL, f"{problem.key}: {problem.message}", problem.fix or "another --cluster")
+
+
 @RULES("gpu-memory")
 def gpu_memory(context: RecipeContext) -> Iterator[Seen]:
     """Predicted memory of a GPU."""
@@ -150,6 +158,18 @@ def load_timeout(context: RecipeContext) -> Iterator[Seen]:
         text = f"{size:,.0f} GB at {speed:g} GB/s ({plan.machine.storage_note}) load in {hours(seconds)}"
         fix = f"train.ddp_timeout={math.ceil(3 * seconds / 600) * 600}, or copy the model to the nodes first (storage.staging)"
         yield Seen(FAIL if seconds > limit else WARN, f"{text}, ranks wait {hours(limit)}", fix)
+
+
+@RULES("prepare-time")
+def prepare_time(context: RecipeContext) -> Iterator[Seen]:
+    """Tokenising against the time limit of its job."""
+    tokens = tokens_to_prepare(context.resolved) if context.is_real else None
+    if tokens is not None and context.cluster.slurm is not None:
+        job = shape.stage_shapes(context.resolved, context.cluster)["prepare"]
+        seconds, limit = tokens / TOKENS_PER_CPU_S / job.cpus_per_node, 60 * job.minutes
+        if seconds > limit:
+            text = f"about {tokens:,.0f} tokens take {hours(seconds)} on {job.cpus_per_node} cores"
+            yield Seen(WARN, f"{text}, the job of prepare may run {hours(limit)}")
 
 
 def _cadence(context: RecipeContext) -> tuple[int, float, float] | None:

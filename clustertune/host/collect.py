@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from clustertune import bounded
 from clustertune.host import credentials, gpus, mounts, network, packages, system
 from clustertune.host.facts import HostFacts, Package
 from clustertune.host.probe import Ask, Probe, ask
@@ -24,8 +26,11 @@ Reader = Callable[[Probe], dict[str, Any]]
 
 _SLURM_KEYS = """
     SLURM_VERSION AccountingStorageType ConstrainDevices GresTypes PropagateResourceLimits PropagateResourceLimitsExcept
-    TaskPlugin SlurmdSpoolDir StateSaveLocation KillWait
+    TaskPlugin SlurmdSpoolDir StateSaveLocation KillWait Prolog Epilog
 """.split()  # noqa: SIM905 (one word a key is what a person can read and extend)
+_BAD_STATES = re.compile(
+    r"(?i)(?<!power_)(?<!powered_)(?<!powering_)down|drain|fail|not_respond|unknown|error|reboot|inval|\*$"
+)
 
 
 def container(probe: Probe, environ: Mapping[str, str]) -> str:
@@ -56,18 +61,44 @@ def find_place(kind: str, environ: Mapping[str, str], *, slurm: bool) -> str:
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """The keys of ``scontrol show config`` that rules read."""
+    """The keys of ``scontrol show config`` that rules read; of several scripts (``Prolog[0]``) the first."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         name, equals, value = line.partition("=")
-        if equals and name.strip() in _SLURM_KEYS:
-            found.setdefault(name.strip(), value.strip())
+        name = name.strip().partition("[")[0]
+        if equals and name in _SLURM_KEYS:
+            found.setdefault(name, value.strip())
+    return found
+
+
+def parse_nodes(text: str) -> dict[str, Any]:
+    """Nodes that take no jobs, GRES of nodes and limits of partitions, of ``sinfo -h -N -o '%N|%T|%G|%R|%l|%E'``."""
+    found: dict[str, dict[str, str]] = {"slurm_nodes": {}, "slurm_gres": {}, "slurm_limits": {}}
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split("|", 5)]
+        if len(fields) != 6:
+            continue
+        name, state, gres, partition, limit, reason = fields
+        found["slurm_gres"][name], found["slurm_limits"][partition] = gres, limit
+        if _BAD_STATES.search(state):
+            found["slurm_nodes"][name] = state + (f" ({reason})" if reason not in ("", "none") else "")
     return found
 
 
 def slurm(probe: Probe) -> dict[str, Any]:
     """What the controller says. Not to be asked by every node of a job at once: it is one process for all of them."""
-    return {"slurm": parse_config(probe.call("scontrol", "show", "config", seconds=8.0).text)}
+    answer = probe.call("scontrol", "show", "config", seconds=8.0)
+    if not answer.present:
+        return {}
+    if not answer.good:
+        return {"slurm_silent": answer.fault}
+    config = parse_config(answer.text)
+    nodes = probe.call("sinfo", "-h", "-N", "-o", "%N|%T|%G|%R|%l|%E", seconds=8.0)
+    scripts = {path: "" for key in ("Prolog", "Epilog") if (path := config.get(key, "")).startswith("/")}
+    for path in scripts:
+        if probe.live and not os.access(path, os.X_OK):
+            scripts[path] = "cannot be run" if Path(path).exists() else "does not exist"
+    return {"slurm": config, "slurm_scripts": scripts, **parse_nodes(nodes.text)}
 
 
 def files_with_secrets(environ: Mapping[str, str], cwd: str) -> list[str]:
@@ -138,7 +169,7 @@ def collect(
     """The facts of this machine; of a recorded tree where ``root`` names one.
 
     ``place``: where this is, as ``HostFacts.place``; None: found by looking. ``seconds``: how long it may take in all; what
-    did not answer by then is missing. ``names``: hosts to resolve. ``folders``: where locks are tried,
+    did not answer by then is missing. ``names``: hosts to resolve. ``folders``: where locks, mappings and programs are tried,
     beside those that libraries use. ``python``: the ranks' interpreter; None: this one. ``command``: runs commands.
     Raises nothing for what a machine lacks.
     """
@@ -154,6 +185,7 @@ def collect(
     if "step" not in facts.place and in_slurm:
         asking.append(slurm)
     # Children are forked before threads begin.
+    cuda = bounded.Pending(gpus.cuda, probe.left(gpus.INIT_SECONDS)) if probe.live else None
     _take(facts, _storage, lambda: _storage(probe, environ=environ, names=names, folders=folders))
     pool = ThreadPoolExecutor(max_workers=len(asking))
     try:
@@ -163,6 +195,8 @@ def collect(
         for reader, future in started:
             left = max(0.0, probe.deadline - time.monotonic()) + GRACE
             _take(facts, reader, partial(future.result, timeout=left))
+        if cuda is not None:
+            _take(facts, gpus.cuda, lambda: cuda.answer().found or {})
     finally:
         pool.shutdown(wait=False)
     return facts

@@ -22,6 +22,7 @@ class Gpu:
     used_mib: int | None = None
     pids: list[int] | None = None
     """Compute processes on it; None: the driver did not tell."""
+    persistence: bool | None = None
     mig: bool | None = None
     ecc: bool | None = None
     """Whether ECC is on."""
@@ -106,9 +107,11 @@ class Mount:
 
 @dataclass
 class FolderProbe:
-    """Whether a file of the own, removed again, can be locked in a folder."""
+    """Something that was tried in a folder, with a file of the own, removed again."""
 
     folder: str
+    what: str
+    """``mmap`` (a shared mapping of a file), ``flock`` (a lock)."""
     ok: bool | None = None
     """None: it could not be tried, because nothing can be written there, or nothing answered in time."""
     message: str = ""
@@ -214,6 +217,14 @@ class HostFacts:
     """NVIDIA GPUs on the PCI bus, whether a driver serves them or not."""
     nvidia_smi: str = ""
     """Why ``nvidia-smi`` says nothing; empty where it answered, or is not installed."""
+    cuda_init: int | None = None
+    """What cuInit returned in a process of its own; None: there is no libcuda, or it did not return."""
+    cuda_devices: int | None = None
+    """GPUs that CUDA counts."""
+    cuda_library: str = ""
+    """The libcuda that is loaded."""
+    torch_cuda: str = ""
+    """CUDA that the installed torch was built for, ``13.0``; empty: none, or no torch."""
     libraries: list[str] = field(default_factory=list)
     """Libraries below LD_LIBRARY_PATH that torch brings itself: ``/usr/lib/x/libnccl.so.2``."""
     user_site: str = ""
@@ -226,6 +237,16 @@ class HostFacts:
     files: list[FileMode] = field(default_factory=list)
     slurm: dict[str, str] = field(default_factory=dict)
     """What ``scontrol show config`` says, the keys that rules read."""
+    slurm_nodes: dict[str, str] = field(default_factory=dict)
+    """State and reason of each node that takes no jobs."""
+    slurm_gres: dict[str, str] = field(default_factory=dict)
+    """Generic resources of each node, ``gpu:h100:8(S:0-1)``."""
+    slurm_limits: dict[str, str] = field(default_factory=dict)
+    """Time limit of each partition, ``1-00:00:00`` or ``infinite``."""
+    slurm_scripts: dict[str, str] = field(default_factory=dict)
+    """Prolog and epilog as configured, each with why this machine cannot run it; empty: it can."""
+    slurm_silent: str = ""
+    """Why Slurm's controller says nothing; empty where it answered, or Slurm is not installed."""
     uptime_s: float | None = None
     """How long the kernel runs; times in its log count from its start."""
     unread: list[str] = field(default_factory=list)

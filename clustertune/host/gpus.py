@@ -1,4 +1,4 @@
-"""The GPUs of a machine, by the driver, by the PCI bus, and by what the kernel's log says about them.
+"""The GPUs of a machine, by the driver, by CUDA, by the PCI bus, and by what the kernel's log says about them.
 
 The driver is asked by ``nvidia-smi -q -x`` and not by NVML's library: a command that hangs is killed, what it prints can be
 recorded on any cluster and judged on another machine, and it has fields that NVML's Python does not (the recovery action).
@@ -6,9 +6,11 @@ recorded on any cluster and judged on another machine, and it has fields that NV
 
 from __future__ import annotations
 
+import ctypes
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from clustertune.host import system
@@ -77,6 +79,7 @@ def _gpu(index: int, node: ET.Element) -> Gpu:
         memory_mib=number(node.findtext("fb_memory_usage/total")),
         used_mib=number(node.findtext("fb_memory_usage/used")),
         pids=_pids(node.find("processes")),
+        persistence=flag(node.findtext("persistence_mode")),
         mig=flag(node.findtext("mig_mode/current_mig")),
         ecc=flag(node.findtext("ecc_mode/current_ecc")),
         ecc_uncorrected=_uncorrected(node.find("ecc_errors/volatile")),
@@ -164,10 +167,11 @@ def xid_lines(log: str) -> list[str]:
     return [line.strip()[:400] for line in log.splitlines() if "NVRM: Xid" in line][-100:]
 
 
-# --- by the driver ----------------------------------------------------------------------------------------------------
+# --- by the driver, by CUDA -------------------------------------------------------------------------------------------
 
 SMI_SECONDS = 45.0
 """A driver without persistence mode wakes one GPU after the other, some seconds each."""
+INIT_SECONDS = 30.0
 
 
 def driver(probe: Probe) -> dict[str, Any]:
@@ -193,6 +197,22 @@ def topology(probe: Probe) -> dict[str, Any]:
     """How the GPUs are connected."""
     answer = probe.call("nvidia-smi", "topo", "-m", seconds=SMI_SECONDS)
     return {"topology": plain_topology(answer.text)} if answer.good and "GPU0" in answer.text else {}
+
+
+def cuda() -> dict[str, Any]:
+    """What CUDA itself says: the driver may answer where CUDA does not.
+
+    For a child: cuInit hangs where a GPU is sick, and keeps files of the driver open where it is not.
+    """
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return {}
+    path = next((line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcuda.so" in line), "")
+    found, count = {"cuda_library": path, "cuda_init": library.cuInit(0)}, ctypes.c_int()
+    if found["cuda_init"] == 0 and library.cuDeviceGetCount(ctypes.byref(count)) == 0:
+        found["cuda_devices"] = count.value
+    return found
 
 
 def kernel_log(probe: Probe) -> dict[str, Any]:

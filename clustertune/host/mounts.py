@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ from clustertune.host.probe import Probe
 
 SECONDS = 12.0
 """How long a file system may take to say how full it is: a server under load some seconds, one that is gone for ever."""
+PROBES = ("mmap", "flock")
 _PSEUDO = frozenset(
     """
     autofs binfmt_misc bpf cgroup cgroup2 configfs debugfs devpts devtmpfs efivarfs fuse.gvfsd-fuse fuse.lxcfs fuse.portal
@@ -134,7 +136,7 @@ class MountQuery:
     """What is asked of file systems that may not answer."""
 
     folders: Sequence[str] = ()
-    """Where locks are tried."""
+    """Where locks, mappings and programs are tried."""
     names: Sequence[str] = ()
     """Hosts to resolve."""
     files: Sequence[str] = ()
@@ -161,7 +163,7 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
     requests += [("names", name) for name in dict.fromkeys([own, *wanted.names])]
     requests += [("mode", path) for path in wanted.files]
     requests += [("list", path) for path in wanted.libraries]
-    requests += [("flock", folder) for folder in folders]
+    requests += [(what, folder) for folder in folders for what in PROBES]
     answered = answers(list(dict.fromkeys(requests)), probe.left(2 * SECONDS) / 2)  # the driver is asked after it
     for mount in mounts:
         answer = answered.get(("space", mount.point))
@@ -175,7 +177,7 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
     found["own_addresses"] = answered.get(("names", own)) or []
     modes = [(path, answered.get(("mode", path))) for path in wanted.files]
     found["files"] = [FileMode(path, mode) for path, mode in modes if mode is not None]
-    found["probes"] = [_probe(folder, answered) for folder in folders]
+    found["probes"] = [_probe(folder, what, answered) for folder in folders for what in PROBES]
     found["libraries"] = [
         f"{folder.rstrip('/')}/{name}"
         for folder in wanted.libraries
@@ -188,9 +190,9 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
     return found
 
 
-def _probe(folder: str, answered: Mapping[tuple[str, str], Any]) -> FolderProbe:
-    answer = answered.get(("flock", folder)) or {"message": "no answer in time"}
-    return FolderProbe(folder, answer.get("ok"), answer.get("message") or answer.get("error", ""))
+def _probe(folder: str, what: str, answered: Mapping[tuple[str, str], Any]) -> FolderProbe:
+    answer = answered.get((what, folder)) or {"message": "no answer in time"}
+    return FolderProbe(folder, what, answer.get("ok"), answer.get("message") or answer.get("error", ""))
 
 
 def mount_is_last(mount: Mount, mounts: Sequence[Mount]) -> bool:
@@ -271,16 +273,21 @@ def pool(point: str) -> list[str]:
     return found
 
 
-def probe_folder(folder: str) -> dict[str, Any]:
-    """Lock a small file in a folder: ``ok`` is None where no file can be made there."""
+def probe_folder(folder: str, what: str) -> dict[str, Any]:
+    """Try one thing with a small file in a folder: ``ok`` is None where no file can be made there."""
     try:
         handle, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
     except OSError as error:
         return {"ok": None, "message": error.strerror or str(error)}
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(handle, b"\0" * mmap.PAGESIZE)
+        if what == "mmap":
+            mmap.mmap(handle, mmap.PAGESIZE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE).close()
+        else:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return {"ok": False, "message": error.strerror or str(error)}
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return {"ok": None if full else False, "message": error.strerror or str(error)}
     finally:
         os.close(handle)
         Path(path).unlink()
@@ -292,14 +299,12 @@ def listing(folder: str) -> list[str]:
     return sorted(entry.name for entry in Path(folder).iterdir())[:2000]
 
 
-ANSWERS: dict[str, Any] = {
-    "space": space, "names": resolved, "mode": mode, "pool": pool, "list": listing, "flock": probe_folder,
-}  # fmt: skip
+ANSWERS: dict[str, Any] = {"space": space, "names": resolved, "mode": mode, "pool": pool, "list": listing}
 
 
 def _answer(kind: str, subject: str) -> dict[str, Any]:
     try:
-        return {"told": ANSWERS[kind](subject)}
+        return {"told": ANSWERS[kind](subject) if kind in ANSWERS else probe_folder(subject, kind)}
     except OSError as error:
         failed: Any = {"error": error.strerror or str(error), "errno": error.errno}
         return {"told": [] if kind in ("list", "pool") else failed}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import site
 import sys
 from importlib import metadata
@@ -32,13 +33,30 @@ def look() -> dict[str, Any]:
         except Exception:  # noqa: S112 - a broken installation has any fault; what has no metadata is not there
             continue
         found.append({"name": name, "version": version or "", "location": os.path.realpath(location)})
+    torch = next((item["location"] for item in found if item["name"] == "torch"), None)
     return {
         "packages": found,
         "python": platform.python_version(),
         "executable": sys.executable or "",
+        "torch_cuda": cuda_of(torch) if torch else "",
         "user_site": site.getusersitepackages(),
         "user_site_used": bool(site.ENABLE_USER_SITE),
     }
+
+
+def cuda_of(location: str) -> str:
+    """The CUDA that the torch of a folder was built for; empty for a CPU build."""
+    try:
+        with open(f"{location}/torch/version.py", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+            return parse_torch_version(file.read(65536))
+    except OSError:
+        return ""
+
+
+def parse_torch_version(text: str) -> str:
+    """The CUDA in the text of ``torch/version.py``; empty where it says None."""
+    found = re.search(r"^cuda(?:\s*:[^=\n]*)?\s*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ Patch = dict[str, Any]
 LOGIN: Patch = {"place": "login", "hostname": "head", "nvidia_devices": 0, "gpus": [], "rdma": []}
 TWO_PCIE_GPUS: Patch = {
     "gpus": {"keep": 2}, "topology": "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNODE\t0-47\nGPU1\tNODE\t X \t0-47\n",
-    "nvidia_devices": 2, "environment.CUDA_VISIBLE_DEVICES": "0,1", "iommu": False,
+    "nvidia_devices": 2, "cuda_devices": 2, "environment.CUDA_VISIBLE_DEVICES": "0,1", "iommu": False,
 }  # fmt: skip
 NFS = {
     **{"point": "/net", "kind": "nfs4", "source": "10.0.0.9:/x", "options": ["rw", "hard"]},
@@ -41,7 +41,7 @@ NAMED: dict[str, Patch] = {
     "HERE": {"place": "here"},
     "DOCKER": {"container": "docker", "place": "container"},
     "REHEARSAL": {"environment.SLURM_CLUSTER_NAME": "rehearsal"},
-    "NO_GPU": {"gpus": [], "nvidia_devices": 0},
+    "NO_GPU": {"gpus": [], "nvidia_devices": 0, "cuda_devices": None},
     "TWO_PCIE_GPUS": TWO_PCIE_GPUS,
     "ETHERNET": {"network": {"interface": "bond0", "kind": "ethernet", "gbit": 200, "subnet": "10.0.0.0/24"}},
     "NFS": NFS,

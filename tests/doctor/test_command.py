@@ -164,7 +164,7 @@ def test_a_cluster_file_may_leave_rules_out(tmp_path: Path) -> None:
     for names in (every[:90], every[90:]):
         path.write_text(text.replace("name: rno-rtxpro6000", "name: mine") + f"\ndoctor: {{ignore: [{', '.join(names)}]}}\n")
         assert ignoring.ignored(load_cluster(str(path))) == tuple(names)
-    path.write_text(re.sub(r"ignore: .*", "ignore: [gpu-throtled, mtu, nonsense]}", path.read_text()))
+    path.write_text(re.sub(r"ignore: .*", "ignore: [gpu-presistence, mtu, nonsense]}", path.read_text()))
     first, second = problems(ignoring.ignored, load_cluster(str(path)))
-    assert "'gpu-throtled'" in first.message and "'nonsense'" in second.message
-    assert (first.key, second.key) == ("doctor.ignore",) * 2 and "gpu-throttled" in first.fix and str(path) in first.file
+    assert "'gpu-presistence'" in first.message and "'nonsense'" in second.message
+    assert (first.key, second.key) == ("doctor.ignore",) * 2 and "gpu-persistence" in first.fix and str(path) in first.file

@@ -16,6 +16,7 @@ from clustertune.launch.allocation import Allocation
 from tests.doctor.machine_cases import CASES, COMPARED, EDGES, GOOD, LOGIN, TWO_PCIE_GPUS, XID, Patch, machine
 
 RULES = {one.rule.id for one in checks(MACHINE)}
+WELL: Patch = {"slurm_gres": {"gpu01": "gpu:h100:8"}, "slurm_scripts": {"/etc/slurm/prolog.sh": ""}}
 BROKEN = rule_broken.rule.id
 
 
@@ -68,7 +69,7 @@ def test_every_rule_has_a_bad_case_and_a_good_one() -> None:
         ({}, {}, {}),
         (TWO_PCIE_GPUS, {}, {"gpus": 2}),
         ({"environment.OMP_NUM_THREADS": "16", "container": "docker", "mounts.0.kind": "overlay"}, {}, {}),
-        ({"+": "HERE", "slurm": {"+": "SLURM"}}, {}, {}),
+        ({"+": "HERE", "slurm": {"+": "SLURM"}, "slurm_silent": "", **WELL}, {}, {}),
         ({"exports": {"/tmp/x": "*(rw,sync)"}}, {}, {}),
         ({"mounts.+": pool}, {"storage.pool": {"mount": "/pool"}}, {}),
         ({}, {"network": {"interface": "bond0", "kind": "roce", "gbit": 200}}, {}),
@@ -83,7 +84,7 @@ def test_any_fact_may_be_missing() -> None:
     empty: dict[type, Any] = {list: [], dict: {}, str: ""}
     allowed = {
         **{"rdma": {"rdma-port"}, "rdma_devices": {"rdma-verbs"}, "verbs_providers": {"rdma-verbs"}},
-        **{"gpus": {"gpu-driver", "gpu-count"}, "own_addresses": {"hostname-loopback"}},
+        **{"gpus": {"gpu-driver", "gpu-count"}, "cuda_devices": {"gpu-count"}, "own_addresses": {"hostname-loopback"}},
     }
     for key in set(GOOD) - {"hostname", "place"}:
         bad = {name for name, _ in faults(looked({key: empty.get(type(GOOD[key]))}))}
@@ -107,7 +108,7 @@ def test_a_login_node_is_no_compute_node() -> None:
     """It has no GPUs, small limits, a firewall of its own: none of this is a fault there."""
     poor: Patch = {
         "memlock_bytes": 65536, "nofile": 256, "nproc": 100, "shm_bytes": 64 << 20, "shm_free_bytes": 1, "affinity": 1,
-        "memory_available_bytes": 10**9, "own_addresses": ["127.0.1.1"], "nics": [], "rdma_devices": [],
+        "memory_available_bytes": 10**9, "own_addresses": ["127.0.1.1"], "nics": [], "rdma_devices": [], "cuda_init": None,
         "glibc": "2.17", "kernel": "3.10.0", "driver": "", "environment.HF_HOME": "/shared/hf",
     }  # fmt: skip
     assert faults(looked({**LOGIN, **poor})) == set()
@@ -188,7 +189,7 @@ def before_a_job(monkeypatch: pytest.MonkeyPatch, facts: Patch) -> tuple[list[st
 
 def test_what_may_be_harmless_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that was reset since, a full disk that the job does not write to, a name that no rank asks for."""
-    locks = {"probes.0.ok": False, "probes.0.message": "No locks available"}
+    locks = {"probes.1.ok": False, "probes.1.message": "No locks available"}
     harmless = {"gpu-xid": {"xids.+": XID.format(79)}, "gpu-ecc": {"gpus.5.ecc_uncorrected": 2}, "flock": locks}
     for rule, facts in {**harmless, "disk-full": {"mounts.0.free_bytes": 0}, "node-names": {"names.gpu02": []}}.items():
         messages, found = before_a_job(monkeypatch, facts)

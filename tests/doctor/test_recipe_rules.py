@@ -115,6 +115,11 @@ def full(case: Case) -> None:
     case.recipe["train"]["learning_rate"] = 1e-5
 
 
+def long_steps(seconds: float) -> Spoil:
+    """A network so slow that a step takes this long, about."""
+    return both(two_nodes, cluster(network__measured_gb_s=30 / seconds), shared)
+
+
 def shared(case: Case) -> None:
     """The case's folders lie on a file system that all nodes see."""
     case.cluster |= {"storage.bricks": (), "storage.pool": None, "storage.shared": str(case.root)}
@@ -122,11 +127,6 @@ def shared(case: Case) -> None:
         {"name": "rno-it-gpu0007-1", "address": "10.21.133.35", "roles": ("compute", "slurmctld")},
         {"name": "rno-it-gpu0008-1", "address": "10.21.133.39", "roles": ("compute",)},
     ]
-
-
-def long_steps(seconds: float) -> Spoil:
-    """A network so slow that a step takes this long, about."""
-    return both(two_nodes, cluster(network__measured_gb_s=30 / seconds), shared)
 
 
 def slow_storage(gb_s: float) -> Spoil:
@@ -188,10 +188,12 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("no-mixed-precision", WARN, override("train.bf16=false", "train.model_init_kwargs.dtype=float32")),
     ("packed-state", WARN, mamba),
     ("not-planned", UNKNOWN, cluster(compute__gpu="my-gpu")),
+    ("shape-refused", FAIL, both(shared, section("slurm", time="2-00:00:00"), cluster(slurm__max_time="24:00:00"))),
     ("gpu-memory", FAIL, override("train.per_device_train_batch_size=2", "train.max_length=131072")),
     ("host-memory", FAIL, both(whole_copies, cluster(compute__memory_gb=24))),
     ("load-timeout", WARN, both(whole_copies, slow_storage(0.012))),
     ("load-timeout", FAIL, both(whole_copies, slow_storage(0.005))),
+    ("prepare-time", WARN, both(cluster(slurm__max_time="24:00:00"), override("data.expect.train=1000000000000"))),
     (
         "checkpoint-interval-too-long",
         WARN,
@@ -236,6 +238,7 @@ CASES: list[tuple[str, str, Spoil]] = [
     *RUN_CASES,
 ]
 COMPANIONS = {
+    "prepare-time": {"time-limit"},
     "model-absent": {"task-data"},
     "signal-margin": {"time-limit"},
     "checkpoint-interval-too-long": {"signal-margin"},
@@ -249,9 +252,11 @@ COMPANIONS = {
         "checkpoint-interval-too-long",
     },
     "gpu-memory": {"signal-margin", "checkpoint-interval-too-long", "time-limit"},
+    "not-planned": {"shape-refused"},
     "every-rank-loads-all": {"host-memory"},
     "nccl-hang-arm": {"nccl-hang-2-29-2"},
     "offline-asks-the-hub": {"task-data"},
+    "host-memory": {"shape-refused"},
     "accumulated-loss": {"packed-see-each-other"},
 }
 """Faults that come together: what is seen beside the one that is meant. ``versions-differ`` comes with every other release."""
