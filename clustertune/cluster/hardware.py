@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from clustertune.cluster.schema import NETWORKS
+from clustertune.cluster.schema import INTERCONNECTS, NETWORKS
 from clustertune.recipe.findings import Found, read_model
 from clustertune.recipe.layers import did_you_mean, read_yaml
 from clustertune.recipe.sections import Number, Plain, Score, Section
@@ -121,16 +121,77 @@ class HardwareFile(Section):
     nodes: dict[Literal["nvlink5", "nvlink4", "nvlink3", "nvlink2", "pcie"], NodeHardware]
 
 
+NO_FIGURE = (
+    "vendor", "network", "generation", "compute_capability", "host_link", "nvlink", "names", "types", "sources", "hint",
+)  # fmt: skip
+"""Keys that hold no figure: all others have a source where they are given."""
+
+
 @cache
 def read_hardware(path: Path = HARDWARE) -> HardwareFile:
     """The file. Raises UserError with every problem in it."""
     document = read_yaml(path, "ops/hardware.yaml" if path == HARDWARE else str(path))
-    return read_model(HardwareFile, document)
+    return read_model(HardwareFile, document, _find_problems)
 
 
 def load_hardware(path: Path = HARDWARE) -> dict[str, GpuModel]:
     """The GPUs by name. Raises UserError with every problem of the file."""
     return read_hardware(path).gpus
+
+
+def _find_problems(hardware: HardwareFile) -> Iterator[Found]:  # noqa: PLR0912 - a branch for each thing that can be wrong
+    """Figures without a source or against each other, names that two models claim, and links that are missing."""
+    entries: list[tuple[tuple[str, ...], Sourced]] = [(("storage",), hardware.storage)]
+    for kind in ("gpus", "links", "host_links", "networks", "nodes"):
+        entries += [((kind, name), entry) for name, entry in getattr(hardware, kind).items()]
+    for path, entry in entries:
+        figures = [key for key in type(entry).model_fields if key not in NO_FIGURE]
+        given = [key for key in figures if getattr(entry, key) is not None]
+        for key in given:
+            if not entry.sources.get(key, "").strip():
+                yield (*path, "sources", key), "missing: every figure has its source", "give the link that it was read from"
+        for key in sorted(set(entry.sources) - set(given)):
+            message = "the figure is not given" if key in figures else "there is no such figure"
+            yield (*path, "sources", key), message, "take it away"
+
+    # A cluster file may name every one of these: a plan must not find nothing.
+    for section, wanted in (
+        ("nodes", sorted({f"nvlink{gpu.nvlink}" if gpu.nvlink else "pcie" for gpu in hardware.gpus.values()})),
+        ("links", [name for name in INTERCONNECTS if name != "none"]),
+        ("host_links", sorted({gpu.host_link for gpu in hardware.gpus.values()})),
+        ("networks", [name for name in NETWORKS if name not in ("none", "unknown")]),
+    ):
+        table = getattr(hardware, section)
+        for name in wanted:
+            if name not in table:
+                yield (section, name), "missing: cluster files name it", None
+            elif section == "links" and table[name].latency_us is None:
+                yield (section, name, "latency_us"), "missing", None
+    owners: dict[str, str] = {}
+    for name, gpu in hardware.gpus.items():
+        for key in ("names", "types"):
+            for word in getattr(gpu, key):
+                owner = owners.setdefault(plain(word), name)
+                if owner != name:
+                    yield ("gpus", name, key), f"{word!r} is also {owner}: what is found would fit both", "keep one"
+        yield from ((("gpus", name, key), message, fix) for key, message, fix in _gpu(gpu))
+
+
+def _gpu(gpu: GpuModel) -> Iterator[tuple[str, str, str | None]]:
+    # 48 GB with ECC leave 44.4 GiB; less than that share is a typing error, more than was sold as well.
+    if not 0.9 * gpu.memory_gb <= gpu.usable_gib <= gpu.memory_gb:
+        yield "usable_gib", f"{gpu.usable_gib} GiB cannot be what a GPU of {gpu.memory_gb:g} GB leaves", None
+    old = gpu.generation in ("volta", "turing")
+    if old and (gpu.bf16_tflops is not None or gpu.fp16_tflops is None):
+        yield "bf16_tflops", f"tensor cores of {gpu.generation} have no bfloat16", "write null, and fp16_tflops"
+    if not old and (gpu.bf16_tflops is None or gpu.fp16_tflops is not None):
+        yield "bf16_tflops", f"tensor cores of {gpu.generation} compute in bfloat16", "give that figure, and no fp16_tflops"
+    if (gpu.fp8_tflops is not None) != (float(gpu.compute_capability) >= OLDEST_FP8):
+        has = "no fp8" if gpu.fp8_tflops is not None else "fp8"
+        yield "fp8_tflops", f"tensor cores of compute capability {gpu.compute_capability} have {has}", None
+    elif gpu.fp8_tflops is not None and gpu.bf16_tflops is not None and not 1.9 <= gpu.fp8_tflops / gpu.bf16_tflops <= 2.1:
+        message = f"{gpu.fp8_tflops:g} is not twice the {gpu.bf16_tflops:g} of bf16"
+        yield "fp8_tflops", message, "give both without sparsity, with fp32 accumulation"
 
 
 def plain(word: str) -> str:

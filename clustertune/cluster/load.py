@@ -18,6 +18,7 @@ from clustertune.cluster.hardware import HARDWARE, load_hardware, near_gpus, rea
 from clustertune.cluster.local import LocalMachine, collect, judge
 from clustertune.cluster.schema import (
     CONTAINER_OPTIONS,
+    INTERCONNECTS,
     NETWORKS,
     Brick,
     Cluster,
@@ -33,6 +34,7 @@ from clustertune.cluster.schema import (
 )
 from clustertune.errors import Problem, UserError
 from clustertune.host.credentials import speaks_of_secret
+from clustertune.host.system import parse_cpu_list
 from clustertune.recipe.findings import Found, as_problems, parse_partial, schema_findings
 from clustertune.recipe.layers import COMMAND_LINE, Document, KeyPath, did_you_mean, read_yaml
 from clustertune.recipe.sections import NAME
@@ -182,6 +184,8 @@ def _that_name(*hosts: str) -> list[Path]:
 # --- what is wrong with a file -----------------------------------------------------------------------------------------
 
 
+_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
+"""One label of a host name (RFC 1123, 2.1)."""
 _BIND = re.compile(r"(/[^\s,:\x00-\x1f]*)(:/[^\s,:\x00-\x1f]*(:(ro|rw))?)?")
 
 
@@ -197,12 +201,34 @@ def read_cluster(document: Document, *, name: str | None = None) -> Cluster:
     try:
         facts = ClusterFile.model_validate(data)
     except ValidationError as error:
-        found += schema_findings(ClusterFile, error)
+        found += [(path, text, _of_a_link(path, data) or fix) for path, text, fix in schema_findings(ClusterFile, error)]
     unread = {path for path, _, _ in found}  # no facts to compare
     found += [item for item in _contradictions(data, name) if item[0] not in unread]
     if problems := as_problems([(_entry(path, origin), text, fix) for path, text, fix in found], document):
         raise UserError(sorted(problems, key=_line))
     return Cluster(**{name: getattr(facts, name) for name in ClusterFile.model_fields}, source=document.file)
+
+
+_INFINIBAND = ("ib", "hdr", "hdr100", "hdr200", "ndr", "ndr200", "ndr400", "edr", "xdr", "mlx", "mellanox", "connectx")
+_NETWORKS = {**dict.fromkeys(_INFINIBAND, "infiniband"), "rocev2": "roce", "eth": "ethernet", "opa": "omnipath"}
+"""What people call the kinds of network."""
+
+
+def _of_a_link(path: KeyPath, data: Mapping[str, Any]) -> str | None:
+    """What to write for a link that is called otherwise than the file's names; None: nothing is known."""
+    if path not in (("network", "kind"), ("compute", "interconnect")):
+        return None
+    section = data.get(path[0])
+    word = str(section.get(path[1]) if isinstance(section, dict) else None).lower()
+    network = _NETWORKS.get(word, word if word in NETWORKS else None)
+    if path == ("network", "kind"):
+        return network and f"did you mean {network}?"
+    if network:
+        return (
+            f"{network} joins nodes: network.kind: {network}; here stands what joins the GPUs of one node: nvlink4, pcie5, ..."
+        )
+    known = [name for name in INTERCONNECTS if word and name.startswith(word)]
+    return f"say the generation: {', '.join(known)}" if len(known) > 1 else None
 
 
 def _entry(path: KeyPath, origin: Sequence[int]) -> KeyPath:
@@ -253,11 +279,23 @@ def _check_hosts(hosts: Sequence[Host | None]) -> Iterator[Found]:
         if host is None:
             continue
         path = ("nodes", str(index))
+        if host.name and _address(host.name):
+            yield (*path, "name"), f"{host.name} is an address, not a name", "write what hostname prints there"
+        elif host.name and not _is_host_name(host.name):
+            message = f"{host.name} is not a host name (RFC 1123: letters, digits and '-', 63 to a label)"
+            yield (*path, "name"), message, None
+        address, given = _address(host.address), host.address or ""
+        if given and address is None and (re.fullmatch(r"[0-9.]+|.*:.*", given) or not _is_host_name(given)):
+            yield (*path, "address"), f"{given[:60]!r} is neither an address nor a host name", "write it as 10.0.0.1"
+        elif address and (address.is_unspecified or address.is_multicast or str(address) == "255.255.255.255"):
+            yield (*path, "address"), f"{address} is not a machine's address", "write it as 10.0.0.1"
         for key in ("name", "address"):
             value = str(getattr(host, key) or index).lower()
             first = seen.setdefault((key, value), index)
             if first != index:
                 yield (*path, key), f"{value} is also the {key} of machine {first + 1} of the list", "each machine appears once"
+        if twice := [role for role in host.roles or () if host.roles.count(role) > 1]:
+            yield (*path, "roles"), f"{twice[0]} appears twice", "keep one"
 
 
 def _check_roles(hosts: Sequence[Host], slurm: bool) -> Iterator[Found]:
@@ -269,6 +307,21 @@ def _check_roles(hosts: Sequence[Host], slurm: bool) -> Iterator[Found]:
         message = f"{controllers} machines have the role slurmctld"
         fix = "give it to the one machine on which slurmctld runs; to none where a site's own Slurm is used as it is"
         yield ("nodes",), message, fix
+    if not slurm and controllers:
+        yield ("nodes",), "a machine has the role slurmctld, while there is no section slurm", "write slurm: {partition: ...}"
+    if slurm and "login" not in roles:
+        yield ("nodes",), "no machine has the role login: nobody could submit", "give it to those where sbatch works"
+
+
+def _is_host_name(text: str) -> bool:
+    return all(map(_LABEL.fullmatch, text.split(".")))
+
+
+def _address(text: str | None) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text or "")
+    except ValueError:
+        return None
 
 
 def _check_network(network: Network, hosts: Sequence[Host | None]) -> Iterator[Found]:
@@ -279,6 +332,9 @@ def _check_network(network: Network, hosts: Sequence[Host | None]) -> Iterator[F
     if kind == "none":
         if several:
             yield ("network", "kind"), f"none, while {workers} machines have the role compute", "ethernet, infiniband or roce"
+        for key in ("gbit", "hca", "measured_gb_s"):
+            if getattr(network, key):
+                yield ("network", key), "given, while kind is none", "leave it out"
     elif kind and kind != "unknown":
         if network.interface is None:
             yield ("network", "interface"), "missing: sockets need it, with RDMA too: it finds the peers", "interface: bond0"
@@ -292,20 +348,40 @@ def _check_network(network: Network, hosts: Sequence[Host | None]) -> Iterator[F
             yield ("network", "measured_gb_s"), message, fix
     if network.interface == "lo" and several:
         yield ("network", "interface"), "lo reaches no other machine", "ip route get ADDRESS of another node shows it"
-    if network.subnet:
-        try:
-            ipaddress.ip_network(network.subnet)
-        except ValueError as error:
-            yield ("network", "subnet"), f"{network.subnet!r}: {error}", "write it as 10.0.0.0/24"
+    if network.hca and kind and kind not in ("infiniband", "roce", "none"):
+        yield ("network", "hca"), f"RDMA adapters, while kind is {kind}", "write kind: roce, or leave it out"
+    yield from _check_addresses(network, hosts, several)
     yield from check_environment(network.environment)
 
 
-def _check_container(container: Container) -> Iterator[Found]:
+def _check_addresses(network: Network, hosts: Sequence[Host | None], several: bool) -> Iterator[Found]:
+    subnet = None
+    if network.subnet:
+        try:
+            subnet = ipaddress.ip_network(network.subnet)
+        except ValueError as error:
+            yield ("network", "subnet"), f"{network.subnet!r}: {error}", "write it as 10.0.0.0/24"
+    for index, host in enumerate(hosts):
+        address = _address(host.address) if host else None
+        path = ("nodes", str(index), "address")
+        if address is None:
+            continue
+        if address.is_loopback and (several or len(hosts) > 1):
+            yield path, f"{address} is every machine's own", "write the one by which the others reach it"
+        elif subnet and address not in subnet:
+            yield path, f"{address} is outside network.subnet {subnet}", "fix the one that is wrong"
+        elif subnet and subnet.num_addresses > 2 and address in (subnet.network_address, subnet.broadcast_address):
+            yield path, f"{address} is the network's own, not a machine's", "fix the address or network.subnet"
+
+
+def _check_container(container: Container) -> Iterator[Found]:  # noqa: PLR0912 - a branch for each thing that can be wrong
     """What could not be read is None."""
     runtime, image = container.runtime, container.image
-    if runtime == "none" and image:
-        yield ("container", "image"), "given, while runtime is none", "write runtime: apptainer, or leave it out"
-    elif runtime not in (None, "none") and image is None:
+    if runtime == "none":
+        for key in ("image", "megatron", "binds", "options", "program"):
+            if getattr(container, key):
+                yield ("container", key), "given, while runtime is none", "write runtime: apptainer, or leave it out"
+    elif runtime and image is None:
         fix = (
             "a .sqsh that all nodes see, or docker://NAME@sha256:DIGEST" if runtime == "pyxis" else "a .sif that all nodes see"
         )
@@ -316,10 +392,16 @@ def _check_container(container: Container) -> Iterator[Found]:
             yield ("container", key), "a .sif, which enroot cannot open", "runtime: apptainer; or a .sqsh of enroot import"
         elif runtime != "pyxis" and named.startswith("docker://"):
             yield ("container", key), f"{runtime} would fetch it again on every node", "make build-sif, and name the file"
+    if runtime == "pyxis" and container.program:
+        yield ("container", "program"), "given, while pyxis is a part of srun", "leave it out"
     allowed, options = CONTAINER_OPTIONS.get(runtime, ()), container.options or ()
     for index, option in enumerate(options):
         if allowed and option not in allowed:
             yield ("container", "options", str(index)), f"{option[:60]!r} is not among them", f"one of {', '.join(allowed)}"
+        elif option in options[:index]:
+            yield ("container", "options", str(index)), f"{option} appears twice", "keep one"
+    if {"--container-writable", "--container-readonly"} <= set(options):
+        yield ("container", "options"), "writable and read-only at once", "keep one"
     for index, bind in enumerate(container.binds or ()):
         match = _BIND.fullmatch(bind)
         if not match or "/../" in f"{bind}/".replace(":", "/"):
@@ -342,13 +424,28 @@ def check_compute(compute: Compute) -> Iterator[Found]:
         for key in ("gpu", "interconnect", "nvlink_domain", "measured_gb_s"):
             if getattr(compute, key) not in (None, "none"):
                 yield ("compute", key), f"{getattr(compute, key)}, while gpus is 0", "leave it out, or say how many"
-    if compute.threads and compute.cores and compute.threads % compute.cores:
-        message = f"{compute.threads} is not a multiple of {compute.cores} cores"
-        yield ("compute", "threads"), message, "threads of the whole node"
+    if compute.threads and compute.cores:
+        each, left = divmod(compute.threads, compute.cores)
+        if left:
+            message = f"{compute.threads} is not a multiple of {compute.cores} cores"
+            yield ("compute", "threads"), message, "threads of the whole node"
+        elif each > 8:
+            yield ("compute", "threads"), f"{each} threads per core: no CPU has them", None
+    if compute.cores and compute.sockets and compute.cores % compute.sockets:
+        message = f"{compute.cores} does not divide by {compute.sockets} sockets"
+        yield ("compute", "cores"), message, "cores of the whole node"
     groups, lists = compute.numa_gpus or (), compute.numa_cpus or ()
     if groups and lists and len(groups) != len(lists):
         message = f"{len(lists)} NUMA nodes, but numa_gpus has {len(groups)}"
         yield ("compute", "numa_cpus"), message, "one entry for each NUMA node in both"
+    # A socket is one NUMA node or, by a BIOS setting (NPS2, SNC4), several; never the other way round.
+    for key, count in (("numa_gpus", len(groups) if isinstance(compute.gpus, int) else 0), ("numa_cpus", len(lists))):
+        if count and compute.sockets and count % compute.sockets:
+            message = f"{count} NUMA nodes, but {compute.sockets} sockets"
+            yield ("compute", key), message, "each socket has the same number: lscpu shows it"
+    if groups and isinstance(compute.gpus, int):
+        yield from _check_partition(groups, compute.gpus)
+    yield from _check_lists(lists, compute.threads)
 
 
 def _check_gpu(compute: Compute) -> Iterator[Found]:
@@ -381,6 +478,38 @@ def _check_gpu(compute: Compute) -> Iterator[Found]:
         what = f"more than the {facts.gb_s:g} GB/s of {link}" if facts else "given, while interconnect is none"
         fix = "busbw of all_gather_perf, of one GPU in one direction, in GB/s" if facts else "leave it out"
         yield ("compute", "measured_gb_s"), f"{compute.measured_gb_s:g}: {what}" if facts else what, fix
+
+
+def _check_partition(groups: Sequence[Sequence[int]], gpus: int) -> Iterator[Found]:
+    key = ("compute", "numa_gpus")
+    flat = [gpu for group in groups for gpu in group]
+    for gpu in sorted(set(flat)):
+        if flat.count(gpu) > 1:
+            yield key, f"GPU {gpu} appears twice", "each GPU has one NUMA node"
+        if gpu >= gpus:
+            yield key, f"there is no GPU {gpu}: {gpus} are counted from 0", None
+    if missing := sorted(set(range(gpus)) - set(flat)):
+        text = f"GPU{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        yield key, f"{text} missing: of each GPU the NUMA node", "nvidia-smi topo -m shows it"
+
+
+def _check_lists(lists: Sequence[str], threads: int | None) -> Iterator[Found]:
+    key, fix = ("compute", "numa_cpus"), "lscpu shows the lists"
+    seen: dict[int, int] = {}
+    readable = True
+    for index, text in enumerate(lists):
+        try:
+            cpus = parse_cpu_list(text)
+        except ValueError as error:
+            yield (*key, str(index)), str(error), fix
+            readable = False
+            continue
+        if not cpus:
+            yield (*key, str(index)), "empty", fix
+        if twice := sorted(cpu for cpu in cpus if seen.setdefault(cpu, index) != index):
+            yield (*key, str(index)), f"CPU {twice[0]} is also of NUMA node {seen[twice[0]]}", fix
+    if lists and readable and threads and len(seen) != threads:
+        yield key, f"{len(seen)} CPUs in all, but threads is {threads}", "every CPU belongs to one NUMA node"
 
 
 # --- variables of the libraries that carry the bytes between ranks -----------------------------------------------------
@@ -467,6 +596,11 @@ def _check_brick(path: KeyPath, brick: Brick, root: str | None) -> Iterator[Foun
         if value and _is_system(value):
             fix = "mount it elsewhere" if key == "mount" else "a folder of its own"
             yield (*path, key), f"{value} is the system's own", fix
+    if brick.mount and brick.path and _nested(brick.mount, brick.path):
+        message = f"{brick.path} and {brick.mount}, where it is seen, are inside one another"
+        yield (*path, "mount"), message, "the same folder, or one beside it"
+    if brick.device and not brick.device.startswith("/dev/"):
+        yield (*path, "device"), f"{brick.device} is not a device", "write it as /dev/disk/by-id/...; lsblk shows them"
     if brick.device and brick.device == root:
         yield (*path, "device"), f"{brick.device} is storage.root.device, which the machine boots from", "the brick's own disk"
 
@@ -477,24 +611,37 @@ def _is_system(path: str) -> bool:
 
 _ONCE = {
     "mount": "two file systems cannot be mounted there",
+    "path": "one folder of one machine",
     "device": "its space would count twice",
 }
-"""Keys of which two bricks cannot have the same value, and why."""
+"""Keys of which two bricks cannot have the same value, or one inside of the other, and why."""
 
 
 def _clashes(bricks: Sequence[tuple[KeyPath, Brick]]) -> Iterator[Found]:
-    """Bricks at one place, or of one device."""
-    seen: dict[tuple[str, ...], str] = {}
-    for path, brick in bricks:
-        for key, why in _ONCE.items():
-            value = getattr(brick, key)
-            of = (key, value, brick.node if key == "device" else "")
-            if value and seen.setdefault(of, path[-1]) != path[-1]:
-                yield (*path, key), f"{value} is also the {key} of another brick: {why}", "give each its own"
+    """Bricks at one place, and one that is seen, on the machine of another one, where that has its own exported folder."""
+    for number, (path, brick) in enumerate(bricks):
+        for before, (_, other) in enumerate(bricks):
+            for key, why in _ONCE.items() if before < number else ():
+                mine, theirs = getattr(brick, key), getattr(other, key)
+                if not (mine and theirs) or (key != "mount" and other.node != brick.node):
+                    continue
+                if mine == theirs:
+                    yield (*path, key), f"{mine} is also the {key} of another brick: {why}", "give each its own"
+                elif key != "device" and _nested(mine, theirs):
+                    yield (*path, key), f"{mine} and {theirs} of another brick are inside one another", "give each its own"
+            mine, theirs = brick.mount, other.path
+            if before != number and mine and theirs and (mine == theirs or _nested(mine, theirs)):
+                what = "is" if mine == theirs else f"lies in, or around, {theirs},"
+                message = f"{mine} {what} the exported folder of another brick, on {other.node}"
+                yield (*path, "mount"), message, "see each brick at a place of its own"
 
 
 def _inside(inner: str, outer: str) -> bool:
     return inner != outer and inner.startswith(outer.rstrip("/") + "/")
+
+
+def _nested(one: str, other: str) -> bool:
+    return _inside(one, other) or _inside(other, one)
 
 
 def _check_pool(pool: Pool, bricks: Sequence[tuple[KeyPath, Brick]], complete: bool) -> Iterator[Found]:
@@ -503,6 +650,15 @@ def _check_pool(pool: Pool, bricks: Sequence[tuple[KeyPath, Brick]], complete: b
         yield ("storage", "pool"), "a pool without bricks", "name them in storage.bricks"
     if _is_system(pool.mount):
         yield path, f"{pool.mount} is the system's own", "mount it elsewhere"
+    for _, brick in bricks:
+        for value in filter(None, (brick.mount, brick.path)):
+            if pool.mount == value or _nested(pool.mount, value):
+                what = "is also" if pool.mount == value else "and"
+                tail = f"a folder of the brick of {brick.node}" if pool.mount == value else f"{value} are inside one another"
+                yield path, f"{pool.mount} {what} {tail}", "a pool has a mount point of its own"
+                break
+    if pool.min_free_gb and complete and bricks and pool.min_free_gb >= 1000 * min(brick.tb for _, brick in bricks):
+        yield ("storage", "pool", "min_free_gb"), "more than the smallest brick holds: no file would go there", None
 
 
 def _check_folders(storage: Mapping[str, Any], mounts: Sequence[str], complete: bool) -> Iterator[Found]:
@@ -515,6 +671,9 @@ def _check_folders(storage: Mapping[str, Any], mounts: Sequence[str], complete: 
         yield ("storage", "staging", "path"), f"{staging} is the system's own", "a folder of its own on a local disk"
     for key, folder in (("scratch", scratch), ("staging", staging)):
         for mount in mounts:
+            if key == "staging" and isinstance(folder, str) and _inside(mount, folder):
+                yield ("storage", key, "path"), f"{mount} lies in {folder}, where copies make room for others", "one beside it"
+                break
             if isinstance(folder, str) and (folder == mount or _inside(folder, mount)):
                 at = ("storage", key) if key == "scratch" else ("storage", key, "path")
                 yield at, f"{folder} is on {mount}, which all machines share", "a folder of a local disk"

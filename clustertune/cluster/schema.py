@@ -11,10 +11,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from clustertune.errors import Problem, UserError
-from clustertune.host.system import parse_cpu_list
 from clustertune.recipe.sections import Count, Number, Plain, Positive, Section, form
 
 ROLES = ("login", "compute", "nfs", "slurmctld")
@@ -88,14 +87,6 @@ class Host(Section):
     """``login``: jobs are submitted there; ``compute``: runs jobs; ``nfs``: exports bricks; ``slurmctld``: controls Slurm."""
 
 
-def _cpu_list(text: str) -> str:
-    parse_cpu_list(text)
-    return text
-
-
-CpuList = Annotated[str, AfterValidator(_cpu_list)]
-
-
 class Compute(Section):
     """One compute node; all are equal."""
 
@@ -121,7 +112,7 @@ class Compute(Section):
     """RAM that jobs may use, GiB as Slurm counts them (``--mem=1G`` is 1024 MiB)."""
     numa_gpus: tuple[tuple[Count, ...], ...] = ()
     """GPU indices (as ``nvidia-smi`` counts) of each NUMA node, for the Cores of gres.conf."""
-    numa_cpus: tuple[CpuList, ...] = ()
+    numa_cpus: tuple[str, ...] = ()
     """CPU list of each NUMA node in the kernel's form (``0-63,128-191``), for the Cores of gres.conf."""
 
 

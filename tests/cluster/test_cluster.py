@@ -63,22 +63,26 @@ REFUSALS: dict[str, list[tuple[Any, ...]]] = {
     "nodes": [(..., "missing"), ([], "empty"), ({"a": 1}, "not a list")],
     "nodes.0": [("gpu1", "not a section")],
     "nodes.0.name": [
-        ("rno-it-gpu0007-1", "also the name of machine 1"), ("RNO-it-gpu0007-1", "also the name"),
-        ("a b; rm -rf", "is not a name"),
+        ("rno-it-gpu0007-1", "also the name of machine 1"), ("RNO-it-gpu0007-1", "also the name"), ("gpu_1", "RFC 1123"),
+        ("a" * 64 + ".example", "RFC 1123"), ("10.0.0.1", "an address, not a name"), ("a b; rm -rf", "is not a name"),
     ],
     "nodes.0.address": [
-        ("10.21.133.35", "also the address of machine 1"),
+        ("10.21.133.35", "also the address of machine 1"), ("10.21.133.310", "neither an address nor a host name"),
+        ("a b", "neither"), ("fe80::zz", "neither"), ("0.0.0.0", "not a machine's address"),  # noqa: S104
+        ("239.1.1.1", "not a machine's address"), ("127.0.0.1", "every machine's own"),
+        ("10.21.134.31", "outside network.subnet 10.21.133.0/24"), ("10.21.133.255", "the network's own"),
     ],
     "nodes.0.roles": [
-        ([], "empty"), (["logni"], "did you mean login?", "roles[0]"),
+        ([], "empty"), (["logni"], "did you mean login?", "roles[0]"), (["login", "login"], "appears twice"),
         (["login", "slurmctld"], "2 machines have the role slurmctld", "nodes"),
-        (["nfs", "login"], "role nfs but no brick"),
+        (["nfs", "login"], "role nfs but no brick"), (["compute"], "no machine has the role login", "nodes"),
     ],
     "nodes.0.role": [("login", "did you mean roles?")],
+    "slurm": [(..., "no section slurm", "nodes")],
     "compute": [(None, "empty")],
     "compute.gpus": [
         (..., "missing"), (-1, "greater than or equal to 0"), (True, "not a number"), (0, "while gpus is 0", "compute.gpu"),
-        (0, "while compute.gpus is 0", "slurm.gres"),
+        (0, "while compute.gpus is 0", "slurm.gres"), (4, "there is no GPU 4", "compute.numa_gpus"),
     ],
     "compute.gpu": [
         (..., "missing"), ("rtx-pro-6000-blackwel-server", "did you mean rtx-pro-6000-blackwell-server?"),
@@ -86,30 +90,36 @@ REFUSALS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "compute.interconnect": [
         (..., "missing"), ("pci5", "did you mean pcie5?"), ("none", "while a node has 8 GPUs"),
+        ("ib", "network.kind: infiniband"), ("nvlink", "say the generation"),
     ],
     "compute.sockets": [
-        (0, "greater than or equal to 1"),
+        (0, "greater than or equal to 1"), (3, "does not divide by 3 sockets", "compute.cores"),
+        (4, "2 NUMA nodes, but 4 sockets", "compute.numa_gpus"), (4, "2 NUMA nodes, but 4 sockets", "compute.numa_cpus"),
     ],
     "compute.threads": [
-        (200, "not a multiple of 128 cores"), (64, "not a multiple of 128 cores"),
+        (200, "not a multiple of 128 cores"), (64, "not a multiple of 128 cores"), (2048, "16 threads per core"),
+        (128, "256 CPUs in all, but threads is 128", "compute.numa_cpus"),
     ],
     "compute.memory_gb": [(0, "greater than 0"), ("3.9 TB", "number"), (float("inf"), "finite")],
     "compute.numa_gpus": [
-        ([0, 1, 2, 3], "not a list", "compute.numa_gpus[0]"),
+        ([[0, 1, 2, 3], [4, 5, 6]], "GPU 7 missing"), ([[0, 1, 2, 3], [3, 4, 5, 6, 7]], "GPU 3 appears twice"),
+        ([[0, 1, 2, 3], [4, 5, 6, 8]], "there is no GPU 8"), ([0, 1, 2, 3], "not a list", "compute.numa_gpus[0]"),
         (FOUR, "2 NUMA nodes, but numa_gpus has 4", "compute.numa_cpus"),
     ],
     "compute.numa_cpus": [
-        ([LOW, "127-64"], "backwards", "[1]"),
+        ([LOW, "63-127,192-255"], "CPU 63 is also of NUMA node 0", "[1]"), ([LOW, "64-127"], "192 CPUs in all"),
+        ([LOW, "127-64"], "backwards", "[1]"), (["0-255", ""], "empty", "[1]"),
     ],
     "network": [(..., "missing")],
     "network.kind": [
-        ("ethernt", "did you mean ethernet?"), ("unknown", "must say it"),
-        ("none", "while 2 machines have the role compute"),
+        ("ethernt", "did you mean ethernet?"), ("ib", "did you mean infiniband?"), ("NDR", "mean infiniband?"),
+        ("unknown", "must say it"),
+        ("none", "while 2 machines have the role compute"), ("none", "while kind is none", "network.gbit"),
     ],
     "network.interface": [(..., "missing"), ("bond0,eth1", "name of a network interface"), ("lo", "reaches no other machine")],
     "network.gbit": [(..., "missing"), (0, "greater than 0")],
     "network.subnet": [("10.21.133.0/33", "write it as"), ("10.21.133.7/24", "host bits")],
-    "network.hca": [(["mlx5_0;x"], "RDMA adapter", "network.hca[0]")],
+    "network.hca": [(["mlx5_0"], "while kind is ethernet"), (["mlx5_0;x"], "RDMA adapter", "network.hca[0]")],
     "network.environment": [
         (["NCCL_ALGO=Ring"], "not a section"), ({"NCCL_ALGO": True}, "put it in quotes", "NCCL_ALGO"),
         ({"NCCL_ALGO": None}, "string", "NCCL_ALGO"), ({"NCCL_ALGO": "$(id)"}, "invalid value", "NCCL_ALGO"),
@@ -125,21 +135,26 @@ REFUSALS: dict[str, list[tuple[Any, ...]]] = {
     "storage.bricks.0.node": [("rno-it-gpu0009-1", "there is no machine"), ("rno-it-gpu0006-1", "not the role nfs")],
     "storage.bricks.0.path": [
         ("data/shared", "absolute path"), ("/data/../etc", "absolute path"), ("/etc", "system's own"),
+        ("/shared-b", "the exported folder of another brick", "storage.bricks[/shared-b].mount"),
+        ("/shared-b/x", "lies in, or around, /shared-b/x", "storage.bricks[/shared-b].mount"),
+        ("/shared/x", "where it is seen, are inside one another", "storage.bricks[/shared].mount"),
     ],
     "storage.bricks.0.mount": [
         ("/with space", "absolute path"), ("/a,b", "absolute path"), ("/shared-b", "also the mount of another brick"),
-        ("/usr", "system's own"), ("/run/shared", "system's own"),
+        ("/shared-b/x", "are inside one another"), ("/usr", "system's own"), ("/run/shared", "system's own"),
     ],
-    "storage.bricks.0.device": [("/dev/mapper/ubuntu--vg-ubuntu--lv", "boots from")],
+    "storage.bricks.0.device": [("/etc/passwd", "not a device"), ("/dev/mapper/ubuntu--vg-ubuntu--lv", "boots from")],
     "storage.bricks.1": [(SECOND, "also the device of another brick", "storage.bricks[/c].device")],
     "storage.bricks.0.filesystem": [("xsf", "did you mean xfs?")],
     "storage.staging": [
         ({"path": "/etc", "gb": 1}, "system's own"), ({"path": "/pool/a", "gb": 1}, "which all machines share"),
+        ({"path": "/", "gb": 1}, "lies in /, where copies make room"),
     ],
     "storage.pool.mount": [
-        ("/", "system's own"),
+        ("/shared", "is also a folder of the brick"), ("/shared/pool", "are inside one another"), ("/", "system's own"),
     ],
     "storage.pool.create": [("mfss", "did you mean mfs?")],
+    "storage.pool.min_free_gb": [(14000, "no file would go there")],
     "storage.shared": [("/elsewhere", "is on none of the mounts")],
     "storage.scratch": [("/pool/tmp", "which all machines share")],
     "storage.root.gb": [(..., "missing")],
@@ -157,7 +172,7 @@ REFUSALS: dict[str, list[tuple[Any, ...]]] = {
         ("docker://ubuntu:24.04", "docker://NAME@sha256:DIGEST (a tag moves)"),
         ("docker://ubuntu@sha256:" + "a" * 64, "apptainer would fetch it again"),
     ],
-    "container.options": [(["--bind=/etc"], "is not among them")],
+    "container.options": [(["--bind=/etc"], "is not among them"), (["--userns", "--userns"], "appears twice")],
     "container.program": [("apptainer", "absolute path")],
     "container.binds": [
         (["/a,/b"], "is not a bind"), (["pool"], "is not a bind"), (["/pool:/pool:rx"], "is not a bind"),
@@ -206,6 +221,8 @@ NO_GPU = {"gpus": 0, "gpu": None, "interconnect": None}
         ({"gpu": "l40s"}, {}, "compute.interconnect", "l40s has no NVLink that joins all GPUs"),
         ({}, {"measured_gb_s": 425}, "network.measured_gb_s", "more than 8 x 400 Gbit/s carry, 400 GB/s"),
         ({}, {"gbit": None}, "network.gbit", "or measured_gb_s"),
+        ({}, {"kind": "none", "measured_gb_s": 3}, "network.measured_gb_s", "while kind is none"),
+        ({}, {"kind": "slingshot", "hca": ["mlx5_0"]}, "network.hca", "while kind is slingshot"),
     ],
 )
 def test_a_link_that_cannot_be_is_refused(compute: dict[str, Any], network: dict[str, Any], key: str, words: str) -> None:
@@ -234,9 +251,9 @@ container: {runtime: apptainer}
 """
     found = readable(read_cluster, parse_yaml(text, "c.yaml"))
     assert [(problem.file, problem.key) for problem in found] == [
-        ("c.yaml:6", "nodes[b].roles[1]"), ("c.yaml:7", "compute.memory_gb"),
+        ("c.yaml:5", "nodes[b].address"), ("c.yaml:6", "nodes[b].roles[1]"), ("c.yaml:7", "compute.memory_gb"),
         ("c.yaml:7", "compute.interconect"), ("c.yaml:7", "compute.gpu"), ("c.yaml:7", "compute.interconnect"),
-        ("c.yaml:7", "compute.threads"), ("c.yaml:8", "network.interface"),
+        ("c.yaml:7", "compute.threads"), ("c.yaml:7", "compute.cores"), ("c.yaml:8", "network.interface"),
         ("c.yaml:11", "storage.bricks[/x].path"), ("c.yaml:11", "storage.bricks[/x].node"),
         ("c.yaml:12", "storage.bricks[/x].mount"), ("c.yaml:14", "container.image"),
     ]  # fmt: skip
