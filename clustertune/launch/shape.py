@@ -227,8 +227,9 @@ def _limit(cluster: Cluster) -> int:
     return math.floor(found) if found is not None else 10**9
 
 
-def find_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
-    """What a recipe asks for that the cluster does not have: nodes, GPUs, memory, and time beyond the signal's margin."""
+def find_problems(resolved: Resolved, cluster: Cluster, *, memory: bool = True) -> list[Problem]:
+    """What a recipe asks for that the cluster does not have: nodes, GPUs, time beyond the signal's margin, and with ``memory``
+    room for it."""
     nodes, ranks = _size(resolved, cluster)
     have, compute = len(cluster.compute_nodes), cluster.compute
     called = f"cluster {cluster.name}{' (this machine)' if cluster.name == LOCAL and not cluster.slurm else ''}"
@@ -256,7 +257,7 @@ def find_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
         text = f"{resolved.recipe.slurm.time}, partition {cluster.slurm.partition} allows {most}"
         add("slurm.time", text, f"slurm.time={most}: the run continues in another job")
     margin = signal_problems(resolved.recipe.slurm.signal_seconds, train_shape(resolved, cluster).minutes, file=resolved.name)
-    return [*problems, *fit_problems(resolved, cluster), *margin]
+    return [*problems, *(fit_problems(resolved, cluster) if memory else []), *margin]
 
 
 def held(resolved: Resolved, cluster: Cluster) -> Footprint | None:
