@@ -119,7 +119,8 @@ def not_planned(context: RecipeContext) -> Iterator[Seen]:
 def shape_refused(context: RecipeContext) -> Iterator[Seen]:
     """Nodes, GPUs, time and memory that the job asks for."""
     # But for the memory of a GPU where the plan says more of it.
-    for problem in shape.find_problems(context.resolved, context.cluster, memory=context.plan is None):
+    memory = shape.fit_problems(context.resolved, context.cluster) if context.plan is None else []
+    for problem in [*shape.size_problems(context.resolved, context.cluster), *memory]:
         yield Seen(FAIL, f"{problem.key}: {problem.message}", problem.fix or "another --cluster")
 
 

@@ -227,9 +227,14 @@ def _limit(cluster: Cluster) -> int:
     return math.floor(found) if found is not None else 10**9
 
 
-def find_problems(resolved: Resolved, cluster: Cluster, *, memory: bool = True) -> list[Problem]:
-    """What a recipe asks for that the cluster does not have: nodes, GPUs, time beyond the signal's margin, and with ``memory``
-    room for it."""
+def find_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
+    """What a recipe asks for that the cluster does not have: nodes, GPUs, memory, and time beyond the signal's margin."""
+    margin = signal_problems(resolved.recipe.slurm.signal_seconds, train_shape(resolved, cluster).minutes, file=resolved.name)
+    return [*size_problems(resolved, cluster), *fit_problems(resolved, cluster), *margin]
+
+
+def size_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
+    """Nodes, GPUs and time that a recipe asks for and the cluster does not have."""
     nodes, ranks = _size(resolved, cluster)
     have, compute = len(cluster.compute_nodes), cluster.compute
     called = f"cluster {cluster.name}{' (this machine)' if cluster.name == LOCAL and not cluster.slurm else ''}"
@@ -256,8 +261,7 @@ def find_problems(resolved: Resolved, cluster: Cluster, *, memory: bool = True) 
         most = cluster.slurm.max_time
         text = f"{resolved.recipe.slurm.time}, partition {cluster.slurm.partition} allows {most}"
         add("slurm.time", text, f"slurm.time={most}: the run continues in another job")
-    margin = signal_problems(resolved.recipe.slurm.signal_seconds, train_shape(resolved, cluster).minutes, file=resolved.name)
-    return [*problems, *(fit_problems(resolved, cluster) if memory else []), *margin]
+    return problems
 
 
 def held(resolved: Resolved, cluster: Cluster) -> Footprint | None:
