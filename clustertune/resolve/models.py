@@ -219,16 +219,33 @@ def _of_config(file: Path, name: str | None = None) -> FoundModel:
         notes.append(f"the weights are next to {file}; {of_hub}")
     else:
         notes.append(f"no weights stand next to {file}: they must before the run, or {of_hub}")
-    return FoundModel({"name": _name_of(file.parent, lifted), "path": str(file.parent)}, lifted, notes=tuple(notes))
+    return FoundModel({"name": _name_of(file.parent, body, lifted), "path": str(file.parent)}, lifted, notes=tuple(notes))
 
 
-def _name_of(folder: Path, architecture: Mapping[str, Any]) -> str:
-    """What a model in a folder is called: as the Hub's cache has it, or as the folder where that names a size; else by its type
-    and size."""
+_SAYS_NOTHING = re.compile(
+    r"(hf|huggingface|models?|weights|base|checkpoints?|final|last|best|latest|merged|output|out|tmp|temp|data|home|root|main|"
+    r"snapshots?|downloads?|cache|hub|files?|new|test|full|bf16|fp16|safetensors|transformers|export(ed)?|local|"
+    r"checkpoint-\d+|v?\d+|[0-9a-f]{40})",
+    re.IGNORECASE,
+)
+"""Names of folders that hold a model and do not say which."""
+
+
+def _name_of(folder: Path, config: Mapping[str, Any], architecture: Mapping[str, Any]) -> str:
+    """What a model in a folder is called: as the folder, if that says it; as the Hub's cache or its configuration has it; as
+    the folder above, if that names a size; else by its type and size."""
+
+    def plain(name: str) -> str:
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-_")[:64]
+
     cached = [part.removeprefix("models--").split("--")[-1] for part in folder.parts if part.startswith("models--")]
-    sized = [folder.name] if re.search(r"\d[bm](\b|_)", folder.name, re.IGNORECASE) else []
-    other = f"{architecture.get('model_type', 'model')}-{size_of(architecture).removeprefix('of ').replace(' ', '-')}"
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", [*cached, *sized, other][0]).strip(".-_")[:64]
+    # transformers writes the second key for what it reads from GGUF.
+    origin = str(config.get("_name_or_path") or config.get("_model_name_or_path") or "").rstrip("/").rpartition("/")[2]
+    above = folder.parent.name if re.search(r"\d[bm](\b|_)", folder.parent.name, re.IGNORECASE) else ""
+    for name in (folder.name, *cached, origin, above):
+        if plain(name) and not _SAYS_NOTHING.fullmatch(plain(name)):
+            return plain(name)
+    return plain(f"{architecture.get('model_type', 'model')}-{size_of(architecture).removeprefix('of ').replace(' ', '-')}")
 
 
 def lift(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -132,17 +133,19 @@ def test_a_listed_model_runs_tiny(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "name"),
+    ("folder", "config", "name"),
     [
-        ("Tiny-Chat-30M", "Tiny-Chat-30M"),
-        (f"models--acme--Tiny/snapshots/{'a' * 40}", "Tiny"),
-        ("somewhere/checkpoint-500", "qwen3-"),
-        ("hf", "qwen3-"),
+        ("Tiny-Chat-30M", {}, "Tiny-Chat-30M"),
+        ("hf", {"_name_or_path": "acme/Tiny-30M-Instruct"}, "Tiny-30M-Instruct"),
+        ("Tiny-7b/hf", {}, "Tiny-7b"),
+        (f"models--acme--Tiny/snapshots/{'a' * 40}", {}, "Tiny"),
+        ("somewhere/checkpoint-500", {}, "qwen3-"),
+        ("hf", {"_name_or_path": "/tmp/hf"}, "qwen3-"),
     ],
 )
-def test_a_model_is_named_by_what_it_is(folder: str, name: str, tmp_path: Path) -> None:
+def test_a_model_is_named_by_what_it_is(folder: str, config: dict[str, Any], name: str, tmp_path: Path) -> None:
     """A folder that says nothing is no name."""
     own = tmp_path / folder
     own.mkdir(parents=True)
-    (own / "config.json").write_text(json.dumps(find_model("Qwen/Qwen3-8B").architecture))
+    (own / "config.json").write_text(json.dumps({**find_model("Qwen/Qwen3-8B").architecture, **config}))
     assert str(find_model(str(own)).section["name"]).startswith(name)
