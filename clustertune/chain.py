@@ -445,15 +445,17 @@ class Chain:
         """Score checkpoints as they come, while the ranks train. What fails is tried again, and costs the training nothing."""
         failures = Counter[Path]()
         while not over.wait(LOOK_SECONDS):
-            due = self._to_score()
-            if due is None or failures[due.path] == SCORE_TRIES:
-                continue
+            path = self.run.checkpoints
             try:
+                due = self._to_score()  # a checkpoint may be rotated away while it is looked at
+                if due is None or failures[due.path] == SCORE_TRIES:
+                    continue
+                path = due.path
                 self._score()
             except (UserError, OSError) as error:
-                failures[due.path] += 1
+                failures[path] += 1
                 if not over.is_set():  # at the end the servers are gone
-                    say(f"warning: {due.path.name} is not scored: {error}")
+                    say(f"warning: {path.name} is not scored: {error}")
                 over.wait(AGAIN_SECONDS)
 
     def _score(self) -> None:

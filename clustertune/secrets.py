@@ -132,7 +132,9 @@ def _assignment(line: str) -> tuple[str, str]:
     if not value.isprintable():
         raise ValueError(f"{shown} holds a character that cannot be printed")
     try:
-        words = shlex.split(value)
+        reader = shlex.shlex(value, posix=True, punctuation_chars=False)
+        reader.whitespace_split, reader.commenters, reader.escape = True, "", ""  # a backslash is a character like any other
+        words = list(reader)
     except ValueError:
         raise ValueError(f"{shown}: the quotes do not close at the line's end") from None
     if len(words) != 1 or not words[0]:

@@ -21,7 +21,7 @@ from clustertune.errors import UserError, storing
 from clustertune.manifest import write_durably
 from clustertune.rundir import RunDir
 
-RESULT = "bench-benches.json"
+RESULT = "bench-result.json"
 """In the run folder: the document."""
 
 

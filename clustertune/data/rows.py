@@ -330,7 +330,11 @@ def _array(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[
     """A JSON array: behind a fault in its middle the limits of records are lost, so that the whole file is refused."""
     fix = "fix the file, or give one record per line (.jsonl), where a bad one can be skipped"
     try:
-        rows = json.loads(stream.read().removeprefix(_BOM).rstrip(b"\0 \t\r\n").decode())
+        text = stream.read().removeprefix(_BOM).rstrip(b"\0 \t\r\n").decode()
+        try:
+            rows = json.loads(text)
+        except RecursionError:
+            rows = _parse_deep(text)
     except UnicodeDecodeError as error:
         text = f"byte 0x{error.object[error.start]:02x} at byte {error.start} is not UTF-8; of Latin-1: {LATIN1}"
         raise UserError(text, file=shown, fix=fix) from None

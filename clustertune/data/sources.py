@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import tempfile
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 from clustertune.console import byte_progress
 from clustertune.data.rows import BATCH_ROWS, KINDS, KNOWN, PACKED, Record, RowLocation, arrow_rows, kind_of, read_file
-from clustertune.errors import UserError
+from clustertune.errors import UserError, storage_error
 from clustertune.manifest import MANIFEST, hash_file, require_whole
 from clustertune.recipe.sections import Data, DataSource, is_address
 from clustertune.resolve.resolved import expand_home, is_there
@@ -200,6 +201,8 @@ class RemoteFiles(LocalFiles):
         except UserError:
             raise
         except Exception as error:  # each storage has its own exceptions
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise storage_error(error, "cannot be fetched", self._fetched.name) from None
             message = (str(error).strip() or type(error).__name__).splitlines()[0]
             fix = "is the address right, does this machine have a network, and are the storage's keys in the environment?"
             text = f"cannot be read: {type(error).__name__}: {message}"

@@ -98,6 +98,19 @@ class TaskRows:
         file.write_text(yaml.safe_dump(body, sort_keys=False))
         return file
 
+    def find_difference(self, documents: Sequence[Mapping[str, Any]]) -> Problem | None:
+        """Whether what lm-eval read through Arrow says the same as the file; None where it does.
+
+        Arrow guesses: a column of texts that all look like dates becomes a column of dates.
+        """
+        if len(documents) != len(self.rows):
+            return Problem(f"lm-eval reads {len(documents)} rows of {len(self.rows)}", file=str(self.file))
+        for number, (row, document) in enumerate(zip(self.rows, documents, strict=True), start=1):
+            if self.plain(row) != (read := self.plain(document)):
+                fix = "write its values so that they do not look like dates"
+                return Problem(f"lm-eval reads row {number} as {read!r}", file=str(self.file), fix=fix)
+        return None
+
     def dataset(self, count: int) -> dict[str, Any]:
         """What a result says of the data; ``count`` rows were asked."""
         return {
@@ -191,6 +204,11 @@ class Inputs:
     def write_tasks(self, settings: Eval, folder: Path) -> dict[str, Path]:
         """Task files that replace lm-eval's own of the same name, with their rows."""
         return {name: rows.write_task(settings, folder) for name, rows in self.rows.items()}
+
+    def find_differences(self, loaded: Mapping[str, Any]) -> list[Problem]:
+        """Where lm-eval has read rows otherwise than they stand in their file."""
+        read = [rows.find_difference(list(loaded[name].eval_docs)) for name, rows in self.rows.items()]
+        return [difference for difference in read if difference]
 
     def describe(self, result: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What a result says about these tasks at its top level."""

@@ -147,6 +147,7 @@ def _prepared(
             own = inputs.read_inputs(settings.tasks, data, benchmark)
             loaded, places = tasks.load(settings.tasks, own.write_tasks(settings, scratch / TASK), settings, asked)
             problems += _check_marks(loaded, settings)
+            problems += own.find_differences(loaded["tasks"])
         raise_if(problems)
         assert facts is not None
         name, why = choose(settings.backend, facts, device)

@@ -294,7 +294,7 @@ def megatron_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
         fix = "container: {runtime: apptainer, image: ..., megatron: ...}"
         return [Problem(text, file=cluster.source, key="container.runtime", fix=fix)]
     if cluster.container.megatron is None:
-        fix = "make build-sif DEFINITION=megatron builds it; name the file there"
+        fix = "apptainer build megatron.sif containers/megatron.def makes it; name the file there"
         return [Problem("missing: the image that a Megatron recipe trains in", file=cluster.source, key=MEGATRON_KEY, fix=fix)]
     return []
 

@@ -265,10 +265,10 @@ def while_training(resolved: Resolved, cluster: Cluster, steps: int | None, star
     if steps is not None:
         milestones = saved.milestones if saved is not None else ()
         times = sum(wanted.is_due(step, milestones) for step in range(1, steps)) + 1
-    if resolved.recipe.scores_beside:
-        return WhileTraining(times, 0.0, 0.0, beside=True)
     asked = resolved.recipe.model_copy(update={"eval": resolved.recipe.eval.of_checkpoints(wanted)})
     found = evaluation(replace(resolved, recipe=asked), cluster)
+    if resolved.recipe.scores_beside:  # the job waits for the scores of the last checkpoint alone
+        return WhileTraining(times, 0.0, found.seconds or 0.0, beside=True)
     each = None if found.seconds is None else found.seconds + start_seconds
     return WhileTraining(times, each, found.seconds or 0.0)
 

@@ -129,7 +129,7 @@ class _Training:
             raise UserError(Problem(f"cannot be loaded: {wrong}", file=name, key="model.name", fix=fix))
         absent = sum(self.group.gather(not Path(folder).is_dir()))
         if absent:
-            fix = "HF_HOME on storage that all nodes see, or clustertune stage RECIPE --node-local"
+            fix = "HF_HOME on storage that all nodes see, or clustertune stage RECIPE on each node"
             raise UserError(Problem(f"is not seen by {absent} of {self.group.world_size} ranks", file=folder, fix=fix))
         self.attempt.source = self.bridge.source = (folder, None)
 

@@ -447,7 +447,7 @@ def parse_size(text: str | int) -> int:
     from huggingface_hub.serialization._base import parse_size_to_int
 
     size = 0
-    with suppress(ValueError):
+    with suppress(ValueError, OverflowError):
         size = int(text) if str(text).isdigit() else parse_size_to_int(str(text))
     if size < 1:
         raise UserError(f"{text!r} is not a size", key="--shard-size", fix="such as 5GB, 500MB or a number of bytes")
