@@ -181,7 +181,9 @@ class _Simulated:
         """Inside, the trainer is made and tensors are fake; gives what loading has to say."""
         self._join()
         args = self._arguments()
-        self._reading = stand_ins.install(self.memory, self._follow)
+        self._reading = stand_ins.install(
+            self.memory, self._follow, two_models=self.resolved.is_dpo and self.resolved.lora is None
+        )
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._bytes = phases.install(mode, self._follow)
         loading = Loading(self.resolved.distribution, Startup(), Group()).install()

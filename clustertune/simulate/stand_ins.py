@@ -147,7 +147,7 @@ def put(owner: Any, **values: Any) -> None:
         setattr(owner, name, value)
 
 
-def install(memory: Memory, follow: Follow) -> Reading:
+def install(memory: Memory, follow: Follow, *, two_models: bool) -> Reading:
     """Replace them all. ``memory`` learns what FSDP gathers and reduces, and what it empties behind the dispatcher."""
     put(FakeTensorMode, avoid_device_init=property(lambda _: True))
     # accelerate finds the optimizer's parameters by address (accelerator.py:4020).
@@ -184,7 +184,7 @@ def install(memory: Memory, follow: Follow) -> Reading:
         ("foreach_reduce", REDUCED),
     ):
         setattr(_fsdp_param_group, name, _for_purpose(getattr(_fsdp_param_group, name), memory, purpose))
-    return _replace_own(follow)
+    return _replace_own(follow, two_models=two_models)
 
 
 def _conversations(tokens: int, _: Any, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -201,7 +201,7 @@ def _for_purpose(function: Callable[..., Any], memory: Memory, purpose: str) -> 
     return run
 
 
-def _replace_own(follow: Follow) -> Reading:
+def _replace_own(follow: Follow, *, two_models: bool) -> Reading:
     """The project's: bytes of files, threads, and what ranks tell each other beside training."""
     reading = Reading()
     put(RowReader, flat=lambda _, tensor, begin, end: reading.flat(tensor, begin, end))
@@ -216,7 +216,8 @@ def _replace_own(follow: Follow) -> Reading:
         held.extend((dict(given), model.state_dict()))
         fill(self, device, model, given, **options)
 
-    put(loading.Loading, _fill=fill_and_hold)
+    if two_models:  # without a compiler what is held counts as memory of the device
+        put(loading.Loading, _fill=fill_and_hold)
     put(core_model_loading, ThreadPoolExecutor=Inline, _materialize_copy=reading.whole)
 
     def meeting(kind: str, result: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
