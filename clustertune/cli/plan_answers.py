@@ -111,7 +111,7 @@ def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedClu
     elif args.why is not None:
         lines = explanation.why(plans[0], args.why)
         reply(args.as_document, {"part": args.why, "arithmetic": lines}, lambda: show("\n".join(lines)))
-    elif args.advise and plans[0].resolved.recipe.server_nodes:
+    elif args.advise and plans[0].resolved.recipe.rollout == "servers":
         _advise_splits(calibrated, plans[0], args, overrides)
     elif args.advise:
         _advise(calibrated, plans[0], bills[0], args, overrides)
@@ -282,8 +282,11 @@ def _counts(text: str | None, found: Plan) -> list[int]:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = []
-    if not counts or any(not 1 <= count <= found.machine.nodes for count in counts):
-        text = f"{text!r} is not a list of node counts from 1 to {found.machine.nodes}, which {found.machine.name} has"
+    beside = found.strategy.server_nodes
+    most = found.machine.nodes - beside
+    if not counts or any(not 1 <= count <= most for count in counts):
+        text = f"{text!r} is not a list of node counts from 1 to {most}, which {found.machine.name} has"
+        text += f" beside {beside} of servers" if beside else ""
         raise UserError(text, file="command line", key="--nodes", fix="write --nodes 1,2,4")
     return counts
 

@@ -1,6 +1,6 @@
 """Scores while the training is under way: the base and the adapters of checkpoints, each beside the base, without a merge.
 
-Where servers of answers run beside the trainer, they take the adapter too, and the training goes on. Elsewhere it stands
+Where vLLM's servers run beside the trainer, they take the adapter, and the training goes on. Elsewhere it stands
 still: its ranks save and end, all GPUs answer as in the stage ``eval``, and the next attempt goes on from the checkpoint, with
 the same bytes as if it had never stopped. A score that was taken is not taken again.
 """
@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertune.checkpoint.store import Checkpoint, list_checkpoints, parse, verify
+from clustertune.checkpoint.store import Checkpoint, is_final, list_checkpoints, parse, verify
 from clustertune.console import say
 from clustertune.evaluate.scores import headline, read_result
 from clustertune.export.export import export
@@ -83,6 +83,14 @@ def best(run: RunDir) -> Checkpoint | None:
         if difference is not None and not verify(checkpoint.path, hashes=False):
             found.append((difference, checkpoint))
     return max(found)[1] if found else None
+
+
+def next_to_score(run: RunDir, during: During, milestones: Collection[int]) -> Checkpoint | None:
+    """The newest whole checkpoint that is due, or the last step's; None where it has its scores."""
+    for found in list_checkpoints(run.checkpoints):
+        if not verify(found.path, hashes=False) and (is_final(found.path) or during.is_due(found.step, milestones)):
+            return None if is_scored(run, found.path.name) else found
+    return None
 
 
 def may_be_exported(run: RunDir, during: During, milestones: Collection[int], checkpoint: Checkpoint) -> bool:
