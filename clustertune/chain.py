@@ -498,10 +498,12 @@ class Chain:
         """The scores of the checkpoint that is due."""
         from clustertune.evaluate import during
 
-        recipe, checkpoint = self.resolved.recipe, self._to_score()
-        if recipe.eval.during is None or checkpoint is None:
+        recipe, adapter, began = self.resolved.recipe, None, time.perf_counter()
+        while adapter is None and (checkpoint := self._to_score()) is not None:
+            adapter = during.export_adapter(self.run, checkpoint, self.base_folder())
+        if recipe.eval.during is None or checkpoint is None or adapter is None:
             return {}
-        began, beside = time.perf_counter(), recipe.scores_beside
+        beside = recipe.scores_beside
         with contextlib.ExitStack() as stack:
             if not beside:  # the attempt is measured itself
                 stack.enter_context(measured(self.run.path))
@@ -510,6 +512,7 @@ class Chain:
                 self.run,
                 recipe.eval.of_checkpoints(recipe.eval.during),
                 self.base_folder(),
+                adapter,
                 checkpoint,
                 data=bundle.prompts(self.resolved),
                 benchmark=recipe.model.weights == "hub",

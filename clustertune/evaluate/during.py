@@ -15,6 +15,7 @@ from typing import Any
 
 from clustertune.checkpoint.store import Checkpoint, is_final, list_checkpoints, parse, verify
 from clustertune.console import say
+from clustertune.errors import UserError
 from clustertune.evaluate.scores import headline, read_result
 from clustertune.export.export import export
 from clustertune.recipe.sections import During, Eval
@@ -29,21 +30,42 @@ def is_scored(run: RunDir, name: str) -> bool:
     return read_result(run.scores / name) is not None
 
 
+def export_adapter(run: RunDir, checkpoint: Checkpoint, base: Path) -> Path | None:
+    """The folder of a checkpoint's adapter, for its scores; None where the ranks have removed the checkpoint meanwhile.
+
+    Raises UserError as the export does.
+    """
+    adapter = run.scores / f"adapter-{checkpoint.path.name}"
+    try:
+        export(checkpoint.path, adapter, base)
+    except UserError:
+        if checkpoint.path.exists():
+            raise
+        return None
+    return adapter
+
+
 def take(
-    run: RunDir, settings: Eval, base: Path, checkpoint: Checkpoint, *, data: Path | None, benchmark: bool, beside: bool
+    run: RunDir,
+    settings: Eval,
+    base: Path,
+    adapter: Path,
+    checkpoint: Checkpoint,
+    *,
+    data: Path | None,
+    benchmark: bool,
+    beside: bool,
 ) -> dict[str, Any]:
-    """Score a checkpoint's adapter beside the base; the values of its event.
+    """Score the ``adapter`` of a checkpoint beside the base, and remove it; the values of the event.
 
     ``base``: the base model's folder; ``data`` and ``benchmark`` as :func:`clustertune.evaluate.run.evaluate` has them.
     ``beside``: the ranks train meanwhile; their GPUs are left alone, and the run is not shown as evaluating. What is on disk
-    of an earlier call that was killed is used again. Raises UserError as the export and the evaluation do.
+    of an earlier call that was killed is used again. Raises UserError as the evaluation does.
     """
     from clustertune.evaluate.run import evaluate
 
     place = {"device": "cpu"} if beside else {"progress_file": run.evaluating}
     asked: dict[str, Any] = {"settings": settings, "data": data, "benchmark": benchmark, **place}
-    adapter = run.scores / f"adapter-{checkpoint.path.name}"
-    export(checkpoint.path, adapter, base)
     out = run.scores / checkpoint.path.name
     found = described(evaluate(base, out, adapter=adapter, base=base, base_out=run.scores / BASE, **asked))
     shutil.rmtree(adapter)
