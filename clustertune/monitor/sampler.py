@@ -31,8 +31,10 @@ LEAST_SECONDS = 0.5
 
 
 def listen_to_parent(pid: int) -> None:
-    """End with the parent, whose ``pid`` it is, and with SIGTERM, where :func:`is_over` looks. What a scheduler or a terminal sends to every process
-    is for the ranks: they are measured to their end."""
+    """End with the parent, whose ``pid`` it is, and with SIGTERM, where :func:`is_over` looks.
+
+    What a scheduler or a terminal sends to every process is for the ranks: they are measured to their end.
+    """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
