@@ -92,7 +92,7 @@ def process_age() -> float:
 def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
     """Have the kernel send ``number`` to this process when its parent ends (Linux): no rank outlives its launcher.
 
-    ``parent``: its pid, for a program that asks after its start, for the parent may have ended meanwhile; None: the present one.
+    ``parent``: its pid, for one that asks after its start, when the parent may have ended; None: the present one.
     """
     parent = os.getppid() if parent is None else parent
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
