@@ -23,16 +23,16 @@ from clustertune.launch import across, bill, serving
 from clustertune.manifest import replace_ours
 from clustertune.plan import advise as advisor
 from clustertune.plan import calibration, explanation, schedule
-from clustertune.plan import lengths as known_lengths
 from clustertune.plan import predict as prediction
+from clustertune.plan import schedule as known_lengths
 from clustertune.plan.calibration import CalibratedCluster
-from clustertune.plan.lengths import Lengths
 from clustertune.plan.predict import Plan
+from clustertune.plan.schedule import Lengths
 from clustertune.recipe import layers, native_rules
 from clustertune.resolve import overrides as recipe_source
 from clustertune.resolve import resolve
 from clustertune.simulate import compare as simulation_compare
-from clustertune.simulate import drawing as simulation_drawing
+from clustertune.simulate import show as simulation_drawing
 from clustertune.simulate import simulator
 from clustertune.simulate.simulator import Simulation
 

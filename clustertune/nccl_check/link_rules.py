@@ -37,8 +37,8 @@ from clustertune.check.rule import (
     run,
     worst,
 )
+from clustertune.host.devices import has_nvlink
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
-from clustertune.host.gpus import has_nvlink
 from clustertune.nccl_check.nccl_log import FOLLOWS, OTHER, TABLE, Log, LoggedDevice, read
 
 # --- what rules look at ---------------------------------------------------------------------------------------------------

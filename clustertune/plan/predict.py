@@ -10,10 +10,9 @@ from clustertune.errors import Problem, UserError, raise_if
 from clustertune.host.system import GIB
 from clustertune.plan import generation_cost, memory
 from clustertune.plan.constants import Constants, Term, total
-from clustertune.plan.lengths import Lengths, known_lengths
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.memory import COPY_SHARE, host_parts, save_copy
-from clustertune.plan.schedule import Schedule, schedule
+from clustertune.plan.schedule import Lengths, Schedule, known_lengths, schedule
 from clustertune.plan.step import LAUNCHING, Step, flops, step
 from clustertune.plan.strategy import ModelShape, Strategy, strategy
 from clustertune.recipe.native_rules import row_tokens
