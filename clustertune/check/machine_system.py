@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from clustertune.check.machine_context import LOGIN, Machine, first_part, gigabytes
+from clustertune.check.machines import LOGIN, Machine, first_part, gigabytes
 from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Rules, Seen, either, listed
 from clustertune.host.credentials import has_login
 from clustertune.host.devices import has_nvlink

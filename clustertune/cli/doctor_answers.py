@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from clustertune.check.machine_context import LOGIN, PLACES, Expects, Machine
-from clustertune.check.nodes import machine_findings
+from clustertune.check.machines import LOGIN, PLACES, Expects, Machine, machine_findings
 from clustertune.check.rule import Finding, Report, as_json, exit_code, listed, worst
 from clustertune.cli.doctor import DoctorArguments
 from clustertune.cluster import load, schema

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from clustertune.check.machine_context import STEP
+from clustertune.check.machines import STEP
 from clustertune.cluster.hardware import read_hardware, recognise
 from clustertune.cluster.schema import Cluster, Host, expand_hosts, shorten_hosts
 from clustertune.host import collect

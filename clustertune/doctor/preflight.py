@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from clustertune.check.machine_context import CONTAINER_STEP, STEP, Expects, Machine
-from clustertune.check.nodes import JobNodes, cluster_findings
+from clustertune.check.machines import CONTAINER_STEP, STEP, Expects, JobNodes, Machine, cluster_findings
 from clustertune.check.rule import FAIL, MACHINE, NODES, Finding, Report, checks, worst
 from clustertune.cluster.load import ignored
 from clustertune.cluster.schema import Cluster, same_host

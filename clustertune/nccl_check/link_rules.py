@@ -13,8 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clustertune.check.machine_context import RDMA_KINDS, Expects, Machine
-from clustertune.check.nodes import JobNodes
+from clustertune.check.machines import RDMA_KINDS, Expects, JobNodes, Machine
 from clustertune.check.rule import (
     FAIL,
     LINKS,

@@ -21,9 +21,8 @@ from clustertune.plan.strategy import ModelShape, Strategy, strategy
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
 from clustertune.recipe.parameters import ParameterCount
-from clustertune.resolve.distribution import Recompute
 from clustertune.resolve.overrides import RecipeSource, RequestedLayout, distribution, loaded, recomputation, share, sizes
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import Recompute, Resolved
 
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of recomputed layers."""

@@ -17,8 +17,7 @@ from clustertune.plan.step import LAUNCHING, Step, flops, step
 from clustertune.plan.strategy import ModelShape, Strategy, strategy
 from clustertune.recipe.native_rules import row_tokens
 from clustertune.recipe.parameters import KNOWN, adapted_experts, count, lora_parameter_count
-from clustertune.resolve.distribution import Distribution
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import Distribution, Resolved
 
 MOST_NODES = 4096
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from clustertune.recipe import accelerate_file as acc
-from clustertune.resolve.distribution import Distribution
+from clustertune.resolve.resolved import Distribution
 
 DYNAMIC = "ACCELERATE_DYNAMO_USE_DYNAMIC"
 
