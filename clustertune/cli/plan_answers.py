@@ -32,7 +32,6 @@ from clustertune.recipe import layers, native_rules
 from clustertune.resolve import overrides as recipe_source
 from clustertune.resolve import resolve
 from clustertune.simulate import compare as simulation_compare
-from clustertune.simulate import show as simulation_drawing
 from clustertune.simulate import simulator
 from clustertune.simulate.simulator import Simulation
 
@@ -120,7 +119,7 @@ def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedClu
         simulated = _simulate(plans[0], args) if args.simulate else None
         if simulated is not None and args.out is not None:
             out = path_argument(args.out)
-            replace_ours(out, simulation_drawing.svg(*simulated), simulation_drawing.MARK)
+            replace_ours(out, simulation_compare.svg(*simulated), simulation_compare.MARK)
             say(f"in {out}")
         _show(plans[0], bills[0], tuple(overrides), args.as_document, scored, simulated)
 
