@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from clustertune.check.machine_context import LOGIN, PLACES, Expects, Machine
-from clustertune.check.nodes import machine_findings
+from clustertune.check.machines import LOGIN, PLACES, Expects, Machine, machine_findings
 from clustertune.check.rule import Finding, Report, as_json, exit_code, listed, worst
 from clustertune.cli.doctor import DoctorArguments
-from clustertune.cluster import ignoring, load, schema
+from clustertune.cluster import load, schema
 from clustertune.console import emit_json, escape, reply, say
 from clustertune.doctor import preflight, recipe_context
 from clustertune.errors import Problem, UserError, raise_if, storing
@@ -59,9 +58,9 @@ def answer(args: DoctorArguments) -> int:
     if args.listing:
         return show_rules(args.out, args.as_json)
     raise_if(list(_contradictions(args)))
-    ignore = ignoring.check_rules(args.ignore or [], COMMAND_LINE, "--ignore")
+    ignore = load.check_rules(args.ignore or [], COMMAND_LINE, "--ignore")
     cluster = load.load_cluster(args.cluster)
-    left_out = (*ignoring.ignored(cluster), *ignore)
+    left_out = (*load.ignored(cluster), *ignore)
     if args.submit:
         return _submit(args, cluster)
     # The Slurm job in which this is called, whose nodes are looked at; none outside of one, and inside of a step.

@@ -23,16 +23,15 @@ from clustertune.launch import across, bill, serving
 from clustertune.manifest import replace_ours
 from clustertune.plan import advise as advisor
 from clustertune.plan import calibration, explanation, schedule
-from clustertune.plan import lengths as known_lengths
 from clustertune.plan import predict as prediction
+from clustertune.plan import schedule as known_lengths
 from clustertune.plan.calibration import CalibratedCluster
-from clustertune.plan.lengths import Lengths
 from clustertune.plan.predict import Plan
+from clustertune.plan.schedule import Lengths
 from clustertune.recipe import layers, native_rules
 from clustertune.resolve import overrides as recipe_source
 from clustertune.resolve import resolve
 from clustertune.simulate import compare as simulation_compare
-from clustertune.simulate import drawing as simulation_drawing
 from clustertune.simulate import simulator
 from clustertune.simulate.simulator import Simulation
 
@@ -120,7 +119,7 @@ def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedClu
         simulated = _simulate(plans[0], args) if args.simulate else None
         if simulated is not None and args.out is not None:
             out = path_argument(args.out)
-            replace_ours(out, simulation_drawing.svg(*simulated), simulation_drawing.MARK)
+            replace_ours(out, simulation_compare.svg(*simulated), simulation_compare.MARK)
             say(f"in {out}")
         _show(plans[0], bills[0], tuple(overrides), args.as_document, scored, simulated)
 

@@ -21,9 +21,8 @@ from clustertune.plan.predict import Footprint, fewest_nodes, footprint
 from clustertune.plan.schedule import TOKENS_PER_CPU_S, tokens_to_prepare
 from clustertune.recipe.parameters import is_counted, trained_count, weight_bytes
 from clustertune.recipe.sections import NAME, parse_minutes
-from clustertune.resolve.distribution import how_to_load
 from clustertune.resolve.resolve import asked_size, resolve
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import Resolved, how_to_load
 from clustertune.rundir import STAGES
 
 MERGE_SHARD_GB = 5

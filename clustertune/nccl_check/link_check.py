@@ -19,7 +19,7 @@ from typing import Any
 
 from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, Report, as_json
 from clustertune.cluster.hardware import HARDWARE, LinkFacts, NetworkFacts, read_hardware
-from clustertune.cluster.ignoring import ignored
+from clustertune.cluster.load import ignored
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.host.system import GIB, MIB
@@ -40,7 +40,7 @@ from clustertune.nccl_check.link_measure import (
 )
 from clustertune.nccl_check.link_rules import headline_of, judge_log
 from clustertune.nccl_check.nccl_log import Log, read
-from clustertune.plan.measured import SUFFIX, beside, read_measured
+from clustertune.plan.machine import SUFFIX, beside, read_measured
 from clustertune.process import kill_group
 from clustertune.recipe.sections import parse_minutes
 from clustertune.tree import ROOT

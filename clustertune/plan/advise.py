@@ -12,18 +12,17 @@ from clustertune.console import duration
 from clustertune.errors import UserError
 from clustertune.host.system import GIB
 from clustertune.plan.constants import Constants
-from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.memory import EVALUATION
 from clustertune.plan.predict import Footprint, Plan, held, make_plan, make_shape, real_length
+from clustertune.plan.schedule import Lengths
 from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import ModelShape, Strategy, strategy
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
 from clustertune.recipe.parameters import ParameterCount
-from clustertune.resolve.distribution import Recompute
 from clustertune.resolve.overrides import RecipeSource, RequestedLayout, distribution, loaded, recomputation, share, sizes
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import Recompute, Resolved
 
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of recomputed layers."""

@@ -19,8 +19,7 @@ from clustertune.recipe.parameters import LayerKind, ParameterCount
 from clustertune.recipe.quantization import Quantized
 from clustertune.recipe.sections import Recipe
 from clustertune.resolve import kernels
-from clustertune.resolve.distribution import Distribution
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import Distribution, Resolved
 
 HALF, FULL = 2.0, 4.0
 _SIZES = {"bfloat16": HALF, "float16": HALF, "float32": FULL}

@@ -7,8 +7,8 @@ from pathlib import Path
 from clustertune.errors import UserError
 from clustertune.plan.calibration import CalibratedCluster, Observation
 from clustertune.plan.constants import Constants
-from clustertune.plan.lengths import Lengths
 from clustertune.plan.predict import make_plan
+from clustertune.plan.schedule import Lengths
 from clustertune.plan.strategy import strategy
 from clustertune.report import metrics
 from clustertune.resolve.resolved import Resolved
