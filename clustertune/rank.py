@@ -28,7 +28,7 @@ from clustertune.evaluate.during import may_be_exported, next_to_score
 from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.attempt import PLAN, AttemptPlan, check_fence
 from clustertune.launch.environment import one_gpu
-from clustertune.monitor.readings import gpu_names
+from clustertune.monitor.sampler import gpu_names
 from clustertune.plan.schedule import seconds_between_ends
 from clustertune.process import StopFlag, die_with_parent
 from clustertune.report import cost
