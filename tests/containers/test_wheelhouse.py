@@ -15,6 +15,9 @@ from tests.containers.packages import digest, lock_of, sdist, wheel
 from tests.refusal import problems
 
 
+pytestmark = pytest.mark.containers  # pip fetches and runs for each: five seconds a time
+
+
 @pytest.fixture(scope="session")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The locked build tools, from the index that this machine's pip has."""
@@ -42,7 +45,6 @@ def fill(lock: PackageLock, tmp_path: Path) -> list[Path]:
     return sorted(house.glob("*.whl"))
 
 
-@pytest.mark.containers
 def test_wheels_and_what_is_built_of_source(served: Path, tmp_path: Path) -> None:
     """The image installs by the requirements that are written here: the built wheel by its own hash."""
     paths = [wheel(served, "kiln"), sdist(served, "pan")]
