@@ -14,7 +14,6 @@ from clustertune.containers.package_lock import LockedPackage, PackageLock, text
 from tests.containers.packages import digest, lock_of, sdist, wheel
 from tests.refusal import problems
 
-
 pytestmark = pytest.mark.containers  # pip fetches and runs for each: five seconds a time
 
 
