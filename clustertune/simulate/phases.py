@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from clustertune.checkpoint import saving, shards, small_states
+from clustertune.checkpoint import saving, shards
 from clustertune.manifest import XXH3_128, FileRecord, new_hasher
 from clustertune.simulate.fake_cuda import JOURNAL
 from clustertune.simulate.follow import Follow
@@ -221,7 +221,7 @@ class _Replaced:
 def install(mode: FakeTensorMode, follow: Follow) -> Bytes:
     """Replace them for the rest of this process. Threads of saves dispatch to ``mode`` and ``follow``."""
     new = _Replaced(mode, follow)
-    for module in (shards, small_states, saving, training):
+    for module in (shards, saving, training):
         for name, function in (("as_bytes", _pieces), ("write_new", new.write_new), ("digest", _digest)):
             if hasattr(module, name):
                 setattr(module, name, function)
@@ -237,7 +237,7 @@ def install(mode: FakeTensorMode, follow: Follow) -> Bytes:
         put(kind, save_pretrained=lambda model, folder, state_dict, **_: new.save_pretrained(model, folder, state_dict))
     for name in ("_save_rng_state", "_load_rng_state", "_save_scheduler"):
         setattr(training.RankTrainer, name, for_real(getattr(training.RankTrainer, name)))
-    put(small_states, load=for_real(small_states.load))
+    put(shards, load_small=for_real(shards.load_small))
     return new.counted
 
 

@@ -23,7 +23,7 @@ from transformers import core_model_loading
 
 from clustertune.checkpoint.shards import DTYPES
 from clustertune.simulate.follow import Follow, Memory
-from clustertune.training import context, loading, packing
+from clustertune.training import loading, packing, parallelism
 from clustertune.training.collectives import Group
 from clustertune.training.loading_sources import RowReader
 
@@ -231,5 +231,5 @@ def _replace_own(follow: Follow, *, two_models: bool) -> Reading:
     put(Group, broadcast=meeting("broadcast of a value", lambda _, value: value))
     put(Group, maximum=meeting("maximum of values", lambda _, values: list(values)))
     put(packing, _each=partial(_conversations, follow.length // 4))
-    put(context, causal_lower_right=lambda *_: "lower right")
+    put(parallelism, causal_lower_right=lambda *_: "lower right")
     return reading
