@@ -26,7 +26,7 @@ def prepare(resolved: Resolved, out: Path, input_path: Path | None, samples: int
     null where the tokenizer is not available here; of a mixture also ``sources``, with ``samples`` also ``samples``.
     Raises UserError.
     """
-    from clustertune.data import rollout_rows, sequences, tokens
+    from clustertune.data import sequences, tokens
     from clustertune.staging import bundle
 
     bundle.enter(resolved)
@@ -42,7 +42,7 @@ def prepare(resolved: Resolved, out: Path, input_path: Path | None, samples: int
             with _tokenizer(resolved, out) as tokenizer:
                 made = tokens.make(out, tokenizer, resolved.train_args)
                 if resolved.is_grpo:
-                    rollout_rows.check(out, resolved)
+                    sequences.check_prompts(out, resolved)
                 document |= {key: made[key] for key in tokens.SUMMARY}
                 for split in conversations.SPLITS:
                     document[split] = {**document[split], **made["splits"][split]}
