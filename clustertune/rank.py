@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 from clustertune import manifest, secrets
 from clustertune.checkpoint.store import Cadence, Checkpoint, CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError, is_full, storage_cause, storage_error
-from clustertune.evaluate.during import may_be_exported
+from clustertune.evaluate.during import may_be_exported, next_to_score
 from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.attempt import PLAN, AttemptPlan, check_fence
 from clustertune.launch.environment import one_gpu
-from clustertune.monitor.readings import gpu_names
+from clustertune.monitor.sampler import gpu_names
 from clustertune.plan.schedule import seconds_between_ends
 from clustertune.process import StopFlag, die_with_parent
 from clustertune.report import cost
@@ -203,11 +203,15 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
 
     session, save = Session(attempt), resolved.recipe.save
     limit, milestones = resolved.train_args["save_total_limit"], save.milestones if save is not None else ()
-    during = resolved.recipe.eval.during
+    during, beside = resolved.recipe.eval.during, resolved.recipe.scores_beside
 
     def is_kept(checkpoint: Checkpoint) -> bool:
-        scored = during is not None and may_be_exported(run, during, milestones, checkpoint)
-        return scored or checkpoint.step in milestones
+        if checkpoint.step in milestones:
+            return True
+        if during is None:
+            return False
+        waits = beside and checkpoint == next_to_score(run, during, milestones)
+        return waits or may_be_exported(run, during, milestones, checkpoint)
 
     store = CheckpointStore(run.checkpoints, number, limit, session.group, session.tell, fence, is_kept)
     with session.startup.part("digests"):
@@ -223,7 +227,7 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     trainer = session.make_trainer(store, data)
     if during is not None:
         trainer.is_score_due = lambda step: during.is_due(step, milestones)
-        trainer.ends_for_scores = not resolved.recipe.scores_beside
+        trainer.ends_for_scores = not beside
     if save is not None:
         trainer.cadence = Cadence(save, _between_ends(run, plan))
     trainer.saves = UNSAVED not in os.environ

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.recipe.deepspeed_file import ZERO
-from clustertune.resolve.distribution import Distribution
+from clustertune.resolve.resolved import Distribution
 from tools.merge_bench import make_base
 
 WAYS = ("rows", "stock", "whole")

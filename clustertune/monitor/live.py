@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clustertune.monitor.sampler import append, is_over, listen_to_parent
-from clustertune.report.telemetry import FOLDER
+from clustertune.report.metrics import TELEMETRY
 
 if TYPE_CHECKING:
     from clustertune.cluster.schema import Monitor
@@ -41,8 +41,8 @@ class Alerts:
 
         body = {"time": round(time.time(), 3), "run": str(self.run), **vars(alert)}
         say(f"alert: {alert.kind}: {alert.text}")
-        (self.run / FOLDER).mkdir(exist_ok=True)
-        append(self.run / FOLDER / "alerts.jsonl", json.dumps(body) + "\n")
+        (self.run / TELEMETRY).mkdir(exist_ok=True)
+        append(self.run / TELEMETRY / "alerts.jsonl", json.dumps(body) + "\n")
 
 
 def write(run: Path, status: RunStatus, site: Monitor) -> None:
@@ -75,9 +75,9 @@ def site_of(watcher: Watcher) -> Monitor:
     return Monitor.model_validate(get(watcher.run.read(), "cluster", "monitor") or {})
 
 
-def main(run: Path) -> None:
-    """Until the parent ends or sends SIGTERM."""
-    listen_to_parent()
+def main(parent: int, run: Path) -> None:
+    """Until the parent, whose pid this is, ends or sends SIGTERM."""
+    listen_to_parent(parent)
     if is_over(FIRST_SECONDS):
         return
     from clustertune.console import say
@@ -99,4 +99,4 @@ def main(run: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -36,7 +36,7 @@ from clustertune.errors import UserError
 from clustertune.manifest import read_manifest
 from clustertune.plan.memory import BACKWARD, FORWARD, LOSS, REFERENCE, UPDATE
 from clustertune.resolve.resolved import Resolved
-from clustertune.simulate import fake_cuda, phases, stand_ins
+from clustertune.simulate import fake_cuda, stand_ins
 from clustertune.simulate.fake_cuda import JOURNAL
 from clustertune.simulate.follow import EVALUATION, LOADING, REST, RESUME, SAVE, Counted, Curve, Follow, Memory
 from clustertune.simulate.guard import Guard
@@ -151,7 +151,7 @@ class _Simulated:
 
     def run(self) -> dict[str, Any]:
         """Load, train, save behind each step, evaluate, and return what was counted."""
-        parameters = phases.write_base(self._folder / "base", self.resolved.architecture)
+        parameters = stand_ins.write_base(self._folder / "base", self.resolved.architecture)
         self.tell(progress=f"{parameters:,} parameters, {self._spec['world']} ranks")
         with self._ready() as notes:
             self.trainer.train()
@@ -185,7 +185,7 @@ class _Simulated:
             self.memory, self._follow, two_models=self.resolved.is_dpo and self.resolved.lora is None
         )
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._bytes = phases.install(mode, self._follow)
+        self._bytes = stand_ins.install_files(mode, self._follow)
         loading = Loading(self.resolved.distribution, Startup(), Group()).install()
         torch.set_grad_enabled(True)
         with mode, self._follow:
@@ -243,7 +243,7 @@ class _Simulated:
     def _make(self, args: Any, loading: Loading) -> RankTrainer:
         resolved = self.resolved
         (self._folder / "checkpoints").mkdir(exist_ok=True)
-        store = CheckpointStore(self._folder / "checkpoints", 1, None, phases.Alone(), self._told.append)
+        store = CheckpointStore(self._folder / "checkpoints", 1, None, stand_ins.Alone(), self._told.append)
         stop = SimpleNamespace(is_set=False)
         attempt: Any = SimpleNamespace(resolved=resolved, stop=stop, heartbeat=lambda *_, **__: None, fence=lambda: None)
         kind = PreferenceTrainer if resolved.is_dpo else Trainer

@@ -19,8 +19,7 @@ from typing import Any
 from clustertune.errors import Problem, UserError
 from clustertune.recipe import accelerate_file as acc
 from clustertune.resolve import kernels
-from clustertune.resolve.distribution import Distribution
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import Distribution, Resolved
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
