@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from clustertune import manifest, secrets
-from clustertune.checkpoint.cadence import Cadence
-from clustertune.checkpoint.store import CheckpointStore
+from clustertune.checkpoint.store import Cadence, CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError, is_full, storage_cause, storage_error
 from clustertune.evaluate.during import is_kept
 from clustertune.launch.agent import launcher_pid_file
