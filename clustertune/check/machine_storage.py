@@ -167,14 +167,9 @@ def pool_branch(m: Machine) -> Iterator[Seen]:
         yield from either(FAIL, f"{pool.point}: {', '.join(bare)} on the root disk" if bare else "", good)
 
 
-def _tried(
-    m: Machine, what: str, fix: str, *, stops: Container[str] = (), folders: Container[str] | None = None
-) -> Iterator[Seen]:
-    """The results of one probe in several folders: an error is FAIL in a folder of ``stops``, WARN in others.
-
-    ``folders``: only in these.
-    """
-    probes = [one for one in m.facts.probes if one.what == what and (folders is None or one.folder in folders)]
+def _tried(m: Machine, what: str, fix: str, *, stops: Container[str]) -> Iterator[Seen]:
+    """The results of one probe in several folders: an error is FAIL in a folder of ``stops``, WARN in others."""
+    probes = [one for one in m.facts.probes if one.what == what]
     for probe in probes:
         if probe.ok is False:
             mount = m.mount_of(probe.folder)

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from clustertune.check.rule import checks
-from clustertune.cluster.hardware import HARDWARE, load_hardware, near_gpus, read_hardware
+from clustertune.cluster.hardware import HARDWARE, near_gpus, read_hardware
 from clustertune.cluster.local import LocalMachine, collect, judge
 from clustertune.cluster.schema import (
     CONTAINER_OPTIONS,
@@ -465,7 +465,7 @@ def check_compute(compute: Compute) -> Iterator[Found]:
 
 
 def _check_gpu(compute: Compute) -> Iterator[Found]:
-    known = load_hardware()
+    known = read_hardware().gpus
     if not compute.gpu:
         yield ("compute", "gpu"), f"missing, while gpus is {compute.gpus}", f"one of {', '.join(known)}"
     elif compute.gpu not in known:

@@ -272,12 +272,6 @@ def _groups(seen: LocalMachine, gpus: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(gpu for gpu in range(gpus) if seen.gpu_numa[gpu] == node) for node in sorted(seen.numa_cpus))
 
 
-def gpu_names() -> set[str]:
-    """The kinds of GPU of this machine, as the driver calls them; empty where it says nothing."""
-    answer, _ = _ask("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader")
-    return {gpu.name for gpu in parse_csv(answer)}
-
-
 def _model(gpus: Sequence[Gpu]) -> str | None:
     names = {gpu.name for gpu in gpus}
     return recognise(names.pop()) if len(names) == 1 else None
