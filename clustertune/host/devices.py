@@ -21,7 +21,7 @@ from typing import Any
 
 from clustertune.host import system
 from clustertune.host.facts import Gpu, Nic, RdmaPort
-from clustertune.host.probe import Probe
+from clustertune.host.system import Probe
 
 # --- their texts ------------------------------------------------------------------------------------------------------
 

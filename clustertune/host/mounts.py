@@ -18,7 +18,7 @@ from typing import Any
 
 from clustertune import bounded
 from clustertune.host.facts import FileMode, FolderProbe, Mount
-from clustertune.host.probe import Probe
+from clustertune.host.system import Probe
 
 SECONDS = 12.0
 """How long a file system may take to say how full it is: a server under load some seconds, one that is gone for ever."""
