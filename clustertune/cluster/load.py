@@ -36,6 +36,7 @@ from clustertune.cluster.schema import (
 )
 from clustertune.errors import Problem, UserError
 from clustertune.host.credentials import speaks_of_secret
+from clustertune.host.mounts import lies_below
 from clustertune.host.system import parse_cpu_list
 from clustertune.recipe.findings import Found, as_problems, parse_partial, schema_findings
 from clustertune.recipe.layers import COMMAND_LINE, Document, KeyPath, did_you_mean, read_yaml
@@ -653,7 +654,7 @@ def _clashes(bricks: Sequence[tuple[KeyPath, Brick]]) -> Iterator[Found]:
 
 
 def _inside(inner: str, outer: str) -> bool:
-    return inner != outer and inner.startswith(outer.rstrip("/") + "/")
+    return inner != outer and lies_below(inner, outer)
 
 
 def _nested(one: str, other: str) -> bool:

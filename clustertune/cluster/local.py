@@ -23,7 +23,7 @@ from clustertune.cluster.schema import HOST, Cluster, Compute, Host, Network, Sl
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.host import system
 from clustertune.host.collect import decode, probe_command
-from clustertune.host.devices import has_nvlink, parse_csv
+from clustertune.host.devices import gpus_of, has_nvlink, parse_csv
 from clustertune.host.facts import Gpu, HostFacts, Mount
 from clustertune.host.mounts import lies_elsewhere
 from clustertune.host.system import Probe, ask
@@ -134,19 +134,6 @@ def fields(line: str) -> dict[str, str]:
     for match, end in zip(places, ends, strict=False):
         found.setdefault(match[1], line[match.end() : end].strip())
     return found
-
-
-def gpus_of(gres: str) -> tuple[int, list[str]]:
-    """The number of GPUs of a node's ``Gres``, and their types: ``gpu:h100:8(S:0-1)`` is (8, ["h100"])."""
-    count, types = 0, []
-    for item in re.sub(r"\([^)]*\)", "", gres).split(","):
-        kind, *rest = item.strip().split(":")
-        if kind != "gpu":
-            continue
-        number = re.fullmatch(r"(\d{1,6})", rest[-1]) if rest else None
-        count += int(number[1]) if number else 1
-        types += [word for word in rest[:-1] if word] if number else rest
-    return count, list(dict.fromkeys(types))
 
 
 class _Shape(NamedTuple):

@@ -168,6 +168,19 @@ def has_nvlink(topology: str) -> bool:
     return any(re.fullmatch(r"NV\d+", link) for link in gpu_links(topology).values())
 
 
+def gpus_of(gres: str) -> tuple[int, list[str]]:
+    """The number of GPUs of a node's ``Gres``, and their types: ``gpu:h100:8(S:0-1)`` is (8, ["h100"])."""
+    count, types = 0, []
+    for item in re.sub(r"\([^)]*\)", "", gres).split(","):
+        kind, *rest = item.strip().split(":")
+        if kind != "gpu":
+            continue
+        number = re.fullmatch(r"(\d{1,6})", rest[-1]) if rest else None
+        count += int(number[1]) if number else 1
+        types += [word for word in rest[:-1] if word] if number else rest
+    return count, list(dict.fromkeys(types))
+
+
 def xid_lines(log: str) -> list[str]:
     """The lines of a kernel's log in which the NVIDIA driver reports an error of a GPU, the newest last."""
     return [line.strip()[:400] for line in log.splitlines() if "NVRM: Xid" in line][-100:]
