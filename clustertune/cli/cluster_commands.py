@@ -63,14 +63,14 @@ def slurm(
     """Render slurm.conf and the files around it for a node."""
     from clustertune.cluster import load
     from clustertune.setup import rendered, setup_machine
-    from clustertune.testbed import rehearsal
+    from clustertune.testbed.cluster import try_out
 
     loaded = load.load_cluster(cluster)
     host = setup_machine.choose_node(loaded, node)
     made = rendered.slurm(loaded, host, accounting)
     more: dict[str, Any] = {}
     if try_it:
-        more["tried"] = tried = rehearsal.try_out(loaded, rendered.all_texts(loaded, accounting=accounting))
+        more["tried"] = tried = try_out(loaded, rendered.all_texts(loaded, accounting=accounting))
         say(f"tried here: {', '.join(tried['nodes'])} idle after {tried['seconds']} s, and a job ran on each")
     _written(made, host.name, out, rendered.SLURM_SCRIPT, as_json, more)
 
@@ -103,7 +103,7 @@ def demo_slurm(
 ) -> None:
     """Starts the cluster, submits the real job script launch/run.sbatch, follows the job to its end, and stops the cluster."""
     from clustertune.launch import cluster_paths
-    from clustertune.testbed import rehearsal
+    from clustertune.testbed.cluster import rehearse
 
     if not SCRIPT.is_file():
         raise UserError("no such file", file=str(SCRIPT), fix="call this in the checkout of clustertune")
@@ -113,7 +113,7 @@ def demo_slurm(
     new = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = run_dir or cluster_paths.runs(cluster_paths.local_cluster()) / "rehearsal" / new
     arguments = [recipe, *(overrides or []), "--tiny", "--run-dir", str(folder.resolve())]
-    ended = rehearsal.rehearse(_spec(nodes, gpus, isolation), SCRIPT, arguments, folder)
+    ended = rehearse(_spec(nodes, gpus, isolation), SCRIPT, arguments, folder)
     document = {"job": ended.job, "state": ended.state, "run_dir": str(folder), "log": str(ended.log)}
     reply(as_json, {**document, "exit_code": ended.code})
     if ended.code:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clustertune.monitor.sampler import append, is_over, listen_to_parent
-from clustertune.report.telemetry import FOLDER
+from clustertune.report.metrics import TELEMETRY
 
 if TYPE_CHECKING:
     from clustertune.cluster.schema import Monitor
@@ -41,8 +41,8 @@ class Alerts:
 
         body = {"time": round(time.time(), 3), "run": str(self.run), **vars(alert)}
         say(f"alert: {alert.kind}: {alert.text}")
-        (self.run / FOLDER).mkdir(exist_ok=True)
-        append(self.run / FOLDER / "alerts.jsonl", json.dumps(body) + "\n")
+        (self.run / TELEMETRY).mkdir(exist_ok=True)
+        append(self.run / TELEMETRY / "alerts.jsonl", json.dumps(body) + "\n")
 
 
 def write(run: Path, status: RunStatus, site: Monitor) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from clustertune.console import duration
 from clustertune.manifest import require_replaceable, write_durably
-from clustertune.monitor.readings import COLUMNS, GPU_COLUMNS
+from clustertune.monitor.sampler import COLUMNS, GPU_COLUMNS
 from clustertune.monitor.status import NodeStatus, RunStatus
 from clustertune.report.content import UNKNOWN, moment, number, percent, size
 from clustertune.report.cost import WARN_SHARE

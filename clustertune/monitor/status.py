@@ -13,10 +13,10 @@ from typing import Any
 
 from clustertune.evaluate import scores
 from clustertune.launch.attempt import AttemptPlan, read_attempts
-from clustertune.monitor.readings import SLOWED
-from clustertune.report import cost, telemetry
+from clustertune.monitor.sampler import SLOWED
+from clustertune.report import cost
 from clustertune.report.content import get, recipe_of
-from clustertune.report.metrics import Metrics, MetricsReader
+from clustertune.report.metrics import TELEMETRY, Metrics, MetricsReader, NodeTelemetry, TelemetryReader, TelemetryRow
 from clustertune.report.state import evaluation_of, read_stages, state_of
 from clustertune.rundir import RunDir
 
@@ -44,7 +44,7 @@ class NodeStatus:
     """One machine of the newest attempt."""
 
     name: str
-    row: telemetry.TelemetryRow | None
+    row: TelemetryRow | None
     """Its newest sample; None: nothing was measured."""
     stragglers: tuple[int, ...]
     """Ranks on it that the others wait for."""
@@ -60,7 +60,7 @@ class RunStatus:
 
     def __init__(
         self, run: RunDir, document: Mapping[str, Any], metrics: Metrics, latest: Mapping[str, Any],
-        measured: Mapping[str, telemetry.NodeTelemetry], now: float,
+        measured: Mapping[str, NodeTelemetry], now: float,
     ) -> None:  # fmt: skip
         """``latest``: the last step's event; ``now``: Unix seconds."""
         self.run, self.document, self.metrics, self.latest = run, document, metrics, latest
@@ -232,7 +232,7 @@ class Watcher:
 
     def __init__(self, path: Path) -> None:
         self.run = RunDir(path)
-        self._metrics, self._telemetry = MetricsReader(), telemetry.TelemetryReader(path / telemetry.FOLDER)
+        self._metrics, self._telemetry = MetricsReader(), TelemetryReader(path / TELEMETRY)
 
     def look(self, now: float | None = None) -> RunStatus:
         """The status now. Raises UserError where the folder is not a run."""

@@ -40,10 +40,10 @@ from clustertune.simulate import fake_cuda, stand_ins
 from clustertune.simulate.fake_cuda import JOURNAL
 from clustertune.simulate.follow import EVALUATION, LOADING, REST, RESUME, SAVE, Counted, Curve, Follow, Memory
 from clustertune.simulate.guard import Guard
-from clustertune.training import accelerate_env, build, compiling, cpu_fsdp, figures, packing, recompute, sharding
+from clustertune.training import build, figures, packing, recompute, sharding
 from clustertune.training.collectives import Group
+from clustertune.training.figures import Startup
 from clustertune.training.loading import Loading
-from clustertune.training.startup import Startup
 from clustertune.training.trainer import PreferenceTrainer, RankTrainer, Trainer
 
 STEPS = 2
@@ -208,7 +208,7 @@ class _Simulated:
                 os.environ[key] = str(value)
         file = self._folder / "accelerate.yaml"
         file.write_text(yaml.safe_dump(resolved.accelerate))
-        for key, value in accelerate_env.accelerate_environment(file, world).items():
+        for key, value in build.accelerate_environment(file, world).items():
             os.environ[key] = value
         if self._guard is not None:
             gpu = spec["gpu"]
@@ -221,14 +221,14 @@ class _Simulated:
                 capability=tuple(gpu["capability"]),
             )
         else:
-            cpu_fsdp.set_environment()
-            cpu_fsdp.install()
+            build.use_cpu()
+            build.install_cpu_fsdp()
         if world > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=self._rank, world_size=world)
 
     def _arguments(self) -> Any:
         resolved = self.resolved
-        compiling.set_environment(resolved.distribution)
+        build.leave_shapes_to_torch(resolved.distribution)
         packing.register()
         values, _ = build.fit_to_device(resolved.train_args, cuda=self._guard is not None)
         self._micro_batches = int(resolved.train_args["gradient_accumulation_steps"])

@@ -49,8 +49,8 @@ from clustertune.recipe import accelerate_file as acc
 from clustertune.replaced import replaced
 from clustertune.resolve.resolved import IN_FLIGHT, Distribution
 from clustertune.training.collectives import Group
+from clustertune.training.figures import Startup
 from clustertune.training.loading_sources import SHOWN, ParameterSource, RowReader, Sources, Unfollowed, find, survey
-from clustertune.training.startup import Startup
 
 THREADS = IN_FLIGHT - 1
 """Reads at a time in one rank; transformers' own figure (``GLOBAL_WORKERS``): more make storage slower."""

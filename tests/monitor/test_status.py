@@ -19,8 +19,7 @@ from clustertune.monitor import live, live_page
 from clustertune.monitor.sampler import TelemetryWriter
 from clustertune.monitor.status import Alert, Watcher
 from clustertune.report import cost
-from clustertune.report.metrics import read_metrics
-from clustertune.report.telemetry import FOLDER, TelemetryRow
+from clustertune.report.metrics import TELEMETRY, TelemetryRow, read_metrics
 from clustertune.rundir import RunDir
 from tests.command import run
 from tests.monitor import simulated
@@ -89,7 +88,7 @@ def test_a_restart_on_fewer_and_other_nodes_shows_those(folder: Path) -> None:
     found = Watcher(folder).look(now)
     assert (found.state, found.alerts, [(n.name, n.row) for n in found.nodes]) == ("training", (), [("b", None)])
     row = TelemetryRow(now, 3, {"load": 1.0})
-    TelemetryWriter(folder / FOLDER, "b", {"host": "b", "node": 0}).add(row)
+    TelemetryWriter(folder / TELEMETRY, "b", {"host": "b", "node": 0}).add(row)
     (node,) = Watcher(folder).look(now).nodes
     assert node.row is not None and node.row.node["load"] == 1.0
 
