@@ -83,7 +83,7 @@ def push(
     """Never uploads the base model or a merged model. HF_TOKEN must be in .env. Pushing the same adapter again changes
     nothing."""
     from clustertune.launch.cluster_paths import existing_run
-    from clustertune.push import hub
+    from clustertune import push as hub
 
     run = RunDir(existing_run(run_dir))
     name = hub.check_name(repo or secrets.read_env(secrets.DEFAULT, lambda _note: None).get("HF_REPO_ID"))
