@@ -21,9 +21,8 @@ from clustertune.errors import Problem, UserError, collect_problems, raise_if, s
 from clustertune.host.system import GIB
 from clustertune.plan.advise import CostedCandidate, advise
 from clustertune.plan.calibration import CalibratedCluster, find_calibrated
-from clustertune.plan.lengths import PACKED_SHARE, Lengths, of_counts
 from clustertune.plan.predict import fewest_nodes
-from clustertune.plan.schedule import FEW_STEPS
+from clustertune.plan.schedule import FEW_STEPS, PACKED_SHARE, Lengths, of_counts
 from clustertune.recipe.accelerate_file import ALONE, REPLICATED, SHARDED
 from clustertune.recipe.layers import RECIPES, did_you_mean, laid_over, read_overrides
 from clustertune.recipe.native_rules import filled, train_defaults

@@ -89,9 +89,12 @@ def process_age() -> float:
         return 0.0
 
 
-def die_with_parent(number: signal.Signals) -> None:
-    """Have the kernel send ``number`` to this process when its parent ends (Linux): no rank outlives its launcher."""
-    parent = os.getppid()
+def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
+    """Have the kernel send ``number`` to this process when its parent ends (Linux): no rank outlives its launcher.
+
+    ``parent``: its pid, for one that asks after its start, when the parent may have ended; None: the present one.
+    """
+    parent = os.getppid() if parent is None else parent
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:  # it ended before the request was in place
         os.kill(os.getpid(), number)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.recipe.deepspeed_file import ZERO
-from clustertune.resolve.distribution import Distribution
+from clustertune.resolve.resolved import Distribution
 from tools.merge_bench import make_base
 
 WAYS = ("rows", "stock", "whole")
@@ -102,8 +102,8 @@ def load(folder: Path, way: str, axes: Axes, store: Path) -> Measured:
     from transformers import AutoModelForCausalLM
 
     from clustertune.training import tensor
+    from clustertune.training.figures import Startup
     from clustertune.training.loading import Loading
-    from clustertune.training.startup import Startup
 
     if importlib.util.find_spec("deepspeed"):
         importlib.import_module("deepspeed")  # accelerate 1.15 does while it prepares a model: 7 MB read that are not weights
@@ -157,13 +157,13 @@ def _fsdp(way: str, store: Path, axes: Axes) -> Any:
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    from clustertune.training import cpu_fsdp
+    from clustertune.training import build
 
     flag = way != "whole"
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_CPU_RAM_EFFICIENT_LOADING=str(flag).lower())
     if not torch.cuda.is_available():
-        cpu_fsdp.set_environment()
-        cpu_fsdp.install()
+        build.use_cpu()
+        build.install_cpu_fsdp()
     plugin = FullyShardedDataParallelPlugin(
         reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=flag,
@@ -221,8 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     import torch
 
-    import clustertune.training.loading
-    import clustertune.training.startup  # noqa: F401
+    import clustertune.training.figures  # noqa: F401
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

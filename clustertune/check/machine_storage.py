@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterator, Sequence
 
-from clustertune.check.machine_context import Machine, first_part, gigabytes
+from clustertune.check.machines import Machine, first_part, gigabytes
 from clustertune.check.rule import FAIL, MACHINE, PASS, WARN, Rules, Seen, either
 from clustertune.host.facts import Mount
 

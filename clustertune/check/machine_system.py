@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from clustertune.check.machine_context import LOGIN, Machine, first_part, gigabytes
+from clustertune.check.machines import LOGIN, Machine, first_part, gigabytes
 from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Rules, Seen, either, listed
 from clustertune.host.credentials import has_login
-from clustertune.host.gpus import has_nvlink
+from clustertune.host.devices import has_nvlink
 from clustertune.host.mounts import lies_elsewhere
 from clustertune.host.system import GIB, MIB
 

@@ -32,11 +32,11 @@ RECIPE, REFUSED, RULE_ERRORS = "recipe", "refused", "looks"
 
 MODULES = {
     MACHINE: "check.machine_gpu check.machine_system check.machine_network check.machine_storage",
-    NODES: "check.nodes",
+    NODES: "check.machines",
     LINKS: "nccl_check.link_rules",
     RULE_ERRORS: "check.rule",
     SCRIPT: "check.sbatch",
-    RECIPE: "doctor.data_files doctor.recipe_rules",
+    RECIPE: "doctor.recipe_rules",
     REFUSED: "doctor.recipe_rules",
 }
 """For each subject the modules of its rules, in the order in which they are listed; a module may hold rules of two subjects."""

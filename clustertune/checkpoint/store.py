@@ -127,6 +127,11 @@ def newest_step(folder: Path) -> int | None:
     return newest.step if newest else None
 
 
+def is_final(path: Path) -> bool:
+    """Whether a whole checkpoint is the last step's: nothing is left to train, and an older one is never exported for it."""
+    return bool(manifest.read_manifest(path).meta.get("final"))
+
+
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint folder that ``path`` means: itself, or the newest whole one of a run or of a checkpoints folder.
 

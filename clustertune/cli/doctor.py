@@ -15,11 +15,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from clustertune.check.machine_context import LOGIN, PLACES, Expects, Machine
-from clustertune.check.nodes import machine_findings
+from clustertune.check.machines import LOGIN, PLACES, Expects, Machine, machine_findings
 from clustertune.check.rule import Finding, Report, as_json, exit_code, listed, printable, worst
 from clustertune.cli.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_argument, path_option, takes
-from clustertune.cluster import ignoring, load, schema
+from clustertune.cluster import load, schema
 from clustertune.console import emit_json, escape, reply, say
 from clustertune.doctor import preflight, recipe_context
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error, storing
@@ -115,9 +114,9 @@ def answer(args: DoctorArguments) -> int:
     if args.listing:
         return show_rules(args.out, args.as_json)
     raise_if(list(_contradictions(args)))
-    ignore = ignoring.check_rules(args.ignore or [], COMMAND_LINE, "--ignore")
+    ignore = load.check_rules(args.ignore or [], COMMAND_LINE, "--ignore")
     cluster = load.load_cluster(args.cluster)
-    left_out = (*ignoring.ignored(cluster), *ignore)
+    left_out = (*load.ignored(cluster), *ignore)
     if args.submit:
         return _submit(args, cluster)
     # The Slurm job in which this is called, whose nodes are looked at; none outside of one, and inside of a step.

@@ -20,7 +20,7 @@ from clustertune import chain
 from clustertune import job as job_program
 from clustertune.check.rule import EXIT
 from clustertune.cli.arguments import AsJson, ClusterOption, path_argument, path_option, takes
-from clustertune.cluster import ignoring, load, schema
+from clustertune.cluster import load, schema
 from clustertune.console import emit_json, reply, say
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error, storing
 from clustertune.launch import allocation, cluster_paths, slurm
@@ -83,7 +83,7 @@ def answer(args: NcclCheckArguments) -> int:
     if args.logs:
         return _judge_logs(args)
     cluster = load.load_cluster(args.cluster)
-    ignoring.ignored(cluster)  # a name that is no rule is refused before anything is measured
+    load.ignored(cluster)  # a name that is no rule is refused before anything is measured
     target, options = _target(args, cluster)
     if args.dry_run:
         _show(target, options, args)
@@ -137,7 +137,7 @@ def _judge_logs(args: NcclCheckArguments) -> int:
                 Path(file).stat()
     raise_if(problems)
     cluster = load.load_cluster(args.cluster) if args.cluster is not None else None
-    left_out = ignoring.ignored(cluster) if cluster else ()
+    left_out = load.ignored(cluster) if cluster else ()
     with storing("cannot be read", ", ".join(files)):
         log = nccl_log.read_files(files)
     if not log.lines and not log.faults and not log.versions:

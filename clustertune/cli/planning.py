@@ -37,16 +37,15 @@ from clustertune.launch import across, bill, serving
 from clustertune.manifest import replace_ours
 from clustertune.plan import advise as advisor
 from clustertune.plan import calibration, explanation, schedule
-from clustertune.plan import lengths as known_lengths
 from clustertune.plan import predict as prediction
+from clustertune.plan import schedule as known_lengths
 from clustertune.plan.calibration import CalibratedCluster
-from clustertune.plan.lengths import Lengths
 from clustertune.plan.predict import Plan
+from clustertune.plan.schedule import Lengths
 from clustertune.recipe import layers, native_rules
 from clustertune.resolve import models, resolve, tiny
 from clustertune.resolve import overrides as recipe_source
 from clustertune.simulate import compare as simulation_compare
-from clustertune.simulate import drawing as simulation_drawing
 from clustertune.simulate import simulator
 from clustertune.simulate.simulator import Simulation
 
@@ -199,7 +198,7 @@ def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedClu
     elif args.why is not None:
         lines = explanation.why(plans[0], args.why)
         reply(args.as_document, {"part": args.why, "arithmetic": lines}, lambda: show("\n".join(lines)))
-    elif args.advise and plans[0].resolved.recipe.server_nodes:
+    elif args.advise and plans[0].resolved.recipe.rollout == "servers":
         _advise_splits(calibrated, plans[0], args, overrides)
     elif args.advise:
         _advise(calibrated, plans[0], bills[0], args, overrides)
@@ -208,7 +207,7 @@ def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedClu
         simulated = _simulate(plans[0], args) if args.simulate else None
         if simulated is not None and args.out is not None:
             out = path_argument(args.out)
-            replace_ours(out, simulation_drawing.svg(*simulated), simulation_drawing.MARK)
+            replace_ours(out, simulation_compare.svg(*simulated), simulation_compare.MARK)
             say(f"in {out}")
         _show(plans[0], bills[0], tuple(overrides), args.as_document, scored, simulated)
 
@@ -370,8 +369,11 @@ def _counts(text: str | None, found: Plan) -> list[int]:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = []
-    if not counts or any(not 1 <= count <= found.machine.nodes for count in counts):
-        text = f"{text!r} is not a list of node counts from 1 to {found.machine.nodes}, which {found.machine.name} has"
+    beside = found.strategy.server_nodes
+    most = found.machine.nodes - beside
+    if not counts or any(not 1 <= count <= most for count in counts):
+        text = f"{text!r} is not a list of node counts from 1 to {most}, which {found.machine.name} has"
+        text += f" beside {beside} of servers" if beside else ""
         raise UserError(text, file="command line", key="--nodes", fix="write --nodes 1,2,4")
     return counts
 

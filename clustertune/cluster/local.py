@@ -19,8 +19,8 @@ from clustertune.cluster.hardware import recognise
 from clustertune.cluster.schema import HOST, Cluster, Compute, Host, Network, SlurmFacts, same_host
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.host import system
+from clustertune.host.devices import parse_csv
 from clustertune.host.facts import Gpu
-from clustertune.host.gpus import parse_csv
 from clustertune.host.probe import Probe, ask
 from clustertune.recipe.sections import NAME
 

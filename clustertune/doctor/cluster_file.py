@@ -8,12 +8,12 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from clustertune.check.machine_context import STEP
+from clustertune.check.machines import STEP
 from clustertune.cluster.hardware import read_hardware, recognise
 from clustertune.cluster.schema import Cluster, Host, expand_hosts, shorten_hosts
-from clustertune.doctor import node_facts
+from clustertune.host import collect
+from clustertune.host.devices import has_nvlink
 from clustertune.host.facts import HostFacts, Mount
-from clustertune.host.gpus import has_nvlink
 from clustertune.host.mounts import lies_elsewhere
 from clustertune.host.probe import ask
 
@@ -31,8 +31,8 @@ def look_at_one(cluster: Cluster) -> tuple[HostFacts | None, str]:
         return None, "there is no Slurm"
     command = ["srun", f"--partition={slurm.partition}", "--nodes=1", "--ntasks=1", "--time=5", f"--immediate={WAIT_SECONDS}"]
     command += [f"--gres={cluster.gres(gpus)}"] if gpus else []
-    answer = ask([*command, "--quiet", *node_facts.command(STEP, LOOK_SECONDS)], WAIT_SECONDS + 2 * LOOK_SECONDS + 20)
-    found, faults, _ = node_facts.decode(answer.text.splitlines())
+    answer = ask([*command, "--quiet", *collect.probe_command(STEP, LOOK_SECONDS)], WAIT_SECONDS + 2 * LOOK_SECONDS + 20)
+    found, faults, _ = collect.decode(answer.text.splitlines())
     if found:
         return next(iter(found.values())), ""
     return None, next(

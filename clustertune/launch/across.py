@@ -18,8 +18,8 @@ from clustertune.launch import serving, shape
 from clustertune.launch.bill import Bill, bill
 from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.explanation import bottleneck
-from clustertune.plan.lengths import Lengths
 from clustertune.plan.predict import Plan, make_plan
+from clustertune.plan.schedule import Lengths
 from clustertune.resolve.resolve import asked_size, resolve
 
 ALL = "all"

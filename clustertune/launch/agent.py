@@ -229,7 +229,7 @@ def _beside(programs: Sequence[Sequence[str]], log_path: Path) -> Iterator[None]
     children = []
     environment = {name: value for name, value in os.environ.items() if name not in secrets.SECRET}
     for name, *more in programs:
-        command = [sys.executable, "-m", f"clustertune.monitor.{name}", *more]
+        command = [sys.executable, "-m", f"clustertune.monitor.{name}", str(os.getpid()), *more]
         with contextlib.suppress(OSError), log_path.open("ab") as log:
             children.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment))
     try:

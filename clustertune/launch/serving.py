@@ -14,6 +14,7 @@ from clustertune.cluster.hardware import load_hardware
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
 from clustertune.plan.generation_cost import BANDWIDTH_SHARE, GPU_OVERHEAD, GPU_SHARE, LAYER_S, MOST
+from clustertune.plan.strategy import LONGEST, servers_beside
 from clustertune.recipe.eval_tasks import find_task, first_task
 from clustertune.recipe.parameters import Values, weight_bytes
 from clustertune.resolve.resolved import EVAL_DATA, Resolved
@@ -24,8 +25,6 @@ SEQUENCE_TOKENS = 1400
 """Tokens of a prompt and its answer that the cache is counted for: 120 and 1,280."""
 FEWEST = 16
 """Sequences that a server must hold at once, so that its GPUs are worth their price."""
-LONGEST = 16_384
-"""Tokens of prompt and answer together at most: few-shot prompts fit, and the cache of one sequence stays small."""
 READ_BYTES_S = 1e9
 """Reading the weights on one node, bytes/s: slow shared storage; assumed."""
 IMPORT_S = 60.0
@@ -120,13 +119,11 @@ def serving(size: ModelSize, gpu_bytes: float | None, gpus: int, nodes: int, doc
     return None
 
 
-def rollout_serving(resolved: Resolved, gpus: int) -> Serving:
-    """The servers of one node beside a trainer (``rollout: servers``). ``gpus``: the node's; 0: one server on the CPU."""
-    args, wide = resolved.train_args, resolved.recipe.servers.tensor_parallel_size
-    length = int(args["max_prompt_length"]) + int(args["max_completion_length"])
-    if resolved.recipe.scores_beside:  # the prompts and answers of the tasks are longer
-        length = max(length, min(int(resolved.architecture.get("max_position_embeddings") or LONGEST), LONGEST))
-    return Serving(max(1, gpus // wide), wide if gpus else 1, 1, length, MOST)
+def beside_serving(resolved: Resolved, gpus: int) -> Serving:
+    """The servers of one node beside a trainer that has some. ``gpus``: the node's; 0: one server on the CPU."""
+    servers = servers_beside(resolved)
+    assert servers is not None
+    return Serving(max(1, gpus // servers.gpus), servers.gpus if gpus else 1, 1, servers.longest, MOST)
 
 
 def seconds(found: Serving, size: ModelSize, hbm_bytes_s: float, documents: int, answer_tokens: int) -> float:

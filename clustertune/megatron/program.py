@@ -19,8 +19,7 @@ from clustertune import manifest, secrets
 from clustertune.checkpoint.store import KIND, CheckpointStore, close, find_open
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.megatron import bridge, megatron_files, settings
-from clustertune.training.event_log import EventLog
-from clustertune.training.heartbeat import Attempt
+from clustertune.training.event_log import Attempt, EventLog
 
 if TYPE_CHECKING:
     from clustertune.training.collectives import Group

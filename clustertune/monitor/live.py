@@ -75,9 +75,9 @@ def site_of(watcher: Watcher) -> Monitor:
     return Monitor.model_validate(get(watcher.run.read(), "cluster", "monitor") or {})
 
 
-def main(run: Path) -> None:
-    """Until the parent ends or sends SIGTERM."""
-    listen_to_parent()
+def main(parent: int, run: Path) -> None:
+    """Until the parent, whose pid this is, ends or sends SIGTERM."""
+    listen_to_parent(parent)
     if is_over(FIRST_SECONDS):
         return
     from clustertune.console import say
@@ -99,4 +99,4 @@ def main(run: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -32,13 +32,15 @@ LEAST_SECONDS = 0.5
 """What a last row is written for."""
 
 
-def listen_to_parent() -> None:
-    """End with the parent, and with SIGTERM, where :func:`is_over` looks. What a scheduler or a terminal sends to every process
-    is for the ranks: they are measured to their end."""
+def listen_to_parent(pid: int) -> None:
+    """End with the parent, whose ``pid`` it is, and with SIGTERM, where :func:`is_over` looks.
+
+    What a scheduler or a terminal sends to every process is for the ranks: they are measured to their end.
+    """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    die_with_parent(signal.SIGTERM)
+    die_with_parent(signal.SIGTERM, pid)
     os.nice(10)
 
 
@@ -47,10 +49,10 @@ def is_over(seconds: float) -> bool:
     return signal.sigtimedwait({signal.SIGTERM}, max(0.0, seconds)) is not None
 
 
-def main(run: Path, attempt: int, node: int) -> None:
+def main(parent: int, run: Path, attempt: int, node: int) -> None:
     """Sample until the parent ends or sends SIGTERM. Raises OSError where the run's storage fails, and UserError
     where a link or a pipe is in the place of a file: the ranks do not need us."""
-    listen_to_parent()
+    listen_to_parent(parent)
     every = float(os.environ.get("CLUSTERTUNE_SAMPLE_SECONDS", "0"))
     gpus = Gpus()
     host = os.uname().nodename
@@ -284,4 +286,4 @@ def gpu_names() -> list[str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -22,7 +22,7 @@ from typing import Any
 from clustertune import console
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, Report, as_json, describe
 from clustertune.cluster.hardware import HARDWARE, LinkFacts, NetworkFacts, read_hardware
-from clustertune.cluster.ignoring import ignored
+from clustertune.cluster.load import ignored
 from clustertune.cluster.schema import Cluster
 from clustertune.console import escape, make_table, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
@@ -44,7 +44,7 @@ from clustertune.nccl_check.link_measure import (
 )
 from clustertune.nccl_check.link_rules import COLLECTIVES, headline_of, judge_log
 from clustertune.nccl_check.nccl_log import Log, read
-from clustertune.plan.measured import SUFFIX, beside, read_measured
+from clustertune.plan.machine import SUFFIX, beside, read_measured
 from clustertune.process import kill_group
 from clustertune.recipe.sections import parse_minutes
 from clustertune.tree import ROOT

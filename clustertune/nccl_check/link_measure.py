@@ -6,7 +6,7 @@ one: it collects the node's facts, tries pairs of GPUs, starts the ranks and end
 The document is one JSON file for the planner, the report and the judge.
 
 Every key but ``schema`` may be absent; the
-schema that a saved file must have is :class:`clustertune.plan.measured.CheckFile`. Of two nodes with two ranks each::
+schema that a saved file must have is :class:`clustertune.plan.machine.CheckFile`. Of two nodes with two ranks each::
 
     {
       "schema": "clustertune.nccl-check/1", "cluster": "my-cluster", "date": "2026-11-02",

@@ -12,18 +12,17 @@ from clustertune.console import duration
 from clustertune.errors import UserError
 from clustertune.host.system import GIB
 from clustertune.plan.constants import Constants
-from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.memory import EVALUATION
 from clustertune.plan.predict import Footprint, Plan, held, make_plan, make_shape, real_length
+from clustertune.plan.schedule import Lengths
 from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import ModelShape, Strategy, strategy
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
 from clustertune.recipe.parameters import ParameterCount
-from clustertune.resolve.distribution import Recompute
 from clustertune.resolve.overrides import RecipeSource, RequestedLayout, distribution, loaded, recomputation, share, sizes
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import Recompute, Resolved
 
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of recomputed layers."""
@@ -201,7 +200,7 @@ class CostedCandidate:
         if goal == "memory":
             return self.needed
         time = self.step_s if self.hours is None else self.hours
-        return time * (self.strategy.world_size if goal == "cost" else 1)
+        return time * (self.strategy.gpus if goal == "cost" else 1)
 
     @property
     def quality(self) -> str:
@@ -483,7 +482,7 @@ def _sharded(plan: Plan) -> Iterator[_Change]:
 
 def _nodes(plan: Plan, source: RecipeSource) -> Remedy | None:
     """The fewest nodes on which it fits; without arguments where the cluster has not as many."""
-    used = plan.strategy
+    used, beside = plan.strategy, plan.strategy.server_nodes
     for count in range(used.nodes + 1, MOST_NODES + 1):
         each = used.tp * used.pp * used.cp * used.replicas
         world = count * used.ranks_per_node
@@ -496,12 +495,12 @@ def _nodes(plan: Plan, source: RecipeSource) -> Remedy | None:
         if used.kind == "FSDP2" and used.tp * used.cp * used.replicas > 1:
             arguments.append(f"accelerate.{acc.key_of('dp_shard')}={world // each}")
         try:
-            tried = _planned(replace(plan, machine=replace(plan.machine, nodes=count)), source.changed(arguments))
+            tried = _planned(replace(plan, machine=replace(plan.machine, nodes=count + beside)), source.changed(arguments))
         except UserError:
             continue
         if tried.fits:
             text = f"{count} nodes instead of {used.nodes}"
-            if count > plan.machine.nodes:
+            if count + beside > plan.machine.nodes:
                 return Remedy(f"{text}; {plan.machine.name} has {plan.machine.nodes}", None, tried)
             return Remedy(text, arguments, tried)
     return None

@@ -20,8 +20,7 @@ from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import write_durably
 from clustertune.plan.constants import Constants
 from clustertune.plan.explanation import as_json
-from clustertune.plan.machine import PlanMachine, machine
-from clustertune.plan.measured import MeasuredLinks, beside, find_measured, read_measured
+from clustertune.plan.machine import MeasuredLinks, PlanMachine, beside, find_measured, machine, read_measured
 from clustertune.plan.predict import make_plan
 from clustertune.recipe.sections import Number, Section
 from clustertune.resolve.resolved import Resolved

@@ -17,8 +17,7 @@ from clustertune.plan import generation_cost
 from clustertune.plan.constants import BYTES, Constants, Term, total
 from clustertune.plan.strategy import ModelShape
 from clustertune.recipe.parameters import LayerKind, Linear, ParameterCount
-from clustertune.resolve.distribution import IN_FLIGHT
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import IN_FLIGHT, Resolved
 
 HALF, FULL = 2, 4
 GROUPS = (("q_proj", "k_proj", "v_proj", "qkv_proj"), ("o_proj",), ("gate_proj", "up_proj", "gate_up_proj"), ("down_proj",))

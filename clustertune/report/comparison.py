@@ -22,8 +22,7 @@ from clustertune.report.metrics import TELEMETRY, Metrics, TelemetryReader, read
 from clustertune.report.page import render
 from clustertune.report.source import FIELDS, STEADY, describe, nodes_of
 from clustertune.report.state import RunState, read_stages, state_of
-from clustertune.resolve import distribution as distributions
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import Resolved, format_distribution
 from clustertune.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -247,7 +246,7 @@ def _run(path: Path) -> ComparedRun:
         "dataset": dataset_of(resolved),
         "nodes": nodes,
         "interconnect": _interconnect(run, nodes),
-        "distribution": distributions.format_distribution(run.get("distributed")),
+        "distribution": format_distribution(run.get("distributed")),
     }
     if metrics.steps:
         last = metrics.steps[-1]

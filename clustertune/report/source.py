@@ -20,8 +20,8 @@ from clustertune.launch.attempt import read_attempts
 from clustertune.manifest import write_durably
 from clustertune.plan.calibration import CalibratedCluster, Observation
 from clustertune.plan.constants import Constants
-from clustertune.plan.lengths import Lengths
 from clustertune.plan.predict import make_plan
+from clustertune.plan.schedule import Lengths
 from clustertune.plan.strategy import strategy
 from clustertune.recipe.native_rules import row_tokens
 from clustertune.report.content import dataset_of, get, model_of, recipe_of

@@ -49,9 +49,8 @@ from clustertune.manifest import FileRecord
 from clustertune.replaced import replaced
 from clustertune.training import context, deepspeed_engine, tensor
 from clustertune.training.collectives import Group
-from clustertune.training.evaluation import Base, PairMeans, TokenMeans
-from clustertune.training.figures import COLUMNS, Clock, Figures, peak_memory_bytes
-from clustertune.training.heartbeat import Attempt
+from clustertune.training.event_log import Attempt
+from clustertune.training.figures import COLUMNS, Base, Clock, Figures, PairMeans, TokenMeans, peak_memory_bytes
 from clustertune.training.loading import Loading
 
 

@@ -26,7 +26,7 @@ from clustertune.process import StopFlag
 from clustertune.report.metrics import read_metrics
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
-from clustertune.training.heartbeat import Attempt, Heartbeat
+from clustertune.training.event_log import Attempt, Heartbeat
 from tests.megatron.conftest import SMALL
 from tests.megatron.standin import Loop
 

@@ -45,7 +45,7 @@ class Sampler:
         environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "FAKE_NVML": str(self.file)}
         environment |= {"CLUSTERTUNE_SAMPLE_SECONDS": "0.1", "PYTHONPATH": str(FOLDER.parents[1])}
         environment.pop("CUDA_VISIBLE_DEVICES", None)
-        words = [sys.executable, "-m", "clustertune.monitor.sampler", str(run), "3", "0"]
+        words = [sys.executable, "-m", "clustertune.monitor.sampler", str(os.getpid()), str(run), "3", "0"]
         self.child = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
 
     def set(self, **state: int) -> None:
@@ -73,6 +73,14 @@ class Sampler:
         self.child.send_signal(signal.SIGTERM)
         _, output = self.child.communicate(timeout=30)
         assert (self.child.returncode, output) == (0, "")
+
+
+@pytest.mark.parametrize("program", [["sampler", "RUN", "3", "0"], ["live", "RUN"]], ids=lambda words: words[0])
+def test_a_program_ends_where_its_parent_has_ended_before_it_could_look(tmp_path: Path, program: list[str]) -> None:
+    parent = subprocess.Popen(["true"])
+    parent.wait()
+    name, *more = (str(tmp_path) if word == "RUN" else word for word in program)
+    subprocess.run([sys.executable, "-m", f"clustertune.monitor.{name}", str(parent.pid), *more], check=True, timeout=60)
 
 
 def test_a_driver_is_read_whole(tmp_path: Path, library: Path) -> None:
