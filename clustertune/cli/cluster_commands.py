@@ -280,9 +280,9 @@ def _collect(
 
 def _verify(folder: Path, recipe: str | None, overrides: list[str], tiny: bool, stall: float, as_json: bool) -> None:
     """Sums, and the rehearsal without network."""
-    from clustertune.staging import bundle_check
+    from clustertune.staging import bundle
 
-    verdict = bundle_check.verify(folder, recipe, overrides, tiny=tiny, stall=stall, tell=say)
+    verdict = bundle.verify(folder, recipe, overrides, tiny=tiny, stall=stall, tell=say)
     error = UserError(verdict.problems)
     if verdict.problems:
         show_error(error)
