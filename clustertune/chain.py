@@ -247,7 +247,7 @@ class Chain:
 
     def _push(self, wanted: Push) -> None:
         """Send the adapter and its card to the Hub. Where that fails, the run is finished, and says how to repeat it."""
-        from clustertune.push import hub
+        from clustertune import push as hub
 
         try:
             done = vars(hub.send(self.run, wanted.repo, public=wanted.public)[1])
