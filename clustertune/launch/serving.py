@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from clustertune.cluster.hardware import load_hardware
+from clustertune.cluster.hardware import read_hardware
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
 from clustertune.plan.generation_cost import BANDWIDTH_SHARE, GPU_OVERHEAD, GPU_SHARE, LAYER_S, MOST
@@ -274,7 +274,7 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     settings, compute = resolved.recipe.eval, cluster.compute
     requested, models = settings.backend, 1 + settings.base
     weights = weight_bytes(resolved.architecture)
-    gpu = load_hardware().get(compute.gpu) if compute.gpus and compute.gpu else None
+    gpu = read_hardware().gpus.get(compute.gpu) if compute.gpus and compute.gpu else None
     tasks = [find_task(task) or first_task() for task in settings.tasks]
     asked = [(settings.limit or task.documents, task.generation_kwargs.max_gen_toks) for task in tasks]
     if settings.data is not None:

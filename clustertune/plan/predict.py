@@ -10,16 +10,14 @@ from clustertune.errors import Problem, UserError, raise_if
 from clustertune.host.system import GIB
 from clustertune.plan import generation_cost, memory
 from clustertune.plan.constants import Constants, Term, total
-from clustertune.plan.lengths import Lengths, known_lengths
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.memory import COPY_SHARE, host_parts, save_copy
-from clustertune.plan.schedule import Schedule, schedule
+from clustertune.plan.schedule import Lengths, Schedule, known_lengths, schedule
 from clustertune.plan.step import LAUNCHING, Step, flops, step
 from clustertune.plan.strategy import ModelShape, Strategy, strategy
 from clustertune.recipe.native_rules import row_tokens
 from clustertune.recipe.parameters import KNOWN, adapted_experts, count, lora_parameter_count
-from clustertune.resolve.distribution import Distribution
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import Distribution, Resolved
 
 MOST_NODES = 4096
 
