@@ -20,8 +20,8 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.events import read_events
 from clustertune.host.system import GIB
 from clustertune.plan.calibration import find_calibrated
-from clustertune.plan.lengths import SIGMA, Lengths
 from clustertune.plan.predict import Plan, make_plan
+from clustertune.plan.schedule import SIGMA, Lengths
 from clustertune.recipe.sections import CHOOSING
 from clustertune.report.source import counted_share
 from clustertune.resolve.resolve import resolve

@@ -34,7 +34,7 @@ from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.judge import Outcome, conclude
 from clustertune.launch.node import ranks_command
 from clustertune.launch.rendezvous import first_port
-from clustertune.launch.serving import rollout_serving
+from clustertune.launch.serving import beside_serving
 from clustertune.manifest import hash_file
 from clustertune.megatron import megatron_files
 from clustertune.monitor import live
@@ -124,8 +124,10 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str], *, take: bo
     if run.run_json.exists():
         run.write_own_files(resolved)
         before = run.resolved()
-        # The ranks read where inputs lie, how they divide the work, and what they may take.
-        same = all(getattr(before.recipe, key) == getattr(resolved.recipe, key) for key in ("staged", "budget", "push", "save"))
+        # The ranks read where inputs lie, how they divide the work, what they may take, and who scores their checkpoints.
+        keys = ("staged", "budget", "push", "save", "servers")
+        same = all(getattr(before.recipe, key) == getattr(resolved.recipe, key) for key in keys)
+        same = same and before.recipe.eval.during == resolved.recipe.eval.during
         same = same and before.train_args == resolved.train_args
         if not same or (before.world_size, before.accelerate) != (resolved.world_size, resolved.accelerate):
             run.describe(resolved)
@@ -214,7 +216,7 @@ class Chain:
     quiet: bool = False
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     ring: Path | None = None
-    """What the ranks find the servers of ``rollout: servers`` by, while those run."""
+    """What the servers beside the trainer are found by, while those run."""
     _scoring: threading.Lock = field(default_factory=threading.Lock)
 
     def go(self, first: str = STAGES[0], last: str = STAGES[-1]) -> dict[str, dict[str, Any]]:
@@ -230,6 +232,8 @@ class Chain:
         ours = self.resolved.recipe.megatron is None and self.run.stage("train") is None and "train" in wanted
         if ours and (problems := image.lacking_here(self.resolved.train_args, gpus=visible_gpus() > 0)):
             raise UserError(problems)
+        if "train" in wanted and self.run.stage("train") is None and self.resolved.recipe.server_nodes:
+            self.server_nodes()  # before a stage runs in vain
         self.run.write_own_files(self.resolved)
         for stage in wanted:
             if (record := self.run.stage(stage)) and self._still_there(stage) and stage != "report":
@@ -243,7 +247,7 @@ class Chain:
 
     def _push(self, wanted: Push) -> None:
         """Send the adapter and its card to the Hub. Where that fails, the run is finished, and says how to repeat it."""
-        from clustertune.push import hub
+        from clustertune import push as hub
 
         try:
             done = vars(hub.send(self.run, wanted.repo, public=wanted.public)[1])
@@ -267,7 +271,7 @@ class Chain:
             return manifest.looks_whole(folder, kind) and self._has_base(stage)
         if stage == "train" and not (self.run.stage("export") and self._still_there("export")):
             newest, _ = store.newest_whole(self.run.checkpoints)
-            return newest is not None and _is_final(newest)
+            return newest is not None and store.is_final(newest.path)
         return self._eval_holds() if stage == "eval" else True
 
     def _eval_holds(self) -> bool:
@@ -358,7 +362,7 @@ class Chain:
 
     def prepare(self) -> dict[str, Any]:
         """The conversations, the base model where the recipe makes its own, and the tokens that the ranks read."""
-        from clustertune.data import rollout_rows, tokens
+        from clustertune.data import sequences, tokens
         from clustertune.data.prepare import prepare
         from clustertune.data.tokenizer import load_tokenizer
         from clustertune.training import base_model
@@ -382,7 +386,7 @@ class Chain:
         tokenizer = load_tokenizer(*from_where, self.resolved.chat_template, train_args, chats=recipe.data.has_chats)
         made = tokens.make(self.run.data, tokenizer, train_args, shared=self.run.shared_tokens)
         if self.resolved.is_grpo:
-            rollout_rows.check(self.run.data, self.resolved)
+            sequences.check_prompts(self.run.data, self.resolved)
         return {**found, **{key: made[key] for key in tokens.SUMMARY}}
 
     def train(self) -> dict[str, Any]:
@@ -394,13 +398,13 @@ class Chain:
             return self._attempts(stack)
 
     def _attempts(self, stack: contextlib.ExitStack) -> dict[str, Any]:
-        """``stack``: where the servers of the answers are entered, with the first attempt."""
+        """``stack``: where the servers beside the trainer are entered, with the first attempt."""
         for earlier in itertools.count():
             newest, broken = store.newest_whole(self.run.checkpoints)
             if self._waits_for_scores(newest):
                 self._serve(stack)
-                self._score()
-            if newest is not None and _is_final(newest):
+                self._score(SCORE_TRIES if self.ring is not None else 1)
+            if newest is not None and store.is_final(newest.path):
                 break
             step = newest.step if newest else 0
             if self.job is not None:
@@ -432,9 +436,9 @@ class Chain:
 
     def _serve(self, stack: contextlib.ExitStack) -> None:
         """Start the servers beside the trainer where the recipe has some, unless they run; and what scores by them."""
-        if self.resolved.recipe.rollout != "servers" or self.ring is not None:
+        if not self.resolved.recipe.server_nodes or self.ring is not None:
             return
-        self.ring = stack.enter_context(self.rollout_servers())
+        self.ring = stack.enter_context(self.servers_beside())
         stack.callback(setattr, self, "ring", None)
         if self.resolved.recipe.scores_beside:
             over = threading.Event()
@@ -454,44 +458,51 @@ class Chain:
                 self._score()
             except (UserError, OSError) as error:
                 failures[path] += 1
-                if not over.is_set():  # at the end the servers are gone
+                if not over.is_set() and path.exists():  # at the end the servers are gone, and one may be rotated away
                     say(f"warning: {path.name} is not scored: {error}")
                 over.wait(AGAIN_SECONDS)
 
-    def _score(self) -> None:
-        """Score what is due, one checkpoint at a time."""
-        with self._scoring:
-            if self._to_score() is not None:
-                self.run_scores()
+    def _score(self, tries: int = 1) -> None:
+        """Score what is due, one checkpoint at a time. Raises UserError where the last of ``tries`` fails."""
+        for left in reversed(range(tries)):
+            try:
+                with self._scoring:
+                    if self._to_score() is not None:
+                        self.run_scores()
+                return
+            except UserError as error:
+                if not left:
+                    raise
+                say(f"warning: not scored, and tried again: {error}")
 
     def _to_score(self) -> store.Checkpoint | None:
-        """The newest whole checkpoint that is to be scored (``eval.during``); None where it has its scores."""
-        from clustertune.evaluate.during import is_scored
+        """The newest whole checkpoint that is due (``eval.during``); None where it has its scores. Raises UserError where
+        others can write to it.
+        """
+        from clustertune.evaluate.during import next_to_score
 
-        wanted, saved = self.resolved.recipe.eval.during, self.resolved.recipe.save
-        if wanted is None:
-            return None
-        milestones = saved.milestones if saved is not None else ()
-        for found in store.list_checkpoints(self.run.checkpoints):
-            if store.verify(found.path, hashes=False) or not (_is_final(found) or wanted.is_due(found.step, milestones)):
-                continue
+        found = next_to_score(self.run, self.resolved.recipe)
+        if found is not None:
             store.require_own(found.path)
-            return None if is_scored(self.run, found.path.name) else found
-        return None
+        return found
 
     def _waits_for_scores(self, newest: store.Checkpoint | None) -> bool:
         """Whether the training waits for scores: behind its last step, and without servers beside it each time."""
-        beside = self.resolved.recipe.scores_beside and not (newest is not None and _is_final(newest))
+        beside = self.resolved.recipe.scores_beside and not (newest is not None and store.is_final(newest.path))
         return not beside and self._to_score() is not None
 
     def scores(self) -> dict[str, Any]:
         """The scores of the checkpoint that is due."""
         from clustertune.evaluate import during
 
-        recipe, checkpoint = self.resolved.recipe, self._to_score()
-        if recipe.eval.during is None or checkpoint is None:
+        recipe, adapter, began = self.resolved.recipe, None, time.perf_counter()
+        if recipe.scores_beside:  # lm-eval's bar would stand within the lines of the training
+            os.environ.setdefault("TQDM_DISABLE", "1")
+        while adapter is None and (checkpoint := self._to_score()) is not None:
+            adapter = during.export_adapter(self.run, checkpoint, self.base_folder())
+        if recipe.eval.during is None or checkpoint is None or adapter is None:
             return {}
-        began, beside = time.perf_counter(), recipe.scores_beside
+        beside = recipe.scores_beside
         with contextlib.ExitStack() as stack:
             if not beside:  # the attempt is measured itself
                 stack.enter_context(measured(self.run.path))
@@ -500,6 +511,7 @@ class Chain:
                 self.run,
                 recipe.eval.of_checkpoints(recipe.eval.during),
                 self.base_folder(),
+                adapter,
                 checkpoint,
                 data=bundle.prompts(self.resolved),
                 benchmark=recipe.model.weights == "hub",
@@ -511,16 +523,16 @@ class Chain:
         return {"step": checkpoint.step}
 
     @contextlib.contextmanager
-    def rollout_servers(self) -> Iterator[Path]:
-        """The servers that generate answers, until the training has ended; the file by which the ranks find them."""
+    def servers_beside(self) -> Iterator[Path]:
+        """The servers beside the trainer, until the training has ended; the file by which they are found."""
         from clustertune.evaluate import servers
 
         nodes, gpus = self.server_nodes()
-        folder = self.run.path.resolve() / "servers" / f"rollouts-{time.time_ns()}"
-        lora = self.resolved.lora or {}
+        folder = self.run.path.resolve() / "servers" / f"beside-{time.time_ns()}"
+        lora, recipe = self.resolved.lora or {}, self.resolved.recipe
         job = servers.ServingJob(
             str(self.base_folder().resolve()),
-            rollout_serving(self.resolved, len(gpus)),
+            beside_serving(self.resolved, len(gpus)),
             servers.dtype_of(self.base_folder()),
             str(folder),
             first_port(folder.name, 0),
@@ -528,7 +540,7 @@ class Chain:
             nodes=nodes,
             gpus=gpus,
             rank=max([int(lora["r"]), *(lora.get("rank_pattern") or {}).values()]),
-            adapters=1 + self.resolved.recipe.scores_beside,
+            adapters=(recipe.rollout == "servers") + recipe.scores_beside,
             program=self.server_program(),
             key_file=str(folder / servers.KEY),
         )
@@ -536,11 +548,17 @@ class Chain:
             yield ring
 
     def server_nodes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Where they run, and the GPUs of each that they take: here, those that no rank has. Raises UserError without any."""
-        count, ranks = visible_gpus(), self.resolved.world_size
-        if 0 < count <= ranks:
-            text = f"{count} GPUs here, and {ranks} ranks: none is left for servers"
-            raise UserError(text, key="rollout", fix="--ranks with fewer, or rollout=colocate")
+        """Where they run, and the GPUs of each that they take: here, those that no rank has. Raises UserError where these are
+        fewer than one server takes.
+        """
+        count, ranks, recipe = visible_gpus(), self.resolved.world_size, self.resolved.recipe
+        wide = recipe.beside.tensor_parallel_size if recipe.beside is not None else 1
+        if 0 < count < ranks + wide:
+            text = f"{count} GPUs here, of which {ranks} ranks leave {max(0, count - ranks)}, and a server takes {wide}"
+            if recipe.rollout == "servers":
+                raise UserError(text, key="rollout", fix="--ranks with fewer, or rollout=colocate")
+            fix = "--ranks with fewer; or servers=null: the training then stops for each score, which all GPUs answer"
+            raise UserError(text, key="servers", fix=fix)
         return ("127.0.0.1",), tuple(map(str, range(ranks, count)))
 
     def scratch(self) -> str:
@@ -603,11 +621,10 @@ class Chain:
         return False
 
     def export(self) -> dict[str, Any]:
-        from clustertune.export.export import export
-        from clustertune.export.whole import export_model
+        from clustertune.export.export import export, export_model
 
         path = store.find_checkpoint(self.run.path)
-        if (found := store.parse(path)) is None or not _is_final(found):
+        if (found := store.parse(path)) is None or not store.is_final(found.path):
             raise UserError(
                 "is not the final checkpoint; that one is missing or damaged", file=str(path), fix="--from train makes it again"
             )
@@ -688,8 +705,7 @@ def export_trained(source: Path, out: Path | None = None, base: Path | None = No
 
     ``out`` defaults to the run's ``adapter`` or ``merged``; ``base`` to the run's base model as far as it is on this machine.
     """
-    from clustertune.export.export import export, read_recipe, verify
-    from clustertune.export.whole import export_model
+    from clustertune.export.export import export, export_model, read_recipe, verify
 
     checkpoint = store.find_checkpoint(source)
     run = RunDir(source if checkpoint != source else checkpoint.parent.parent)
@@ -699,11 +715,6 @@ def export_trained(source: Path, out: Path | None = None, base: Path | None = No
     if trained.lora is None:
         return export_model(checkpoint, out or run.merged, base)
     return export(checkpoint, out or run.adapter, base)
-
-
-def _is_final(checkpoint: store.Checkpoint) -> bool:
-    """The last step's: nothing is left to train. An older one must never be exported in its place."""
-    return bool(manifest.read_manifest(checkpoint.path).meta.get("final"))
 
 
 def command_line() -> list[str]:

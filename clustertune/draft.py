@@ -16,14 +16,13 @@ from types import MappingProxyType
 from typing import Any
 
 from clustertune.cluster.load import load_cluster, of_gpus
-from clustertune.data.measure import MeasuredData, measure
+from clustertune.data.prepare import MeasuredData, measure
 from clustertune.errors import Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.host.system import GIB
 from clustertune.plan.advise import CostedCandidate, advise
 from clustertune.plan.calibration import CalibratedCluster, find_calibrated
-from clustertune.plan.lengths import PACKED_SHARE, Lengths, of_counts
 from clustertune.plan.predict import fewest_nodes
-from clustertune.plan.schedule import FEW_STEPS
+from clustertune.plan.schedule import FEW_STEPS, PACKED_SHARE, Lengths, of_counts
 from clustertune.recipe.accelerate_file import ALONE, REPLICATED, SHARDED
 from clustertune.recipe.layers import RECIPES, did_you_mean, laid_over, read_overrides
 from clustertune.recipe.native_rules import filled, train_defaults

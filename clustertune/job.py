@@ -90,7 +90,7 @@ class JobInputs:
         )
 
     def split(self) -> JobInputs:
-        """The same with the nodes of the servers of answers set apart, where the job trains."""
+        """The same with the nodes of the servers beside the trainer set apart, where the job trains."""
         return replace(self, allocation=self.allocation.split(self.resolved)) if self.trains else self
 
     def describe(self) -> list[str]:
@@ -108,7 +108,7 @@ class JobInputs:
         return [
             *lines,
             f"{self.resolved.world_size} ranks, {ranks} on each node; cluster {self.cluster.name}",
-            *([f"servers of the answers on {spare}"] if spare else []),
+            *([f"servers beside the trainer on {spare}"] if spare else []),
             *(f"  {s.name}={s.value}  # {s.reason}" for s in own.settings()),
             f"on every node: {shlex.join(own.step_command(1))}",
         ]

@@ -17,18 +17,18 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from clustertune import manifest, secrets
-from clustertune.checkpoint.cadence import Cadence
-from clustertune.checkpoint.store import Checkpoint, CheckpointStore
+from clustertune.checkpoint.store import Cadence, CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError, is_full, storage_cause, storage_error
-from clustertune.evaluate.during import may_be_exported
+from clustertune.evaluate.during import is_kept
 from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.attempt import PLAN, AttemptPlan, check_fence
 from clustertune.launch.environment import one_gpu
-from clustertune.monitor.readings import gpu_names
+from clustertune.monitor.sampler import gpu_names
 from clustertune.plan.schedule import seconds_between_ends
 from clustertune.process import StopFlag, die_with_parent
 from clustertune.report import cost
@@ -37,8 +37,8 @@ from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import UNSAVED, RunDir
 from clustertune.staging import bundle, needs, staging_step
 from clustertune.staging.hashed_copy import amount
-from clustertune.training import tracker
-from clustertune.training.heartbeat import Attempt, Heartbeat
+from clustertune.training import event_log
+from clustertune.training.event_log import Attempt, Heartbeat
 
 if TYPE_CHECKING:
     from clustertune.training.session import Session
@@ -91,7 +91,7 @@ def main(run_dir: Path, attempt: int, *, quiet: bool = False) -> int:
         with contextlib.suppress(OSError):
             leave()
     # Another attempt continues with this run at W&B: to close it here would mark it as ended.
-    closed = not superseded and tracker.finish_wandb(int(code))
+    closed = not superseded and event_log.finish_wandb(int(code))
     if not (orderly and closed):
         # Other ranks may wait in a collective for this one, and W&B at exit for a server that does not answer.
         os._exit(code)
@@ -203,14 +203,8 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     from clustertune.training.session import Session
 
     session, save = Session(attempt), resolved.recipe.save
-    limit, milestones = resolved.train_args["save_total_limit"], save.milestones if save is not None else ()
-    during = resolved.recipe.eval.during
-
-    def is_kept(checkpoint: Checkpoint) -> bool:
-        scored = during is not None and may_be_exported(run, during, milestones, checkpoint)
-        return scored or checkpoint.step in milestones
-
-    store = CheckpointStore(run.checkpoints, number, limit, session.group, session.tell, fence, is_kept)
+    limit, stays = resolved.train_args["save_total_limit"], partial(is_kept, run, resolved.recipe)
+    store = CheckpointStore(run.checkpoints, number, limit, session.group, session.tell, fence, stays)
     with session.startup.part("digests"):
         latest = store.latest()
     if latest and latest[1].get("final"):
@@ -222,8 +216,8 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     if session.log is not None and plan is not None:
         _tell_staged(run, session, staging_step.read_records(records, len(plan.nodes)))
     trainer = session.make_trainer(store, data)
-    if during is not None:
-        trainer.is_score_due = lambda step: during.is_due(step, milestones)
+    if (during := resolved.recipe.eval.during) is not None:
+        trainer.is_score_due = partial(during.is_due, milestones=resolved.recipe.milestones)
         trainer.ends_for_scores = not resolved.recipe.scores_beside
     if save is not None:
         trainer.cadence = Cadence(save, _between_ends(run, plan))
@@ -300,18 +294,18 @@ def _set_environment(resolved: Resolved, run: RunDir, model: str, *, has_key: bo
     os.environ.update(one_gpu(resolved.world_size, os.environ))
     if Path(model).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # PEFT asks the Hub for the base's config at every save otherwise
-    from clustertune.training import accelerate_env
+    from clustertune.training import build
 
-    accelerate_env.apply(run.accelerate_file, resolved.world_size, alone=resolved.distribution.kind == "NO")
+    build.set_environment(run.accelerate_file, resolved.world_size, alone=resolved.distribution.kind == "NO")
     import torch
 
-    from clustertune.training import build, cpu_fsdp, deepspeed_engine
+    from clustertune.training import build, deepspeed_engine
 
     notes = deepspeed_engine.set_environment(resolved, _tracker_id(run, resolved), cuda=torch.cuda.is_available())
     if not torch.cuda.is_available() and not resolved.distribution.is_deepspeed:
-        cpu_fsdp.set_environment()
-        cpu_fsdp.install()
-    build.set_tracker_environment(run.path, _tracker_id(run, resolved), "clustertune", has_key=has_key)
+        build.use_cpu()
+        build.install_cpu_fsdp()
+    event_log.set_tracker_environment(run.path, _tracker_id(run, resolved), "clustertune", has_key=has_key)
     return notes
 
 

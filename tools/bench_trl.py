@@ -196,10 +196,10 @@ def train(settings: Path, out: Path) -> None:
     given = json.loads(settings.read_text())
     cuda = torch.cuda.is_available()
     if given["sft"] is not None and not cuda and os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        from clustertune.training import cpu_fsdp  # accelerate follows the recipe's file on CPUs too, as bench's ranks do
+        from clustertune.training import build  # accelerate follows the recipe's file on CPUs too, as bench's ranks do
 
-        cpu_fsdp.set_environment()
-        cpu_fsdp.install()
+        build.use_cpu()
+        build.install_cpu_fsdp()
 
     from datasets import load_dataset
     from peft import LoraConfig

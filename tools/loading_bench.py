@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.recipe.deepspeed_file import ZERO
-from clustertune.resolve.distribution import Distribution
+from clustertune.resolve.resolved import Distribution
 from tools.merge_bench import make_base
 
 WAYS = ("rows", "stock", "whole")
@@ -101,9 +101,9 @@ def load(folder: Path, way: str, axes: Axes, store: Path) -> Measured:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from clustertune.training import tensor
+    from clustertune.training import parallelism
+    from clustertune.training.figures import Startup
     from clustertune.training.loading import Loading
-    from clustertune.training.startup import Startup
 
     if importlib.util.find_spec("deepspeed"):
         importlib.import_module("deepspeed")  # accelerate 1.15 does while it prepares a model: 7 MB read that are not weights
@@ -119,7 +119,7 @@ def load(folder: Path, way: str, axes: Axes, store: Path) -> Measured:
     base = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
     if axes.tp > 1:
-        tensor.split(model, accelerator.torch_device_mesh["tp"])
+        parallelism.split(model, accelerator.torch_device_mesh["tp"])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     model, optimizer = accelerator.prepare(model, optimizer)
     seconds, peak = time.perf_counter() - began, _status("VmHWM") - before
@@ -157,13 +157,13 @@ def _fsdp(way: str, store: Path, axes: Axes) -> Any:
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    from clustertune.training import cpu_fsdp
+    from clustertune.training import build
 
     flag = way != "whole"
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_CPU_RAM_EFFICIENT_LOADING=str(flag).lower())
     if not torch.cuda.is_available():
-        cpu_fsdp.set_environment()
-        cpu_fsdp.install()
+        build.use_cpu()
+        build.install_cpu_fsdp()
     plugin = FullyShardedDataParallelPlugin(
         reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=flag,
@@ -221,8 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     import torch
 
-    import clustertune.training.loading
-    import clustertune.training.startup  # noqa: F401
+    import clustertune.training.figures  # noqa: F401
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

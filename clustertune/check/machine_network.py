@@ -7,7 +7,7 @@ import ipaddress
 import re
 from collections.abc import Iterator, Sequence
 
-from clustertune.check.machine_context import RDMA_KINDS, Machine, one_link
+from clustertune.check.machines import RDMA_KINDS, Machine, one_link
 from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Rules, Seen, either
 from clustertune.host.facts import Nic
 

@@ -33,10 +33,10 @@ from clustertune.tree import how_to_install
 
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Use it": {
-        "new": ("cli.new:new", "Write a recipe folder for a model and its data."),
+        "new": ("cli.planning:new", "Write a recipe folder for a model and its data."),
         "run": ("cli.stages:run", "Run the whole chain on this machine."),
         "submit": ("cli.jobs:submit", "Run the chain on Slurm: one job per stage."),
-        "sweep": ("cli.sweep_command:sweep", "Run a recipe under varied settings and compare."),
+        "sweep": ("cli.jobs:sweep", "Run a recipe under varied settings and compare."),
         "eval": ("cli.stages:evaluate", "Score a model with lm-eval, alone or next to its base."),
         "chat": ("cli.after_training:chat", "Talk to a model in the terminal, in its own chat template."),
         "serve": ("cli.after_training:serve", "Serve a model with an OpenAI-compatible API."),
@@ -44,13 +44,13 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Look at it": {
         "show": ("cli.look:show", "Print a recipe with every value resolved."),
-        "plan": ("cli.plan_command:plan", "Predict whether a recipe fits, its hours, cost and limits."),
+        "plan": ("cli.planning:plan", "Predict whether a recipe fits, its hours, cost and limits."),
         "doctor": ("cli.doctor:doctor_app", "Look for mistakes before they cost a job."),
         "watch": ("cli.look:watch", "Follow a run: step, speed, time and money, GPUs, alerts."),
         "runs": ("cli.look:runs", "List runs with state, step, score and cost, newest first."),
         "report": ("cli.stages:report", "Write a run's one-page report, and report.json next to it."),
         "compare": ("cli.look:compare", "Compare runs side by side, and list what differs."),
-        "bench": ("cli.bench_command:bench", "Measure a recipe's training on this machine."),
+        "bench": ("cli.stages:bench", "Measure a recipe's training on this machine."),
     },
     "A stage by itself": {
         "prepare": ("cli.stages:prepare", "Turn a recipe's data into conversations and tokens."),

@@ -1,8 +1,16 @@
-"""The chain on this machine, each of its stages by itself, and what is done with what they made."""
+"""The chain on this machine, each of its stages by itself, what is done with what they made, and how fast a recipe trains."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import re
 import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,6 +19,7 @@ import typer
 from clustertune import console, secrets
 from clustertune.cli.arguments import (
     AsJson,
+    ClusterOption,
     Device,
     Overrides,
     Ranks,
@@ -19,38 +28,18 @@ from clustertune.cli.arguments import (
     path_given,
     path_option,
 )
-from clustertune.console import emit_json, reply, say, show_error
-from clustertune.errors import ExitCode, UserError, raise_if
+from clustertune.console import emit_json, escape, make_table, reply, say, show_error
+from clustertune.errors import ExitCode, UserError, raise_if, storing
+from clustertune.manifest import write_durably
 from clustertune.rundir import STAGES, RunDir, Stage, default_run_dir
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from clustertune.resolve.resolved import Resolved
 
 
 OutOption = Annotated[Path | None, path_option("The folder to write.", "--out")]
-
-
-def prepare(
-    recipe: RecipeArgument,
-    overrides: Overrides = None,
-    input_path: Annotated[
-        Path | None, path_option("Use this file or folder instead of the recipe's data.", "--input", metavar="PATH")
-    ] = None,
-    out: OutOption = None,
-    show_count: Annotated[
-        int, typer.Option("--show", metavar="N", min=0, help="Print N training samples with the trained tokens marked.")
-    ] = 0,
-    as_json: AsJson = False,
-) -> None:
-    """Every bad row is counted and reported with file and line. Uses all cores; the result is kept and reused."""
-    from clustertune.cli import preparing
-    from clustertune.launch import cluster_paths
-    from clustertune.resolve import resolve
-
-    resolved = resolve.resolve(recipe, overrides or [])
-    below = cluster_paths.enter_local()
-    result = preparing.prepare(resolved, out or below / resolved.name / "data", input_path, show_count)
-    reply(as_json, result, lambda: preparing.print_summary(result))
 
 
 def run(
@@ -69,7 +58,6 @@ def run(
     """Stages: prepare, train, export, merge, eval, report. Finished stages are not run again."""
     from clustertune import chain
     from clustertune.launch import cluster_paths
-    from clustertune.report import run_summary
 
     stages = STAGES[STAGES.index(first) : STAGES.index(last) + 1]
     if not stages:
@@ -88,7 +76,7 @@ def run(
         chain.keep_forecast(opened, resolved)
         links = chain.Chain(opened, resolved, quiet=as_json)
         links.go(first, last)
-    run_summary.finish(opened, links.results, as_json)
+    finish_run(opened, links.results, as_json)
 
 
 def _check_before_anything_is_made(resolved: Resolved, path: Path, stages: tuple[str, ...]) -> None:
@@ -251,3 +239,253 @@ def verify(path: Annotated[Path, path_given("A checkpoint folder, or a run.", "P
         emit_json({"checkpoint": newest, "whole": not problems, "problems": [str(p) for p in problems]})
     if problems:
         raise typer.Exit(int(ExitCode.CONFIG))
+
+
+# --- prepare -----------------------------------------------------------------------------------------------------------
+
+MARKS = ("[[", "]]")
+"""Around the trained tokens of a sample."""
+
+
+def prepare(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    input_path: Annotated[
+        Path | None, path_option("Use this file or folder instead of the recipe's data.", "--input", metavar="PATH")
+    ] = None,
+    out: OutOption = None,
+    show_count: Annotated[
+        int, typer.Option("--show", metavar="N", min=0, help="Print N training samples with the trained tokens marked.")
+    ] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Every bad row is counted and reported with file and line. Uses all cores; the result is kept and reused."""
+    from clustertune.launch import cluster_paths
+    from clustertune.resolve import resolve
+
+    resolved = resolve.resolve(recipe, overrides or [])
+    below = cluster_paths.enter_local()
+    result = _prepared(resolved, out or below / resolved.name / "data", input_path, show_count)
+    reply(as_json, result, lambda: _print_summary(result))
+
+
+def _prepared(resolved: Resolved, out: Path, input_path: Path | None, samples: int) -> dict[str, Any]:
+    """Make a recipe's data in ``out``. Returns the ``--json`` document.
+
+    ``{"dir", "train", "eval", "rejected", "unused", "tokens", "sequences", "labelled_share", "tokens_per_s"}``, the last four
+    null where the tokenizer is not available here; of a mixture also ``sources``, with ``samples`` also ``samples``.
+    Raises UserError.
+    """
+    from clustertune.data import prepare as conversations
+    from clustertune.data import sequences, tokens
+    from clustertune.staging import bundle
+
+    bundle.enter(resolved)
+    input_path = input_path or bundle.data_input(resolved)
+    seed = int(resolved.train_args["seed"])
+    with secrets.lent(secrets.of_the_hub()), contextlib.redirect_stdout(sys.stderr):
+        found = conversations.prepare(
+            resolved.recipe.data, recipe_folder=Path(resolved.folder), seed=seed, out=out, input_path=input_path
+        )
+        keys = ("dir", "train", "eval", "rejected", "unused", "sources")
+        document = {key: found[key] for key in keys if key in found} | dict.fromkeys(tokens.SUMMARY)
+        try:
+            with _tokenizer(resolved, out) as tokenizer:
+                made = tokens.make(out, tokenizer, resolved.train_args)
+                if resolved.is_grpo:
+                    sequences.check_prompts(out, resolved)
+                document |= {key: made[key] for key in tokens.SUMMARY}
+                for split in conversations.SPLITS:
+                    document[split] = {**document[split], **made["splits"][split]}
+                if samples:
+                    document["samples"] = sequences.shown(out / tokens.FOLDER, tokenizer, samples, MARKS)
+        except _TokenizerUnavailable as error:
+            if samples:
+                raise UserError(error.problems) from None
+            say(f"warning: conversations only, without tokens: {error.problems[0]}")
+    return document
+
+
+class _TokenizerUnavailable(UserError):
+    """The tokenizer is not available here; the conversations are prepared all the same."""
+
+
+@contextlib.contextmanager
+def _tokenizer(resolved: Resolved, dataset: Path) -> Iterator[Any]:
+    """The tokenizer that a run of the recipe has. Raises _TokenizerUnavailable, UserError."""
+    from clustertune.data.tokenizer import load_tokenizer
+    from clustertune.staging import needs
+
+    recipe = resolved.recipe
+    if recipe.megatron is not None:
+        raise _TokenizerUnavailable("Megatron-Bridge tokenises by itself", file=resolved.name)
+    if recipe.model.weights == "random":
+        from clustertune.data.local_model import conversation_texts, local_tokenizer
+
+        with tempfile.TemporaryDirectory() as folder:  # as the run saves and loads it
+            texts, own = conversation_texts(dataset), resolved.chat_template is None
+            local_tokenizer(resolved.architecture, texts, template=own).save_pretrained(folder)
+            yield load_tokenizer(folder, None, resolved.chat_template, resolved.train_args, chats=recipe.data.has_chats)
+        return
+    source = needs.base_of(resolved, None).source
+    try:
+        tokenizer = load_tokenizer(*source, resolved.chat_template, resolved.train_args, chats=recipe.data.has_chats)
+    except UserError as error:
+        if error.problems[0].key == "model.name":
+            raise _TokenizerUnavailable(error.problems) from None
+        raise
+    yield tokenizer
+
+
+def _print_summary(document: dict[str, Any]) -> None:
+    """The same for a person; samples go to stdout."""
+    from clustertune.data.prepare import SPLITS
+
+    for split in SPLITS:
+        one = document[split]
+        text = f"{split}: {one['conversations']:,} conversations, {one['messages']:,} messages"
+        if "tokens" in one:
+            text += f", {one['tokens']:,} tokens, {one['labelled']:,} of them trained, in {one['sequences']:,} sequences"
+            text += f"; {one['cut']:,} cut at max_length, which leaves out {one['cut_tokens']:,} tokens" if one["cut"] else ""
+            text += f", {one['dropped']:,} left out without a label in it" if one["dropped"] else ""
+        say(text)
+    for part in document.get("sources", ()):
+        say(f"{part['name']}: {part['conversations']:,} conversations of {part['rows']:,} rows")
+    if document["tokens_per_s"] is not None:
+        say(f"tokenised at {document['tokens_per_s']:,} tokens/s")
+    say(f"in {document['dir']}")
+    for number, sample in enumerate(document.get("samples", ()), start=1):
+        sys.stdout.write(f"--- sample {number}, trained tokens between {MARKS[0]} and {MARKS[1]}\n{escape(sample)}\n")
+
+
+# --- bench -------------------------------------------------------------------------------------------------------------
+
+RESULT = "bench-result.json"
+"""In the run folder: the document."""
+
+
+def bench(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=2, max=100_000, help="Timed optimizer steps.")] = 20,
+    warmup: Annotated[int, typer.Option(min=1, max=10_000, help="Untimed warm-up steps.")] = 5,
+    synthetic: Annotated[
+        bool,
+        typer.Option("--synthetic", help="Full size with random weights and generated conversations; needs no Hub."),
+    ] = False,
+    tiny: Tiny = False,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine. Default: as for clustertune run.")] = None,
+    cluster: ClusterOption = None,
+    run_dir: Annotated[Path | None, path_option("New run folder. Default: below runs/bench.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Step time, tokens/s, MFU and memory.
+    Uses the ranks of clustertune run. Prints the figures beside those of plan, and writes them into the run folder.
+    """
+    from clustertune import bench as benches
+    from clustertune import chain
+    from clustertune.cluster import load
+    from clustertune.launch import cluster_paths, node
+
+    secrets.read_env(secrets.DEFAULT)
+    if tiny and synthetic:
+        text, fix = "--tiny scales the model down, --synthetic keeps its size", "give one of them"
+        raise UserError(text, file="command line", key="--synthetic", fix=fix)
+    on, path = load.load_cluster(cluster), run_dir or _new_run_path(recipe)
+    with storing("--run-dir cannot be read", path):
+        if path.is_dir() and any(path.iterdir()):
+            text, fix = "is not empty: each benchmark needs a new folder", "give a new one, or leave it out"
+            raise UserError(text, file=str(path), key="--run-dir", fix=fix)
+        if above := next((part for part in (path, *path.absolute().parents) if part.exists() and not part.is_dir()), None):
+            raise UserError("is a file, a run needs a folder", file=str(above), key="--run-dir", fix="give a folder")
+    cluster_paths.enter(on)
+    made = benches.make(recipe, overrides or (), path, warmup, steps, tiny=tiny, ranks=ranks, synthetic=synthetic)
+    if synthetic and not chain.visible_gpus() and (large := benches.too_large(made)):
+        fix = "run it where there are GPUs, or give a recipe folder with a smaller model.json"
+        raise UserError(large, file=made.whole.name, key="model", fix=fix)
+    for warning in made.whole.warnings:
+        say(f"warning: {warning}")
+    if dry_run:
+        command = node.ranks_command(RunDir(path), made.measured, 1)
+        plan, why = benches.predict(made, on)
+        planned = f"planned on {plan.machine.name}: {plan.step.seconds:.3g} s a step" if plan else f"no plan: {why}"
+        body = {"run_dir": str(path), "warmup": warmup, "steps": steps, "ranks": made.measured.world_size, "train": command}
+        body["plan"] = {"step_s": plan.step.seconds, "fits": plan.fits} if plan else {"unknown": why}
+        what = f"{warmup} warm-up steps, {steps} timed, on {made.measured.world_size} ranks"
+        reply(as_json, body, f"run folder: {path}", what, planned, f"$ {shlex.join(command)}")
+        return
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, where it is installed, logs its import to stdout
+        run = benches.train(made, chain.command_line())
+        body = benches.document(made, run, on)
+    file = run.path / RESULT
+    with storing("cannot hold the result", file):
+        write_durably(file, json.dumps(body, indent=1) + "\n")
+    for line in [*benches.lines(body), f"in {file}"]:
+        say(line)
+    reply(as_json, body)
+
+
+def _new_run_path(recipe: str) -> Path:
+    """A new folder for each benchmark, below this machine's runs."""
+    from clustertune.launch import cluster_paths
+
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(recipe).name).strip("._-")[:64] or "recipe"
+    below = cluster_paths.runs(cluster_paths.local_cluster())
+    return below / "bench" / name / (datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ") + f"-{os.getpid()}")
+
+
+# --- the end of a run -------------------------------------------------------------------------------------------------
+
+# A table: stages with their seconds, the first and the last loss, the scores, where everything lies.
+
+
+def show_summary(
+    run: RunDir, stages: Mapping[str, Mapping[str, Any]], evaluation: Mapping[str, Any] | None, out: Console
+) -> None:
+    """Print the summary of a run to ``out``."""
+    from clustertune.evaluate import scores
+    from clustertune.report import content
+    from clustertune.report.metrics import read_metrics
+
+    table = make_table("stage", "status", "seconds", text_columns=2)
+    for name, stage in stages.items():
+        table.add_row(name, str(stage["status"]), f"{stage['seconds']:.1f}")
+    done = [s["seconds"] for s in stages.values() if s["status"] == "done"]
+    table.add_row("total", "", f"{sum(done):.1f}")
+    out.print()
+    out.print(table)
+    metrics = read_metrics(run.metrics)
+    name, found = "reward of the held-out prompts", content.held_out_rewards(metrics)
+    if found is None:
+        name, found = "eval loss", content.eval_losses(metrics)
+    if found is None:
+        name, found = "training loss", content.train_losses(metrics)
+    if found is not None:
+        when, values = found
+        out.print(f"\n{name}, {when}: {', '.join(f'{value:.4f}' for value in values)}", markup=False)
+    if evaluation:
+        out.print()
+        scores.render(evaluation, out)
+    out.print(f"\nrun      {run.path}", markup=False)
+    for label, path in (("adapter", run.adapter), ("model", run.merged), ("scores", run.eval), ("report", run.report)):
+        if path.exists():
+            out.print(f"{label:8} {path}", markup=False)
+
+
+def finish_run(run: RunDir, results: dict[str, dict[str, Any]], as_json: bool) -> None:
+    """What a finished chain says: a table on stderr, or one document on stdout."""
+    from clustertune.evaluate import scores
+
+    found = scores.read_result(run.eval)
+    stages = {name: {"seconds": r["seconds"], "status": r["status"]} for name, r in results.items()}
+    document = {"run_dir": str(run.path), "stages": stages, **_scores(found)}
+    reply(as_json, document, lambda: show_summary(run, stages, found, console.stderr))
+
+
+def _scores(found: dict[str, Any] | None) -> dict[str, Any]:
+    """``tasks``, and ``paired`` where the base was scored."""
+    if found is None:
+        return {"tasks": None}
+    paired = {"paired": found["paired"]} if found.get("paired") else {}
+    return {"tasks": found["tasks"], **paired}

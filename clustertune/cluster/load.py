@@ -1,6 +1,7 @@
 """Which cluster: a file of ``ops/clusters``, a file anywhere, or this machine as it is found by looking.
 
-What a file says is checked: facts that are missing, cannot be, or contradict each other, all of them at once.
+What a file says is checked: facts that are missing, cannot be, or contradict each other, all of them at once. The rules that
+it leaves out (``doctor.ignore``) are one list for doctor, preflight, nccl-check and ``setup``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from clustertune.cluster.hardware import HARDWARE, load_hardware, near_gpus, read_hardware
+from clustertune.check.rule import checks
+from clustertune.cluster.hardware import HARDWARE, near_gpus, read_hardware
 from clustertune.cluster.local import LocalMachine, collect, judge
 from clustertune.cluster.schema import (
     CONTAINER_OPTIONS,
@@ -34,6 +36,7 @@ from clustertune.cluster.schema import (
 )
 from clustertune.errors import Problem, UserError
 from clustertune.host.credentials import speaks_of_secret
+from clustertune.host.mounts import lies_below
 from clustertune.host.system import parse_cpu_list
 from clustertune.recipe.findings import Found, as_problems, parse_partial, schema_findings
 from clustertune.recipe.layers import COMMAND_LINE, Document, KeyPath, did_you_mean, read_yaml
@@ -187,6 +190,20 @@ def _that_name(*hosts: str) -> list[Path]:
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 """One label of a host name (RFC 1123, 2.1)."""
 _BIND = re.compile(r"(/[^\s,:\x00-\x1f]*)(:/[^\s,:\x00-\x1f]*(:(ro|rw))?)?")
+
+
+def ignored(cluster: Cluster) -> tuple[str, ...]:
+    """The ids of the rules that the cluster file leaves out. Raises UserError for names that are not rules."""
+    return check_rules(cluster.doctor.ignore, cluster.source, "doctor.ignore")
+
+
+def check_rules(names: Sequence[str], file: str, key: str) -> tuple[str, ...]:
+    """``names`` if each is the id of a rule of any kind. Raises UserError with every other name, and the nearest id."""
+    known = [one.rule.id for one in checks()] if names else []
+    fixes = {name: did_you_mean(name, known) or "clustertune doctor --list" for name in names if name not in known}
+    if fixes:
+        raise UserError([Problem(f"there is no rule {name!r}", file=file, key=key, fix=fix) for name, fix in fixes.items()])
+    return tuple(names)
 
 
 def read_cluster(document: Document, *, name: str | None = None) -> Cluster:
@@ -449,7 +466,7 @@ def check_compute(compute: Compute) -> Iterator[Found]:
 
 
 def _check_gpu(compute: Compute) -> Iterator[Found]:
-    known = load_hardware()
+    known = read_hardware().gpus
     if not compute.gpu:
         yield ("compute", "gpu"), f"missing, while gpus is {compute.gpus}", f"one of {', '.join(known)}"
     elif compute.gpu not in known:
@@ -637,7 +654,7 @@ def _clashes(bricks: Sequence[tuple[KeyPath, Brick]]) -> Iterator[Found]:
 
 
 def _inside(inner: str, outer: str) -> bool:
-    return inner != outer and inner.startswith(outer.rstrip("/") + "/")
+    return inner != outer and lies_below(inner, outer)
 
 
 def _nested(one: str, other: str) -> bool:

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from clustertune.check.machine_context import CONTAINER_STEP, STEP, Expects, Machine
-from clustertune.check.nodes import JobNodes, cluster_findings
+from clustertune.check.machines import CONTAINER_STEP, STEP, Expects, JobNodes, Machine, cluster_findings
 from clustertune.check.rule import FAIL, MACHINE, NODES, Finding, Report, checks, worst
-from clustertune.cluster.ignoring import ignored
+from clustertune.cluster.load import ignored
 from clustertune.cluster.schema import Cluster, same_host
-from clustertune.doctor import node_facts
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.host import collect
 from clustertune.host.facts import HostFacts
 from clustertune.launch import srun
 from clustertune.launch.allocation import Allocation
@@ -58,7 +57,7 @@ def collector(cluster: Cluster, nodes: Sequence[str], seconds: float) -> list[st
     # from the environment, not found by looking: what a container sees of Slurm's variables is what is named to it
     place = STEP if cluster.container.runtime == "none" else CONTAINER_STEP
     names = nodes if len(nodes) <= 64 else ()
-    return node_facts.command(place, seconds, folders=[folder for folder in dict.fromkeys(folders) if folder], names=names)
+    return collect.probe_command(place, seconds, folders=[folder for folder in dict.fromkeys(folders) if folder], names=names)
 
 
 def step_command(cluster: Cluster, allocation: Allocation, binds: Sequence[str], seconds: float) -> list[str]:
@@ -87,7 +86,7 @@ def look(cluster: Cluster, allocation: Allocation, *, binds: Sequence[str] = (),
         for file in (out, err):
             file.seek(0)
             texts.append(file.read(MAX_BYTES).decode(errors="replace"))
-    found, looked.faults, others = node_facts.decode(texts[0].splitlines())
+    found, looked.faults, others = collect.decode(texts[0].splitlines())
     lines = [line.strip() for line in [*texts[1].splitlines(), *others] if line.strip()]
     for node in allocation.nodes:
         name = same_host(node, found)
@@ -124,7 +123,7 @@ def findings(looked: NodeReports, cluster: Cluster, nodes: Sequence[str], expect
 
 SECONDS = 50.0
 """How long a node may look; a healthy one takes less than one, with eight GPUs some. Without persistence mode the driver
-wakes one GPU after the other: only beyond host.gpus.SMI_SECONDS it is known to hang."""
+wakes one GPU after the other: only beyond host.devices.SMI_SECONDS it is known to hang."""
 
 
 def check(

@@ -1,6 +1,6 @@
 """Scores while the training is under way: the base and the adapters of checkpoints, each beside the base, without a merge.
 
-Where servers of answers run beside the trainer, they take the adapter too, and the training goes on. Elsewhere it stands
+Where vLLM's servers run beside the trainer, they take the adapter, and the training goes on. Elsewhere it stands
 still: its ranks save and end, all GPUs answer as in the stage ``eval``, and the next attempt goes on from the checkpoint, with
 the same bytes as if it had never stopped. A score that was taken is not taken again.
 """
@@ -13,11 +13,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertune.checkpoint.store import Checkpoint, list_checkpoints, parse, verify
+from clustertune.checkpoint.store import Checkpoint, is_final, list_checkpoints, parse, verify
 from clustertune.console import say
+from clustertune.errors import UserError
 from clustertune.evaluate.scores import headline, read_result
 from clustertune.export.export import export
-from clustertune.recipe.sections import During, Eval
+from clustertune.recipe.sections import During, Eval, Recipe
 from clustertune.rundir import RunDir
 
 BASE = "base"
@@ -29,21 +30,42 @@ def is_scored(run: RunDir, name: str) -> bool:
     return read_result(run.scores / name) is not None
 
 
+def export_adapter(run: RunDir, checkpoint: Checkpoint, base: Path) -> Path | None:
+    """The folder of a checkpoint's adapter, for its scores; None where the ranks have removed the checkpoint meanwhile.
+
+    Raises UserError as the export does.
+    """
+    adapter = run.scores / f"adapter-{checkpoint.path.name}"
+    try:
+        export(checkpoint.path, adapter, base)
+    except UserError:
+        if checkpoint.path.exists():
+            raise
+        return None
+    return adapter
+
+
 def take(
-    run: RunDir, settings: Eval, base: Path, checkpoint: Checkpoint, *, data: Path | None, benchmark: bool, beside: bool
+    run: RunDir,
+    settings: Eval,
+    base: Path,
+    adapter: Path,
+    checkpoint: Checkpoint,
+    *,
+    data: Path | None,
+    benchmark: bool,
+    beside: bool,
 ) -> dict[str, Any]:
-    """Score a checkpoint's adapter beside the base; the values of its event.
+    """Score the ``adapter`` of a checkpoint beside the base, and remove it; the values of the event.
 
     ``base``: the base model's folder; ``data`` and ``benchmark`` as :func:`clustertune.evaluate.run.evaluate` has them.
     ``beside``: the ranks train meanwhile; their GPUs are left alone, and the run is not shown as evaluating. What is on disk
-    of an earlier call that was killed is used again. Raises UserError as the export and the evaluation do.
+    of an earlier call that was killed is used again. Raises UserError as the evaluation does.
     """
     from clustertune.evaluate.run import evaluate
 
     place = {"device": "cpu"} if beside else {"progress_file": run.evaluating}
     asked: dict[str, Any] = {"settings": settings, "data": data, "benchmark": benchmark, **place}
-    adapter = run.scores / f"adapter-{checkpoint.path.name}"
-    export(checkpoint.path, adapter, base)
     out = run.scores / checkpoint.path.name
     found = described(evaluate(base, out, adapter=adapter, base=base, base_out=run.scores / BASE, **asked))
     shutil.rmtree(adapter)
@@ -83,6 +105,28 @@ def best(run: RunDir) -> Checkpoint | None:
         if difference is not None and not verify(checkpoint.path, hashes=False):
             found.append((difference, checkpoint))
     return max(found)[1] if found else None
+
+
+def next_to_score(run: RunDir, recipe: Recipe) -> Checkpoint | None:
+    """The newest whole checkpoint that is due, or the last step's; None where it has its scores, or nothing is scored."""
+    if (during := recipe.eval.during) is None:
+        return None
+    for found in list_checkpoints(run.checkpoints):
+        if verify(found.path, hashes=False):
+            continue
+        if is_final(found.path) or during.is_due(found.step, recipe.milestones):
+            return None if is_scored(run, found.path.name) else found
+    return None
+
+
+def is_kept(run: RunDir, recipe: Recipe, checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint stays whatever ``save_total_limit`` says: a milestone, the one that the servers beside the trainer
+    score next, and what ``keep: best`` may choose.
+    """
+    during, milestones = recipe.eval.during, recipe.milestones
+    if checkpoint.step in milestones or (recipe.scores_beside and checkpoint == next_to_score(run, recipe)):
+        return True
+    return during is not None and may_be_exported(run, during, milestones, checkpoint)
 
 
 def may_be_exported(run: RunDir, during: During, milestones: Collection[int], checkpoint: Checkpoint) -> bool:

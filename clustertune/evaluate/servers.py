@@ -28,7 +28,7 @@ from typing import Any
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.evaluate.model import Backend, ModelFacts, weight_bytes
-from clustertune.host.network import addresses
+from clustertune.host.devices import addresses
 from clustertune.launch.rendezvous import first_port, free_port
 from clustertune.launch.server_requests import ask, load_adapter, unload_adapter
 from clustertune.launch.serving import ModelSize, Serving, deadline_seconds, serving, start_seconds
@@ -430,7 +430,7 @@ def kept(job: ServingJob, begin: Callable[[], subprocess.Popen[bytes]], end: Cal
     try:
         for node in range(len(job.nodes)):
             _await(folder, READY.format(node), job.start_seconds + END_SECONDS, children[0].poll)
-        say(f"servers of the answers: {', '.join(job.urls)}")
+        say(f"servers beside the trainer: {', '.join(job.urls)}")
         yield folder / RING
     finally:
         over.set()
@@ -521,9 +521,14 @@ def _key(job: ServingJob) -> str | None:
 def _with_adapter(job: ServingJob) -> Iterator[list[str]]:
     """Servers beside a trainer have the job's adapter while the context lasts; the addresses of those that do.
 
-    Raises UserError where none does.
+    Where none answers, one that ended is on its way back, and is waited for. Raises UserError where it was given up, and where
+    none takes the adapter.
     """
-    key, urls = _key(job) or "", job.urls
+    key, urls, deadline = _key(job) or "", job.urls, time.monotonic() + job.start_seconds
+    while not any(ask(f"{url}/health") is not None for url in job.urls) and time.monotonic() < deadline:
+        if found := _given_up(Path(job.folder)):
+            raise found
+        time.sleep(POLL_SECONDS)
     try:
         if job.adapter is not None:
             urls = [url for url in job.urls if load_adapter(url, key, job.served, Path(job.adapter))]

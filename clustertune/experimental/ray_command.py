@@ -11,9 +11,9 @@ import typer
 
 from clustertune import chain
 from clustertune.cli.arguments import AsJson, Overrides, RecipeArgument, SharedRunDir, Tiny
+from clustertune.cli.stages import finish_run
 from clustertune.errors import UserError
 from clustertune.launch import cluster_paths
-from clustertune.report import run_summary
 from clustertune.resolve import resolve
 from clustertune.rundir import default_run_dir
 
@@ -49,4 +49,4 @@ def ray_train(
             links.use_gpu = gpus
             links.go(first="train", last="train")
         links.go(first="export")
-    run_summary.finish(run, links.results, as_json)
+    finish_run(run, links.results, as_json)

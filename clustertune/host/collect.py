@@ -1,14 +1,20 @@
-"""Everything that is known of one machine, in seconds, without changing it."""
+"""Everything that is known of one machine, in seconds, without changing it.
+
+As a program it prints the facts of one machine: what ``clustertune doctor`` has run on every node. They come through srun in
+short lines, since srun passes on 1024 bytes of a line as one piece, not more.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from functools import partial
@@ -16,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import bounded
-from clustertune.host import credentials, gpus, mounts, network, packages, system
-from clustertune.host.facts import HostFacts, Package
-from clustertune.host.probe import Ask, Probe, ask
+from clustertune.host import credentials, devices, mounts, packages, system
+from clustertune.host.facts import HostFacts, Package, from_dict
+from clustertune.host.system import Ask, Probe, ask
 
 Reader = Callable[[Probe], dict[str, Any]]
 
@@ -141,16 +147,16 @@ DIRECT: tuple[Reader, ...] = (
     system.memory,
     system.limits,
     system.kernel,
-    gpus.bridges,
-    gpus.iommu,
-    network.rdma,
-    network.nccl_files,
-    gpus.devices,
-    network.interfaces,
+    devices.bridges,
+    devices.iommu,
+    devices.rdma,
+    devices.nccl_files,
+    devices.devices,
+    devices.interfaces,
     system.clock,
 )
 """Readers of the kernel's files, which answer at once."""
-ASKING: tuple[Reader, ...] = (gpus.driver, gpus.topology, gpus.kernel_log)
+ASKING: tuple[Reader, ...] = (devices.driver, devices.topology, devices.kernel_log)
 """Readers that run commands: side by side."""
 GRACE = 3.0
 """Seconds beyond the limit in which a reader whose command was killed says so."""
@@ -185,7 +191,7 @@ def collect(
     if "step" not in facts.place and in_slurm:
         asking.append(slurm)
     # Children are forked before threads begin.
-    cuda = bounded.Pending(gpus.cuda, probe.left(gpus.INIT_SECONDS)) if probe.live else None
+    cuda = bounded.Pending(devices.cuda, probe.left(devices.INIT_SECONDS)) if probe.live else None
     _take(facts, _storage, lambda: _storage(probe, environ=environ, names=names, folders=folders))
     pool = ThreadPoolExecutor(max_workers=len(asking))
     try:
@@ -196,7 +202,7 @@ def collect(
             left = max(0.0, probe.deadline - time.monotonic()) + GRACE
             _take(facts, reader, partial(future.result, timeout=left))
         if cuda is not None:
-            _take(facts, gpus.cuda, lambda: cuda.answer().found or {})
+            _take(facts, devices.cuda, lambda: cuda.answer().found or {})
     finally:
         pool.shutdown(wait=False)
     return facts
@@ -242,3 +248,57 @@ def _stack(probe: Probe, *, python: str | None) -> dict[str, Any]:
             raise ValueError(f"{python}: {answer.fault or 'is not there' if not answer.present else 'no answer'}") from None
     found["packages"] = [Package(**item) for item in found["packages"]]
     return found
+
+
+# --- through srun -------------------------------------------------------------------------------------------------------
+
+_WIDTH = 600
+"""Characters of a piece; with its head it stays below the 1024 bytes of which srun makes one message."""
+_LINE = re.compile(r"clustertune-facts (\S+) (\d+)/(\d+) (\S*)$")
+MAX_BYTES = 8 << 20
+"""A node's facts take some 20 kB; what is packed must not fill memory when it is unpacked."""
+
+
+def probe_command(place: str, seconds: float, **look: Sequence[str]) -> list[str]:
+    """The command that prints the facts of a machine; its arguments as of :func:`clustertune.host.collect.collect`."""
+    given: dict[str, Any] = {"place": place, "seconds": seconds, **look}
+    return [sys.executable, "-m", "clustertune.host.collect", json.dumps(given)]
+
+
+def encode(facts: HostFacts, name: str = "") -> list[str]:
+    """The lines that carry the facts of one machine; ``name`` is what Slurm calls it."""
+    packed = base64.b64encode(zlib.compress(json.dumps(facts.as_dict()).encode())).decode()
+    pieces = [packed[at : at + _WIDTH] for at in range(0, len(packed), _WIDTH)]
+    word = re.sub(r"\s+", "_", name or facts.hostname) or "?"
+    return [f"clustertune-facts {word} {n}/{len(pieces)} {piece}" for n, piece in enumerate(pieces, 1)]
+
+
+def decode(lines: Iterable[str]) -> tuple[dict[str, HostFacts], dict[str, str], list[str]]:
+    """Facts by node, what is wrong by node, and the lines that are not facts (warnings of srun, of a container)."""
+    pieces: dict[str, dict[tuple[int, int], str]] = {}
+    facts, faults, others = {}, {}, []
+    for line in lines:
+        if found := _LINE.search(line.rstrip()):
+            pieces.setdefault(found[1], {})[int(found[2]), int(found[3])] = found[4]
+        elif line.strip():
+            others.append(line.rstrip())
+    for name, parts in pieces.items():
+        try:
+            if sorted(parts) != [(n, len(parts)) for n in range(1, len(parts) + 1)]:
+                raise ValueError("lines are missing")
+            unpacker = zlib.decompressobj()
+            text = unpacker.decompress(base64.b64decode("".join(parts[key] for key in sorted(parts)), validate=True), MAX_BYTES)
+            if not unpacker.eof:  # zlib has compared its own checksum there
+                raise ValueError("they end early")
+            facts[name] = from_dict(json.loads(text))
+        except (ValueError, zlib.error) as error:
+            faults[name] = f"its facts came damaged: {error}"
+    return facts, faults, others
+
+
+if __name__ == "__main__":
+    found = collect(**json.loads(sys.argv[1]))
+    sys.stdout.write("".join(f"{line}\n" for line in encode(found, os.environ.get("SLURMD_NODENAME", ""))))
+    sys.stdout.flush()
+    # Threads that wait for a driver or a server which is gone would keep the interpreter from ending.
+    os._exit(0)

@@ -12,14 +12,13 @@ from typing import Any
 from clustertune.cluster.load import known_clusters, load_cluster, of_gpus
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
-from clustertune.host.probe import ask
-from clustertune.host.system import GIB
+from clustertune.host.system import GIB, ask
 from clustertune.launch import serving, shape
 from clustertune.launch.bill import Bill, bill
 from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.explanation import bottleneck
-from clustertune.plan.lengths import Lengths
 from clustertune.plan.predict import Plan, make_plan
+from clustertune.plan.schedule import Lengths
 from clustertune.resolve.resolve import asked_size, resolve
 
 ALL = "all"

@@ -45,7 +45,7 @@ class Allocation:
     array_job: str | None = None
     """The id of the array that the job is a task of."""
     spare: tuple[str, ...] = ()
-    """Further nodes of the job, which do not train: those of the servers of answers."""
+    """Further nodes of the job, which do not train: those of the servers beside the trainer."""
 
     @property
     def handle(self) -> str:
@@ -53,7 +53,7 @@ class Allocation:
         return self.job_id if self.array_job is None else f"{self.array_job}_{self.array_task}"
 
     def split(self, resolved: Resolved) -> Allocation:
-        """The same with the last nodes left to the servers of answers."""
+        """The same with the last nodes left to the servers beside the trainer."""
         at = max(1, len(self.nodes) - resolved.recipe.server_nodes)
         return replace(self, nodes=self.nodes[:at], spare=self.nodes[at:])
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from clustertune.cluster.hardware import load_hardware
+from clustertune.cluster.hardware import read_hardware
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
 from clustertune.plan.generation_cost import BANDWIDTH_SHARE, GPU_OVERHEAD, GPU_SHARE, LAYER_S, MOST
+from clustertune.plan.strategy import LONGEST, servers_beside
 from clustertune.recipe.eval_tasks import find_task, first_task
 from clustertune.recipe.parameters import Values, weight_bytes
 from clustertune.resolve.resolved import EVAL_DATA, Resolved
@@ -24,8 +25,6 @@ SEQUENCE_TOKENS = 1400
 """Tokens of a prompt and its answer that the cache is counted for: 120 and 1,280."""
 FEWEST = 16
 """Sequences that a server must hold at once, so that its GPUs are worth their price."""
-LONGEST = 16_384
-"""Tokens of prompt and answer together at most: few-shot prompts fit, and the cache of one sequence stays small."""
 READ_BYTES_S = 1e9
 """Reading the weights on one node, bytes/s: slow shared storage; assumed."""
 IMPORT_S = 60.0
@@ -120,13 +119,11 @@ def serving(size: ModelSize, gpu_bytes: float | None, gpus: int, nodes: int, doc
     return None
 
 
-def rollout_serving(resolved: Resolved, gpus: int) -> Serving:
-    """The servers of one node beside a trainer (``rollout: servers``). ``gpus``: the node's; 0: one server on the CPU."""
-    args, wide = resolved.train_args, resolved.recipe.servers.tensor_parallel_size
-    length = int(args["max_prompt_length"]) + int(args["max_completion_length"])
-    if resolved.recipe.scores_beside:  # the prompts and answers of the tasks are longer
-        length = max(length, min(int(resolved.architecture.get("max_position_embeddings") or LONGEST), LONGEST))
-    return Serving(max(1, gpus // wide), wide if gpus else 1, 1, length, MOST)
+def beside_serving(resolved: Resolved, gpus: int) -> Serving:
+    """The servers of one node beside a trainer that has some. ``gpus``: the node's; 0: one server on the CPU."""
+    servers = servers_beside(resolved)
+    assert servers is not None
+    return Serving(max(1, gpus // servers.gpus), servers.gpus if gpus else 1, 1, servers.longest, MOST)
 
 
 def seconds(found: Serving, size: ModelSize, hbm_bytes_s: float, documents: int, answer_tokens: int) -> float:
@@ -258,13 +255,12 @@ def while_training(resolved: Resolved, cluster: Cluster, steps: int | None, star
 
     ``steps``: of the training; ``start_seconds``: until its ranks take their first step.
     """
-    wanted, saved = resolved.recipe.eval.during, resolved.recipe.save
+    wanted = resolved.recipe.eval.during
     if wanted is None:
         return None
     times = None
     if steps is not None:
-        milestones = saved.milestones if saved is not None else ()
-        times = sum(wanted.is_due(step, milestones) for step in range(1, steps)) + 1
+        times = sum(wanted.is_due(step, resolved.recipe.milestones) for step in range(1, steps)) + 1
     asked = resolved.recipe.model_copy(update={"eval": resolved.recipe.eval.of_checkpoints(wanted)})
     found = evaluation(replace(resolved, recipe=asked), cluster)
     if resolved.recipe.scores_beside:  # the job waits for the scores of the last checkpoint alone
@@ -278,7 +274,7 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     settings, compute = resolved.recipe.eval, cluster.compute
     requested, models = settings.backend, 1 + settings.base
     weights = weight_bytes(resolved.architecture)
-    gpu = load_hardware().get(compute.gpu) if compute.gpus and compute.gpu else None
+    gpu = read_hardware().gpus.get(compute.gpu) if compute.gpus and compute.gpu else None
     tasks = [find_task(task) or first_task() for task in settings.tasks]
     asked = [(settings.limit or task.documents, task.generation_kwargs.max_gen_toks) for task in tasks]
     if settings.data is not None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from clustertune.cluster.hardware import load_hardware
+from clustertune.cluster.hardware import read_hardware
 from clustertune.cluster.load import LOCAL
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
@@ -21,9 +21,8 @@ from clustertune.plan.predict import Footprint, fewest_nodes, footprint
 from clustertune.plan.schedule import TOKENS_PER_CPU_S, tokens_to_prepare
 from clustertune.recipe.parameters import is_counted, trained_count, weight_bytes
 from clustertune.recipe.sections import NAME, parse_minutes
-from clustertune.resolve.distribution import how_to_load
 from clustertune.resolve.resolve import asked_size, resolve
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import Resolved, how_to_load
 from clustertune.rundir import STAGES
 
 MERGE_SHARD_GB = 5
@@ -207,7 +206,7 @@ def usable_gpu_bytes(cluster: Cluster) -> float | None:
     """Memory of one GPU of the cluster; None without GPUs, or where their model is not known."""
     if not cluster.compute.gpus or cluster.compute.gpu is None:
         return None
-    known = load_hardware().get(cluster.compute.gpu)
+    known = read_hardware().gpus.get(cluster.compute.gpu)
     return float(known.usable_bytes) if known else None
 
 
@@ -249,6 +248,10 @@ def size_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
     if compute.gpus and ranks > compute.gpus:
         fix = f"slurm.gpus_per_node={compute.gpus}"
         add("slurm.gpus_per_node", f"the recipe needs {ranks} GPUs per node; {called} has {compute.gpus}", fix)
+    if compute.gpus and resolved.recipe.beside is not None and resolved.recipe.beside.tensor_parallel_size > ranks:
+        wide = resolved.recipe.beside.tensor_parallel_size
+        text = f"a server takes {wide} GPUs, and the job has {ranks} on each node"
+        add("servers.tensor_parallel_size", text, f"servers.tensor_parallel_size={ranks}, or a larger slurm.gpus_per_node")
     answers_itself = resolved.recipe.eval.during is not None and not resolved.recipe.scores_beside
     shared = serving.evaluation(resolved, cluster).serving if answers_itself else None
     if shared is not None and shared.nodes > nodes:

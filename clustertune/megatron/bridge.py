@@ -22,7 +22,7 @@ from clustertune.megatron.settings import Counts, sizes
 from clustertune.resolve.resolved import Resolved
 
 if TYPE_CHECKING:
-    from clustertune.training.heartbeat import Heartbeat
+    from clustertune.training.event_log import Heartbeat
 
 RELEASE = "0.5"
 """What this module was written against: names move between releases (0.6 has another builder of datasets)."""

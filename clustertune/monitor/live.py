@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clustertune.monitor.sampler import append, is_over, listen_to_parent
-from clustertune.report.telemetry import FOLDER
+from clustertune.report.metrics import TELEMETRY
 
 if TYPE_CHECKING:
     from clustertune.cluster.schema import Monitor
@@ -41,18 +41,18 @@ class Alerts:
 
         body = {"time": round(time.time(), 3), "run": str(self.run), **vars(alert)}
         say(f"alert: {alert.kind}: {alert.text}")
-        (self.run / FOLDER).mkdir(exist_ok=True)
-        append(self.run / FOLDER / "alerts.jsonl", json.dumps(body) + "\n")
+        (self.run / TELEMETRY).mkdir(exist_ok=True)
+        append(self.run / TELEMETRY / "alerts.jsonl", json.dumps(body) + "\n")
 
 
 def write(run: Path, status: RunStatus, site: Monitor) -> None:
     """Write the page, and the metrics file where the site wants one. Raises OSError."""
     from clustertune.manifest import write_durably
-    from clustertune.monitor import live_page
+    from clustertune.monitor.status import FILE, draw, write_openmetrics
 
-    write_durably(run / live_page.FILE, live_page.draw(status))
+    write_durably(run / FILE, draw(status))
     if site.openmetrics:
-        live_page.write_openmetrics(Path(site.openmetrics) / f"clustertune-{status.title}.prom", status)
+        write_openmetrics(Path(site.openmetrics) / f"clustertune-{status.title}.prom", status)
 
 
 def refresh(run: Path) -> None:

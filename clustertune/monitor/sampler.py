@@ -5,11 +5,13 @@ process with such a thread.
 
 ``telemetry/NODE.jsonl`` of a run folder holds every sample. The first line, which each start repeats, names the columns. A row
 is ``[unix seconds, attempt, [node's values], [[values of each GPU], ...], problems]``, the last only where there are some.
-Samples become rarer (:func:`seconds_between`), and nothing is ever rewritten.
+Samples become rarer (:func:`seconds_between`), and nothing is ever rewritten. Figures come from psutil, and of NVIDIA's GPUs as
+their driver sees them (NVML).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -17,14 +19,14 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from ctypes import addressof
 from pathlib import Path
 from typing import Any
 
 from clustertune.manifest import open_plain
-from clustertune.monitor.readings import COLUMNS, GPU_COLUMNS, Gpus, sample_node
 from clustertune.process import die_with_parent
-from clustertune.report.telemetry import FOLDER, TelemetryRow, Values
+from clustertune.report.metrics import TELEMETRY, TelemetryRow, Values
 
 LEAST_SECONDS = 0.5
 """What a last row is written for."""
@@ -59,7 +61,7 @@ def main(parent: int, run: Path, attempt: int, node: int) -> None:
     sample_node(run)
     gpus.sample(0.0)
     about["energy"] = "counter" if gpus.counts_energy else "power samples" if gpus.names else None
-    writer = TelemetryWriter(run / FOLDER, host, about)
+    writer = TelemetryWriter(run / TELEMETRY, host, about)
     ended = False
     while not ended:
         ended = is_over((every or seconds_between(before - began)) - (time.monotonic() - before))
@@ -120,6 +122,167 @@ def append(path: Path, text: str) -> None:
         os.write(handle, text.encode())
     finally:
         os.close(handle)
+
+
+# --- what a node measures ---------------------------------------------------------------------------------------------
+
+COLUMNS = {"cpu": 3, "load": 1, "memory_gib": 2, "disk_free_gib": 1, "own_cpu_seconds": 2}
+"""Of a node, with the decimals that are kept. ``cpu``: share of all hardware threads that is busy; ``disk_free_gib``: where
+the run folder lies; ``own_cpu_seconds``: that the sampler itself has used. Disks and networks are node_exporter's."""
+
+
+def sample_node(run: Path) -> dict[str, float | None]:
+    """A row of :data:`COLUMNS`. ``run``: whose storage is looked at; None: it does not answer."""
+    import psutil
+
+    memory, free = psutil.virtual_memory(), None
+    with contextlib.suppress(OSError):
+        found = os.statvfs(run)
+        free = found.f_bavail * found.f_frsize / 2**30
+    return {
+        "cpu": psutil.cpu_percent() / 100,
+        "load": os.getloadavg()[0],
+        "memory_gib": (memory.total - memory.available) / 2**30,
+        "disk_free_gib": free,
+        "own_cpu_seconds": time.process_time(),
+    }
+
+
+# --- GPUs ------------------------------------------------------------------------------------------------------------
+
+
+GPU_COLUMNS = {
+    "utilisation": 0, "memory_gib": 2, "power_w": 0, "temperature_c": 0, "sm_mhz": 0, "throttle": 0, "ecc": 0, "xid": 0,
+    "energy_j": 0,
+}  # fmt: skip
+"""Of a GPU, with the decimals that are kept. ``utilisation`` in %; ``throttle``: NVML's bits of clock event reasons; ``ecc``:
+uncorrected errors since the driver was loaded; ``xid``: the newest critical error; ``energy_j``: joules since the sampler
+began. What a link carries is measured by NVIDIA's dcgm-exporter."""
+SLOWED = {4: "power cap", 8: "hardware slowdown", 32: "too warm", 64: "hardware: too warm", 128: "hardware: power brake"}
+"""Bits of ``throttle`` that slow a GPU under load (nvml.h, nvmlClocksEventReason*)."""
+
+
+class Gpus:
+    """The GPUs that this job may use. Nothing here raises: what cannot be read is None, and :attr:`problems` says why."""
+
+    def __init__(self) -> None:
+        self.problems: dict[str, str] = {}
+        """By GPU (``"3"``), or ``"nvml"`` for the library."""
+        self.names: list[str] = []
+        self.counts_energy = False
+        """Whether energy comes from the GPUs' counters; else it is the power samples times their time."""
+        self._handles: list[Any] = []
+        self._counted: list[int | None] = []
+        """Millijoules by each counter at its last look."""
+        self._joules: list[float] = []
+        self._xid: dict[int, int] = {}
+        try:
+            import pynvml as nvml
+        except ImportError:
+            return
+        self._nvml = nvml
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError as error:
+            if error.value != nvml.NVML_ERROR_LIBRARY_NOT_FOUND:  # without the library there is no GPU of NVIDIA's
+                self.problems["nvml"] = str(error)
+            return
+        self._handles = self._open()
+        self.names = [str(self._ask(index, nvml.nvmlDeviceGetName) or "unknown") for index in range(len(self._handles))]
+        self._counted = [None] * len(self._handles)
+        self._joules = [0.0] * len(self._handles)
+        self._events = self._listen()
+
+    def _open(self) -> list[Any]:
+        """Handles in CUDA's order: of ``CUDA_VISIBLE_DEVICES`` where it is set, else all that the driver shows."""
+        nvml, visible = self._nvml, os.environ.get("CUDA_VISIBLE_DEVICES")
+        try:
+            count = nvml.nvmlDeviceGetCount()
+        except nvml.NVMLError as error:
+            self.problems["nvml"] = str(error)
+            return []
+        wanted: list[str] = [str(index) for index in range(count)] if visible is None else visible.split(",")
+        found = []
+        for text in map(str.strip, wanted):
+            if not text or text == "-1":
+                break
+            try:
+                by_index = text.isdigit()
+                found.append(nvml.nvmlDeviceGetHandleByIndex(int(text)) if by_index else nvml.nvmlDeviceGetHandleByUUID(text))
+            except nvml.NVMLError as error:
+                self.problems[text] = str(error)
+        return found
+
+    def _listen(self) -> Any:
+        """Subscribe to critical errors (Xid); None where the driver offers none."""
+        nvml = self._nvml
+        try:
+            events = nvml.nvmlEventSetCreate()
+            for handle in self._handles:
+                nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+        except nvml.NVMLError:
+            return None
+        return events
+
+    def _ask(self, index: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """One value, or None. A GPU that is gone becomes a problem; one that lacks the value does not."""
+        nvml = self._nvml
+        try:
+            return function(self._handles[index], *arguments)
+        except nvml.NVMLError as error:
+            lacks = (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND, nvml.NVML_ERROR_NO_PERMISSION)
+            if error.value not in lacks:
+                self.problems[str(index)] = str(error)
+            return None
+
+    def sample(self, seconds: float) -> list[dict[str, float | None]]:
+        """A row of :data:`GPU_COLUMNS` for each GPU; ``seconds`` since the row before."""
+        self._take_errors()
+        return [self._row(index, seconds) for index in range(len(self._handles))]
+
+    def _row(self, index: int, seconds: float) -> dict[str, float | None]:
+        nvml, ask = self._nvml, self._ask
+        self.problems.pop(str(index), None)
+        load = ask(index, nvml.nvmlDeviceGetUtilizationRates)
+        memory = ask(index, nvml.nvmlDeviceGetMemoryInfo)
+        power = ask(index, nvml.nvmlDeviceGetPowerUsage)
+        joules = ask(index, nvml.nvmlDeviceGetTotalEnergyConsumption)
+        if joules is not None:
+            self.counts_energy = True
+            self._joules[index] += max(0, joules - (self._counted[index] or joules)) / 1e3
+            self._counted[index] = joules
+        elif power is not None:
+            self._joules[index] += power / 1e3 * seconds
+        return {
+            "utilisation": None if load is None else load.gpu,
+            "memory_gib": None if memory is None else memory.used / 2**30,
+            "power_w": None if power is None else power / 1e3,
+            "temperature_c": ask(index, nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+            "sm_mhz": ask(index, nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
+            "throttle": ask(index, nvml.nvmlDeviceGetCurrentClocksThrottleReasons),
+            "ecc": ask(
+                index, nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            ),
+            "xid": self._xid.get(index),
+            "energy_j": self._joules[index] if power is not None or joules is not None else None,
+        }
+
+    def _take_errors(self) -> None:
+        """Xids since the last look."""
+        nvml, places = getattr(self, "_nvml", None), {addressof(h.contents): i for i, h in enumerate(self._handles)}
+        while nvml is not None and self._handles and self._events is not None:
+            try:
+                event = nvml.nvmlEventSetWait_v2(self._events, 0)
+            except nvml.NVMLError:  # a timeout: nothing happened
+                return
+            index = places.get(addressof(event.device.contents)) if event.device else None
+            if index is not None:
+                self._xid[index] = int(event.eventData)
+
+
+def gpu_names() -> list[str]:
+    """What the driver calls the GPUs of this job; none where there are none."""
+    return Gpus().names
 
 
 if __name__ == "__main__":

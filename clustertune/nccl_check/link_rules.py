@@ -13,8 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clustertune.check.machine_context import RDMA_KINDS, Expects, Machine
-from clustertune.check.nodes import JobNodes
+from clustertune.check.machines import RDMA_KINDS, Expects, JobNodes, Machine
 from clustertune.check.rule import (
     FAIL,
     LINKS,
@@ -37,8 +36,8 @@ from clustertune.check.rule import (
     run,
     worst,
 )
+from clustertune.host.devices import has_nvlink
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
-from clustertune.host.gpus import has_nvlink
 from clustertune.nccl_check.nccl_log import FOLLOWS, OTHER, TABLE, Log, LoggedDevice, read
 
 # --- what rules look at ---------------------------------------------------------------------------------------------------

@@ -12,18 +12,17 @@ from clustertune.console import duration
 from clustertune.errors import UserError
 from clustertune.host.system import GIB
 from clustertune.plan.constants import Constants
-from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.memory import EVALUATION
 from clustertune.plan.predict import Footprint, Plan, held, make_plan, make_shape, real_length
+from clustertune.plan.schedule import Lengths
 from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import ModelShape, Strategy, strategy
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
 from clustertune.recipe.parameters import ParameterCount
-from clustertune.resolve.distribution import Recompute
 from clustertune.resolve.overrides import RecipeSource, RequestedLayout, distribution, loaded, recomputation, share, sizes
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import Recompute, Resolved
 
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of recomputed layers."""
@@ -48,18 +47,11 @@ class Candidate:
         return [*self.layout, *sizes(start, self.strategy.micro_batch, self.ratio, self.strategy.kind)]
 
 
-@dataclass(frozen=True)
-class RefusedFamily:
-    """A family that the recipe cannot have here."""
-
-    family: str
-    why: str
-
-
 def candidates(
     source: RecipeSource, counted: ParameterCount, machine: PlanMachine, nodes: list[int]
-) -> Iterator[Candidate | RefusedFamily]:
-    """All combinations that divide: distribution, sizes, micro batch and recomputation, on each of ``nodes``.
+) -> Iterator[Candidate | tuple[str, str]]:
+    """All combinations that divide: distribution, sizes, micro batch and recomputation, on each of ``nodes``; of a family that
+    the recipe cannot have here its name and why.
 
     The global batch stays; of LoRA the base may be quantised.
     """
@@ -73,7 +65,7 @@ def candidates(
                     changed = source.changed([*arguments, *sizes(start, 1, 1.0, layout.kind)])
                     used = strategy(changed)
                 except UserError as error:
-                    yield RefusedFamily(name, error.problems[0].message)
+                    yield name, error.problems[0].message
                     continue
                 yield from _sizes(Candidate(name, used, changed, tuple(arguments), 1.0))
 
@@ -201,7 +193,7 @@ class CostedCandidate:
         if goal == "memory":
             return self.needed
         time = self.step_s if self.hours is None else self.hours
-        return time * (self.strategy.world_size if goal == "cost" else 1)
+        return time * (self.strategy.gpus if goal == "cost" else 1)
 
     @property
     def quality(self) -> str:
@@ -241,8 +233,8 @@ def advise(
     refused: dict[str, str] = {}
     searched = 0
     for candidate in candidates(source, search.shape.counted, machine, sorted(set(nodes))):
-        if isinstance(candidate, RefusedFamily):
-            refused.setdefault(candidate.family, candidate.why)
+        if isinstance(candidate, tuple):
+            refused.setdefault(*candidate)
             continue
         searched += 1
         option = search.judge(candidate, best.get(candidate.family))
@@ -483,7 +475,7 @@ def _sharded(plan: Plan) -> Iterator[_Change]:
 
 def _nodes(plan: Plan, source: RecipeSource) -> Remedy | None:
     """The fewest nodes on which it fits; without arguments where the cluster has not as many."""
-    used = plan.strategy
+    used, beside = plan.strategy, plan.strategy.server_nodes
     for count in range(used.nodes + 1, MOST_NODES + 1):
         each = used.tp * used.pp * used.cp * used.replicas
         world = count * used.ranks_per_node
@@ -496,12 +488,12 @@ def _nodes(plan: Plan, source: RecipeSource) -> Remedy | None:
         if used.kind == "FSDP2" and used.tp * used.cp * used.replicas > 1:
             arguments.append(f"accelerate.{acc.key_of('dp_shard')}={world // each}")
         try:
-            tried = _planned(replace(plan, machine=replace(plan.machine, nodes=count)), source.changed(arguments))
+            tried = _planned(replace(plan, machine=replace(plan.machine, nodes=count + beside)), source.changed(arguments))
         except UserError:
             continue
         if tried.fits:
             text = f"{count} nodes instead of {used.nodes}"
-            if count > plan.machine.nodes:
+            if count + beside > plan.machine.nodes:
                 return Remedy(f"{text}; {plan.machine.name} has {plan.machine.nodes}", None, tried)
             return Remedy(text, arguments, tried)
     return None

@@ -20,8 +20,7 @@ from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import write_durably
 from clustertune.plan.constants import Constants
 from clustertune.plan.explanation import as_json
-from clustertune.plan.machine import PlanMachine, machine
-from clustertune.plan.measured import MeasuredLinks, beside, find_measured, read_measured
+from clustertune.plan.machine import MeasuredLinks, PlanMachine, beside, find_measured, machine, read_measured
 from clustertune.plan.predict import make_plan
 from clustertune.recipe.sections import Number, Section
 from clustertune.resolve.resolved import Resolved
@@ -167,9 +166,8 @@ def store(path: Path, cluster: str, date: str, found: Fit) -> None:
         raise storage_error(error, "writing the calibration", path) from error
 
 
-def read(path: Path, base: Constants | None = None, *, cluster: str | None = None) -> Constants:
+def read(path: Path, *, cluster: str | None = None) -> Constants:
     """The constants with a stored calibration laid over them. Raises UserError where the file is none, or not ``cluster``'s."""
-    base = base or Constants()
     try:
         body = CalibrationFile.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -187,7 +185,7 @@ def read(path: Path, base: Constants | None = None, *, cluster: str | None = Non
         fix = "make it again: clustertune plan --calibrate RUN"
         text = f"is not a factor of the planner, or out of {LEAST:g} to {MOST:g}"
         raise UserError([Problem(text, file=str(path), key=f"constants.{name}", fix=fix) for name in wrong])
-    return replace(base.with_values(body.constants), calibrated=tuple(body.constants), deviation=body.deviation)
+    return replace(Constants().with_values(body.constants), calibrated=tuple(body.constants), deviation=body.deviation)
 
 
 @dataclass(frozen=True)

@@ -305,7 +305,7 @@ def advice_json(
                 "starts_here": o.starts(cluster),
                 "step_s": o.step_s if o.fits else None,
                 "hours": o.hours,
-                "cost": money(None if o.hours is None else o.hours * o.strategy.world_size),
+                "cost": money(None if o.hours is None else o.hours * o.strategy.gpus),
                 "needed_gib_per_gpu": o.needed / GIB,
                 "nodes": o.strategy.nodes,
                 "micro_batch": o.strategy.micro_batch,

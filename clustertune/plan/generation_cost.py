@@ -39,7 +39,7 @@ def cache_bytes(shape: ModelShape) -> float:
 
 
 @dataclass(frozen=True)
-class RolloutServer:
+class BesideServer:
     """One of vLLM's servers beside a trainer."""
 
     count: int
@@ -50,6 +50,8 @@ class RolloutServer:
     """Bytes for the cache on each of its GPUs; negative: the weights do not fit."""
     each: float
     """Bytes of cache of an answer at its longest, on each GPU."""
+    longest: float
+    """The same of the longest that it takes: vLLM does not start without room for it."""
 
     @property
     def answers(self) -> int:
@@ -62,30 +64,31 @@ class RolloutServer:
         return f"{text} at once in {self.room / GIB:.1f} GiB"
 
 
-def server_of(shape: ModelShape, machine: PlanMachine) -> RolloutServer | None:
-    """The servers of ``rollout: servers``; None where the ranks generate."""
-    rollouts = shape.strategy.rollouts
-    if rollouts is None or not rollouts.server_nodes:
+def server_of(shape: ModelShape, machine: PlanMachine) -> BesideServer | None:
+    """The servers beside the trainer; None where there are none."""
+    servers = shape.strategy.servers
+    if servers is None:
         return None
-    wide = rollouts.server_gpus
-    weights, cache = HALF * shape.parameters / wide, cache_bytes(shape) * (rollouts.prompt + rollouts.completion) / wide
-    count = rollouts.server_nodes * (machine.gpus_per_node // wide)
-    return RolloutServer(count, weights, GPU_SHARE * machine.usable_bytes - GPU_OVERHEAD - weights, cache)
+    weights, cache = HALF * shape.parameters / servers.gpus, cache_bytes(shape) / servers.gpus
+    count = servers.nodes * (shape.strategy.ranks_per_node // servers.gpus)
+    room = GPU_SHARE * machine.usable_bytes - GPU_OVERHEAD - weights
+    return BesideServer(count, weights, room, cache * servers.answer, cache * servers.longest)
 
 
 def find_problem(shape: ModelShape, machine: PlanMachine) -> str | None:
     """What keeps the servers from holding the model and an answer; None: nothing."""
-    rollouts, found = shape.strategy.rollouts, server_of(shape, machine)
-    if rollouts is None or found is None or found.answers:
+    servers, found = shape.strategy.servers, server_of(shape, machine)
+    if servers is None or found is None:
         return None
     if not found.count:
-        return f"{rollouts.server_gpus} GPUs, and a node has {machine.gpus_per_node}"
-    return (
-        f"{found.weights / GIB:.0f} GiB of weights on each GPU leave no room for an answer of {machine.usable_bytes / GIB:.0f}"
-    )
+        return f"{servers.gpus} GPUs, and the job has {shape.strategy.ranks_per_node} on each node"
+    if found.room >= found.longest:
+        return None
+    text = f"{found.weights / GIB:.0f} GiB of weights on each GPU of {machine.usable_bytes / GIB:.0f}"
+    return f"{text} leave no room for a prompt and its answer of {servers.longest:,} tokens"
 
 
-def _of_servers(shape: ModelShape, machine: PlanMachine, answers: int, rollouts: Rollouts, found: RolloutServer) -> Any:
+def _of_servers(shape: ModelShape, machine: PlanMachine, answers: int, rollouts: Rollouts, found: BesideServer) -> Any:
     """As :func:`seconds`, of the answers of all ranks: each server makes its share, as many at once as it has room for."""
     mine = math.ceil(answers * shape.strategy.data_parallel_size / found.count)
     at_once = min(mine, found.answers)
@@ -98,7 +101,7 @@ def _of_servers(shape: ModelShape, machine: PlanMachine, answers: int, rollouts:
 
 def seconds(shape: ModelShape, machine: PlanMachine, answers: int, rollouts: Rollouts) -> tuple[float, Mapping[str, Any]]:
     """Of ``answers`` that one rank generates together, and the numbers that it follows from."""
-    if (server := server_of(shape, machine)) is not None and server.answers:
+    if rollouts.by_servers and (server := server_of(shape, machine)) is not None and server.answers:
         found: tuple[float, Mapping[str, Any]] = _of_servers(shape, machine, answers, rollouts, server)
         return found
     weights, each = HALF * shape.parameters, cache_bytes(shape) * (rollouts.prompt + rollouts.completion / 2)
@@ -122,7 +125,7 @@ def of_step(shape: ModelShape, machine: PlanMachine) -> Term | None:
 def held(shape: ModelShape) -> list[Term]:
     """Beside what rests: the gathered weights, and the cache of all answers at their longest. Of vLLM nothing: see ``NOTE``."""
     rollouts = shape.strategy.rollouts
-    if rollouts is None or rollouts.vllm or rollouts.server_nodes:
+    if rollouts is None or rollouts.vllm or rollouts.by_servers:
         return []
     gathered = shape.gathered if shape.strategy.weight_shards > 1 else 0.0
     each = cache_bytes(shape) * (rollouts.prompt + rollouts.completion)

@@ -17,8 +17,7 @@ from clustertune.plan import generation_cost
 from clustertune.plan.constants import BYTES, Constants, Term, total
 from clustertune.plan.strategy import ModelShape
 from clustertune.recipe.parameters import LayerKind, Linear, ParameterCount
-from clustertune.resolve.distribution import IN_FLIGHT
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import IN_FLIGHT, Resolved
 
 HALF, FULL = 2, 4
 GROUPS = (("q_proj", "k_proj", "v_proj", "qkv_proj"), ("o_proj",), ("gate_proj", "up_proj", "gate_up_proj"), ("down_proj",))
@@ -181,7 +180,8 @@ class SavedActivations:
     def heads(self, kind: LayerKind) -> int:
         """Elements of queries, keys, values and attention's output. Under a mask the keys and values of a group are repeated
         for each of its heads (transformers/integrations/sdpa_attention.py, use_gqa_in_sdpa); a compiler repeats them again.
-        Context parallelism repeats those of the whole sequence, and joins two outputs (:mod:`clustertune.training.context`)."""
+        Context parallelism repeats those of the whole sequence, and joins two outputs
+        (:mod:`clustertune.training.parallelism`)."""
         attention = kind.attention
         plan = self.shape.strategy
         if plan.cp > 1:

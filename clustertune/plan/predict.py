@@ -10,16 +10,14 @@ from clustertune.errors import Problem, UserError, raise_if
 from clustertune.host.system import GIB
 from clustertune.plan import generation_cost, memory
 from clustertune.plan.constants import Constants, Term, total
-from clustertune.plan.lengths import Lengths, known_lengths
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.memory import COPY_SHARE, host_parts, save_copy
-from clustertune.plan.schedule import Schedule, schedule
+from clustertune.plan.schedule import Lengths, Schedule, known_lengths, schedule
 from clustertune.plan.step import LAUNCHING, Step, flops, step
 from clustertune.plan.strategy import ModelShape, Strategy, strategy
 from clustertune.recipe.native_rules import row_tokens
 from clustertune.recipe.parameters import KNOWN, adapted_experts, count, lora_parameter_count
-from clustertune.resolve.distribution import Distribution
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import Distribution, Resolved
 
 MOST_NODES = 4096
 
@@ -84,8 +82,7 @@ class Plan(Footprint):
     @property
     def gpus(self) -> int:
         """That the training's job holds, those of servers included."""
-        beside = self.strategy.rollouts.server_nodes if self.strategy.rollouts is not None else 0
-        return self.strategy.world_size + beside * self.machine.gpus_per_node
+        return self.strategy.gpus
 
     @property
     def tokens_per_s(self) -> float:
@@ -155,11 +152,12 @@ def make_plan(
             generation_cost.NOTE.format(share=generation_cost.BANDWIDTH_SHARE),
             *([generation_cost.VLLM] if used.rollouts.vllm else []),
         ]
+    if used.servers is not None:
         if (text := generation_cost.find_problem(shape, machine)) is not None:
-            fix = "a larger servers.tensor_parallel_size, which divides the GPUs of a node"
+            fix = "a servers.tensor_parallel_size that divides the GPUs of a node, and holds the model"
             raise UserError(text, file=resolved.name, key="servers.tensor_parallel_size", fix=fix)
         if (server := generation_cost.server_of(shape, machine)) is not None:
-            notes.append(f"beside the trainer on {used.rollouts.server_nodes} of the job's nodes {server}")
+            notes.append(f"beside the trainer on {used.server_nodes} of the job's nodes {server}")
     copy = save_copy(shape)
     if copy is not None:
         if copy.value <= COPY_SHARE * (machine.host_bytes - room.host_bytes):
@@ -294,7 +292,7 @@ def _packed_length(used: Strategy, lengths: Lengths | None) -> tuple[Strategy, l
 def check_room(resolved: Resolved, used: Strategy, machine: PlanMachine) -> None:
     """More ranks than GPUs, and more nodes than the cluster has, are refused."""
     problems = []
-    beside = used.rollouts.server_nodes if used.rollouts is not None else 0
+    beside = used.server_nodes
     if used.nodes + beside > machine.nodes:
         text = (
             f"{used.nodes}{f' and {beside} of servers' if beside else ''}, and {machine.name} has {machine.nodes} compute nodes"

@@ -3,24 +3,132 @@
 ``save.every: auto`` weighs what saving costs against what a failure costs: J. T. Daly, A higher order estimate of the optimum
 checkpoint interval for restart dumps (Future Generation Computer Systems 22, 2006), equation 37, which refines J. W. Young's
 (Communications of the ACM 17, 1974) ``sqrt(2 C M)``. C, the cost of a save, is the time that training stands still for it.
+
+How many steps follows from how long conversations are: how many tokens a step really computes, packed or padded.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
-from clustertune.errors import Problem
+from clustertune.errors import Problem, UserError, storage_error
 from clustertune.plan import generation_cost
 from clustertune.plan.constants import SECONDS, Constants, Term, total
-from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.step import micro_batch, traffic
 from clustertune.plan.strategy import ModelShape, strategy
 from clustertune.recipe.native_rules import row_tokens
 from clustertune.recipe.sections import parse_minutes, seconds_of
 from clustertune.resolve.resolved import Resolved
+
+# --- how long conversations are ----------------------------------------------------------------------------------------
+
+PACKED_SHARE = 0.98
+"""Share of a packed sequence that is tokens, best-fit decreasing (TRL's "bfd"): https://arxiv.org/abs/2404.10830, 3.2, has
+more than 99 % for long lists; 98 % leaves room for short ones."""
+SIGMA = 0.8
+"""Standard deviation of the lengths' logarithms where only their mean is known: about what chat data sets have."""
+MOST, _KEPT = 10_000_000, 20_000
+"""Lengths of a file at most, and of them those that a plan computes with, about."""
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens per conversation, chat template included."""
+
+    tokens: tuple[int, ...]
+    """A sample, ascending; one value where only the mean is known."""
+    source: str
+
+    def mean(self, longest: int) -> float:
+        """Mean tokens of a conversation that is cut at ``longest``."""
+        return sum(min(length, longest) for length in self.tokens) / len(self.tokens)
+
+    def around_token(self, longest: int) -> float:
+        """Mean length of the conversation that a token is in, cut at ``longest``: long ones count once for each of theirs.
+
+        Where the mean alone is known, the lengths are taken to be log-normal around it (:data:`SIGMA`).
+        """
+        if len(self.tokens) > 1:
+            cut = [min(length, longest) for length in self.tokens]
+            return sum(length**2 for length in cut) / sum(cut)
+        center = math.log(self.tokens[0]) - SIGMA**2 / 2
+        above = (math.log(longest) - center) / SIGMA
+
+        def moment(power: int) -> float:
+            """Of the cut lengths: https://en.wikipedia.org/wiki/Log-normal_distribution#Partial_expectation."""
+            below = math.exp(power * center + (power * SIGMA) ** 2 / 2) * _NORMAL.cdf(above - power * SIGMA)
+            return float(below + longest**power * _NORMAL.cdf(-above))
+
+        return moment(2) / moment(1)
+
+    def padded(self, batch: int, longest: int) -> float:
+        """Mean length of the longest of ``batch`` random conversations: what a micro batch is padded to."""
+        count = len(self.tokens)
+        result, below = 0.0, 0.0
+        for index, length in enumerate(self.tokens, start=1):
+            share = (index / count) ** batch
+            result += min(length, longest) * (share - below)
+            below = share
+        return result
+
+
+def known_lengths(resolved: Resolved) -> Lengths | None:
+    """What the recipe says about its conversations' lengths: their mean, or the steps that a packed epoch is known to have."""
+    counts, args = resolved.recipe.data.expect, resolved.train_args
+    if counts is not None and counts.mean_tokens:
+        return Lengths((max(1, round(counts.mean_tokens)),), "data.expect.mean_tokens")
+    steps, batch = resolved.recipe.expect.steps, resolved.global_batch_size
+    if counts is None or not counts.train or not steps or not args["packing"] or args["max_steps"] > 0:
+        return None
+    epochs = args["num_train_epochs"]
+    mean = steps * batch * args["max_length"] * PACKED_SHARE / (counts.train * epochs)
+    return Lengths((max(1, math.floor(mean)),), f"expect.steps {steps}")
+
+
+def read_lengths(path: Path) -> Lengths:
+    """A file of whole numbers, one a line, or JSON ``{"lengths": {"LENGTH": COUNT}}``. Raises UserError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise storage_error(error, "cannot be read", path) from None
+    except UnicodeDecodeError:
+        raise UserError(Problem("is not text", file=str(path))) from None
+    fix = 'write one whole number a line, or {"lengths": {"512": 37, ...}}'
+    try:
+        counts = json.loads(text)["lengths"].items() if text.lstrip().startswith("{") else [(line, 1) for line in text.split()]
+        pairs = [(int(length), int(count)) for length, count in counts]
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        raise UserError(Problem("contains no lengths", file=str(path), fix=fix)) from None
+    if not pairs or any(length < 1 or count < 0 for length, count in pairs) or not 0 < sum(count for _, count in pairs) <= MOST:
+        raise UserError(Problem(f"must hold 1 to {MOST} lengths of 1 token or more", file=str(path), fix=fix))
+    return of_counts(pairs, str(path))
+
+
+def of_counts(pairs: Sequence[tuple[int, int]], source: str) -> Lengths:
+    """The lengths of a histogram: pairs of a length in tokens and how many conversations have it."""
+    return Lengths(tuple(sorted(_thinned(pairs))), source)
+
+
+def _thinned(pairs: Sequence[tuple[int, int]]) -> list[int]:
+    """The lengths of a histogram as a list, of large ones a share of each."""
+    step = max(1, math.ceil(sum(count for _, count in pairs) / _KEPT))
+    found, behind = [], 0
+    for length, count in sorted(pairs):
+        behind += count
+        found += [length] * (behind // step)
+        behind %= step
+    return found or [pairs[0][0]]
+
+
+# --- the whole training -------------------------------------------------------------------------------------------------
 
 START_S = 60.0
 """Interpreter, imports, NCCL's first connections, data set and trainer of one start, seconds. Assumed."""
@@ -29,8 +137,6 @@ TOKENS_PER_CPU_S = 1.5e5
 NODE_MTBF_HOURS = 1000 * 24 / 6.5
 """Hours between two failures of one node where the cluster file does not say: 6.5 failures in 1,000 days of a node (Kokolis et
 al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2024, RSC-1)."""
-LOCAL_KEPT = 2
-"""Whole local steps that a node keeps: the newest may have lost a file that the one before has."""
 COPY_BYTES_PER_S, WRITE_BYTES_PER_S = 5e9, 1e9
 """Of one rank's copy to host memory, and of its write, until they were measured. Assumed."""
 
@@ -223,8 +329,7 @@ def check_schedule_end(resolved: Resolved, steps: int | None = None, lengths: Le
     if (warm := float(resolved.train_args["warmup_steps"])) > steps:
         text = f"train.warmup_steps {warm:g}, {ends}: the learning rate is never reached"
         found.append(f"{text}; write a share of all steps, such as 0.03, or 0 where they are few")
-    milestones = resolved.recipe.save.milestones if resolved.recipe.save is not None else ()
-    if late := ", ".join(f"{step}" for step in milestones if step > steps):
+    if late := ", ".join(f"{step}" for step in resolved.recipe.milestones if step > steps):
         found.append(f"save.milestones {late}, {ends}: these are never saved")
     return found
 

@@ -19,8 +19,7 @@ from clustertune.recipe.parameters import LayerKind, ParameterCount
 from clustertune.recipe.quantization import Quantized
 from clustertune.recipe.sections import Recipe
 from clustertune.resolve import kernels
-from clustertune.resolve.distribution import Distribution
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import Distribution, Resolved
 
 HALF, FULL = 2.0, 4.0
 _SIZES = {"bfloat16": HALF, "float16": HALF, "float32": FULL}
@@ -225,6 +224,11 @@ REFERENCE = (
 TF32 = "float32 products are counted as TF32, half the speed of bfloat16; without train.tf32=true they are slower"
 
 
+LONGEST = 16_384
+"""Tokens of prompt and answer together at most, of a task that is scored: few-shot prompts fit, and the cache of one sequence
+stays small."""
+
+
 @dataclass(frozen=True)
 class Rollouts:
     """What a rank generates at a time, with ``trainer: grpo``."""
@@ -238,10 +242,22 @@ class Rollouts:
     """Optimizer steps that learn from one generation."""
     vllm: float
     """The share of the GPU's memory that vLLM takes; 0: transformers generates."""
-    server_nodes: int = 0
-    """Nodes of vLLM's servers beside the trainer; 0: the ranks generate."""
-    server_gpus: int = 1
-    """GPUs that share each layer of a server."""
+    by_servers: bool = False
+    """The servers beside the trainer generate, and not the ranks."""
+
+
+@dataclass(frozen=True)
+class ServersBeside:
+    """vLLM's servers beside the trainer."""
+
+    nodes: int
+    """Of the job, beside those that train; each has as many GPUs."""
+    gpus: int
+    """That share each layer of a server."""
+    answer: int
+    """Tokens of a prompt and its answer at most: of the training's own answers, or of the tasks that are scored."""
+    longest: int
+    """Tokens of the longest prompt and answer that they take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,6 +311,8 @@ class Strategy(Distribution, Sizes):
     """A parameter of a second, frozen model; 0: there is none."""
     rollouts: Rollouts | None = None
     """None: the model is not trained on its own answers."""
+    servers: ServersBeside | None = None
+    """Servers beside the trainer; None: there are none."""
 
     @property
     def row(self) -> int:
@@ -303,8 +321,18 @@ class Strategy(Distribution, Sizes):
 
     @property
     def nodes(self) -> int:
-        """Nodes of the job."""
+        """Nodes that train."""
         return -(-self.world_size // self.ranks_per_node)
+
+    @property
+    def server_nodes(self) -> int:
+        """Nodes of the job beside :attr:`nodes`."""
+        return self.servers.nodes if self.servers is not None else 0
+
+    @property
+    def gpus(self) -> int:
+        """That the job holds, those of servers included: all of its nodes have as many."""
+        return self.world_size + self.server_nodes * self.ranks_per_node
 
 
 def strategy(resolved: Resolved, distribution: Distribution | None = None) -> Strategy:
@@ -341,7 +369,7 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
         **found,
         micro_batch=args["per_device_train_batch_size"],
         accumulation=args["gradient_accumulation_steps"],
-        sequence=_sequence(args),
+        sequence=int(row_tokens(args)),
         packing=bool(args["packing"] or args["padding_free"]),
         attention=kernel if kernel in ("eager", "sdpa") else "flash",
         lora=resolved.lora is not None,
@@ -362,6 +390,7 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
         eval_batch=0 if args["eval_strategy"] == "no" or resolved.is_grpo else int(args["per_device_eval_batch_size"]),
         reference_bytes=loaded_bytes(args) if compared and resolved.lora is None else 0.0,
         rollouts=_rollouts(args, resolved.recipe) if resolved.is_grpo else None,
+        servers=servers_beside(resolved),
         balances_experts=trl and bool(_balance(args, resolved.architecture)),
     )
 
@@ -378,13 +407,19 @@ def _rollouts(args: Mapping[str, Any], recipe: Recipe) -> Rollouts:
     parts = int(args["steps_per_generation"] or accumulation)
     answers, steps = int(args["per_device_train_batch_size"]) * parts, parts * int(args["num_iterations"]) / accumulation
     vllm = float(args["vllm_gpu_memory_utilization"]) if args["use_vllm"] else 0.0
-    beside = (recipe.server_nodes, recipe.servers.tensor_parallel_size)
-    return Rollouts(answers, int(args[MAX_PROMPT]), int(args["max_completion_length"]), steps, vllm, *beside)
+    by_servers = recipe.rollout == "servers"
+    return Rollouts(answers, int(args[MAX_PROMPT]), int(args["max_completion_length"]), steps, vllm, by_servers)
 
 
-def _sequence(args: Mapping[str, Any]) -> int:
-    """Tokens of a row: packed rows have this length, padded ones at most."""
-    return int(row_tokens(args))
+def servers_beside(resolved: Resolved) -> ServersBeside | None:
+    """The servers beside the trainer of a recipe; None where it has none."""
+    recipe, args = resolved.recipe, resolved.train_args
+    if recipe.beside is None:
+        return None
+    made = int(args[MAX_PROMPT]) + int(args["max_completion_length"]) if recipe.rollout == "servers" else 0
+    positions = int(resolved.architecture.get("max_position_embeddings") or LONGEST)
+    scored = min(positions, LONGEST) if recipe.scores_beside else 0
+    return ServersBeside(recipe.beside.nodes, recipe.beside.tensor_parallel_size, made or scored, max(made, scored))
 
 
 def _recomputation_notes(resolved: Resolved) -> list[str]:
@@ -414,7 +449,7 @@ def _find_problems(resolved: Resolved, split: Distribution) -> list[Problem]:
     for name, count in counts.items():
         if count % split.tp:
             add("tp", f"{split.tp} does not divide the model's {count} {name}", "use a size that divides it")
-    length, parts = _sequence(resolved.train_args), 2 * split.cp
+    length, parts = int(row_tokens(resolved.train_args)), 2 * split.cp
     # torch's context_parallel cuts a sequence into 2 x cp pieces, for equal work under a causal mask.
     if split.cp > 1 and length % parts:
         fix = f"train.max_length={length // parts * parts}"

@@ -189,7 +189,7 @@ def advice(
 
 
 def _gpu_hours(option: CostedCandidate) -> float | None:
-    return None if option.hours is None else option.hours * option.strategy.world_size
+    return None if option.hours is None else option.hours * option.strategy.gpus
 
 
 def _hours(value: float) -> str:

@@ -64,6 +64,7 @@ def check_schema(values: Mapping[str, Any], location: Callable[[KeyPath], str]) 
     yield from _check_scores(values)
     yield from check_reward(values)
     yield from _check_during(values)
+    yield from _check_servers(values)
     model, data = values.get("model"), values.get("data")
     if isinstance(model, dict):
         if model.get("weights", "hub") == "hub" and not model.get("path"):
@@ -274,7 +275,7 @@ def check_reward(values: Mapping[str, Any]) -> Iterator[Found]:
         known = ", ".join(REWARD_OPTIONS)
         fix = f"write reward: [{next(iter(REWARD_OPTIONS))}]; there are {known}, and module:function of the recipe folder"
         yield ("reward",), "missing: trainer: grpo learns by rewards", fix
-    for key in ("reward", "rollout", "servers") if not grpo else ():
+    for key in ("reward", "rollout") if not grpo else ():
         if values.get(key) is not None:
             yield (key,), f"trainer: {values.get('trainer') or 'sft'} does not read it", "write trainer: grpo, or leave it out"
     train = values.get("train")
@@ -309,6 +310,24 @@ def _check_during(values: Mapping[str, Any]) -> Iterator[Found]:
             "milestone: the recipe names no milestones",
             "write save: {milestones: [100, 200]}, or a number of steps",
         )
+
+
+def _check_servers(values: Mapping[str, Any]) -> Iterator[Found]:
+    """Servers beside the trainer that nothing would ask, or that would not take its adapters."""
+    scored, trainer = read_section(Eval, values.get("eval") or {}), values.get("trainer") or "sft"
+    by_servers = values.get("rollout") == "servers"
+    if values.get("servers") is not None and trainer != "grpo" and scored is not None:
+        if scored.during is None:
+            text = f"trainer: {trainer} would ask them nothing: they score checkpoints, and eval.during asks for no scores"
+            yield ("servers",), text, "write eval: {during: {every: 200}}, or leave servers out"
+        elif scored.backend == "hf":
+            text = "hf: the training would stop for each score, and nothing would ask the servers"
+            yield ("eval", "backend"), text, "leave it out, or leave servers out"
+    asked = values.get("servers") is not None and scored is not None and scored.during is not None
+    lora = values.get("lora")
+    if (by_servers or asked) and isinstance(lora, dict) and lora.get("modules_to_save"):
+        text = f"{show_value(lora['modules_to_save'])}: vLLM takes no adapter that holds whole modules"  # lora/peft_helper.py
+        yield ("lora", "modules_to_save"), text, "leave it out, or leave out the servers beside the trainer"
 
 
 def read_rewards(given: Any) -> list[Reward]:
@@ -482,7 +501,7 @@ _INPUT = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)$")
 _EMBEDDING = "model.embed_tokens"
 """The input embedding, as Llama's kin and most others name it; GPT-NeoX's embed_in is not looked for."""
 TP_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce"})
-"""The styles of a dense plan that ``clustertune/training/tensor.py`` carries out."""
+"""The styles of a dense plan that ``clustertune/training/parallelism.py`` carries out."""
 EP_STYLES = frozenset({"ep_dispatch_experts", "grouped_gemm"})
 
 

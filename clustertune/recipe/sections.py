@@ -461,7 +461,7 @@ class Save(Section):
 
     every: Annotated[Any, AfterValidator(_check_every)] = "auto"
     """A number of steps, or a time. ``auto`` weighs the cost of a save against that of a failure, as
-    :mod:`clustertune.checkpoint.cadence` says."""
+    :mod:`clustertune.checkpoint.store` says."""
     milestones: tuple[Positive, ...] = ()
     """Steps that are saved besides, whose checkpoints stay beside those that ``save_total_limit`` counts."""
 
@@ -525,8 +525,8 @@ class Reward(Section):
         return self
 
 
-class RolloutServers(Section):
-    """vLLM's servers beside the trainer, with ``rollout: servers``."""
+class TrainerServers(Section):
+    """vLLM's servers beside the trainer: they answer for ``rollout: servers``, for scores (``eval.during``), or for both."""
 
     nodes: Annotated[Positive, Field(le=10_000)] = 1
     """Beside those of ``slurm.nodes``, which train."""
@@ -548,7 +548,8 @@ class Recipe(Section):
     """What answers are judged by, with ``trainer: grpo``: names, or ``{function: NAME, weight: 1.0, ...options}``."""
     rollout: Literal["colocate", "servers"] = "colocate"
     """Where answers are generated: ``colocate`` on the GPUs that train, or on vLLM's ``servers`` in the same job."""
-    servers: RolloutServers = RolloutServers()
+    servers: TrainerServers | None = None
+    """vLLM's servers beside the trainer. Absent: one node of them with ``rollout: servers``, and none without."""
     accelerate: Annotated[str, form(rf"{NAME}\.yaml", "the name of a .yaml file in the recipe folder")] = "accelerate.yaml"
     """The distribution: an accelerate configuration file in the recipe folder."""
     activation_checkpointing: ActivationCheckpointing | None = None
@@ -568,14 +569,27 @@ class Recipe(Section):
     save: Save | None = None
 
     @property
+    def milestones(self) -> tuple[int, ...]:
+        """Steps whose checkpoints stay."""
+        return self.save.milestones if self.save is not None else ()
+
+    @property
+    def beside(self) -> TrainerServers | None:
+        """The servers that run beside the trainer, for its answers, its scores or both; None: there are none."""
+        if self.rollout == "servers" or self.scores_beside:
+            return self.servers or TrainerServers()
+        return None
+
+    @property
     def server_nodes(self) -> int:
         """Nodes of a training's job beside those of the training."""
-        return self.servers.nodes if self.rollout == "servers" else 0
+        return self.beside.nodes if self.beside is not None else 0
 
     @property
     def scores_beside(self) -> bool:
-        """Whether the servers beside the trainer score its checkpoints too (``eval.during``), while it goes on."""
-        return self.rollout == "servers" and self.eval.during is not None and self.eval.backend != "hf"
+        """Whether the servers beside the trainer score its checkpoints (``eval.during``), while it goes on."""
+        has_servers = self.rollout == "servers" or self.servers is not None
+        return has_servers and self.eval.during is not None and self.eval.backend != "hf"
 
 
 class RecipeFile(Recipe):

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from clustertune.console import make_table
 from clustertune.errors import Problem, UserError, collect_problems, raise_if, storing
-from clustertune.report import cost, plots, telemetry
+from clustertune.report import cost, plots
 from clustertune.report.content import dataset_of, get, is_number, model_of, recipe_of
-from clustertune.report.metrics import Metrics, read_metrics
+from clustertune.report.metrics import TELEMETRY, Metrics, TelemetryReader, read_metrics
 from clustertune.report.page import render
 from clustertune.report.source import FIELDS, STEADY, describe, nodes_of
 from clustertune.report.state import RunState, read_stages, state_of
-from clustertune.resolve import distribution as distributions
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import Resolved, format_distribution
 from clustertune.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -247,7 +246,7 @@ def _run(path: Path) -> ComparedRun:
         "dataset": dataset_of(resolved),
         "nodes": nodes,
         "interconnect": _interconnect(run, nodes),
-        "distribution": distributions.format_distribution(run.get("distributed")),
+        "distribution": format_distribution(run.get("distributed")),
     }
     if metrics.steps:
         last = metrics.steps[-1]
@@ -256,7 +255,7 @@ def _run(path: Path) -> ComparedRun:
             "step_s": metrics.steps.step_seconds(), "steps": last.step, "loss": last.loss,
             "peak_gib": max(peaks) / 2**30 if peaks else None,
         }  # fmt: skip
-    nodes_measured = telemetry.TelemetryReader(path / telemetry.FOLDER).read()
+    nodes_measured = TelemetryReader(path / TELEMETRY).read()
     now = time.time()
     counted = cost.of_run(path, run, metrics, nodes_measured, now)
     folder = RunDir(path)

@@ -15,8 +15,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.attempt import AttemptPlan, read_attempts
 from clustertune.recipe.sections import Budget
 from clustertune.report.content import get, number, on_cpu, percent, size
-from clustertune.report.metrics import Metrics
-from clustertune.report.telemetry import NodeTelemetry
+from clustertune.report.metrics import Metrics, NodeTelemetry
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 

@@ -18,10 +18,10 @@ from clustertune.events import read_object
 from clustertune.manifest import MANIFEST, require_whole, write_durably
 from clustertune.nccl_check.link_check import FOLDER, RESULT
 from clustertune.nccl_check.link_measure import SCHEMA
-from clustertune.report import content, cost, plots, telemetry
+from clustertune.report import content, cost, plots
 from clustertune.report.content import UNKNOWN, get, moment, number, percent, plain, size
 from clustertune.report.cost import AttemptCost, Cost, Expense
-from clustertune.report.metrics import Metrics, read_metrics
+from clustertune.report.metrics import TELEMETRY, History, Metrics, TelemetryReader, read_metrics
 from clustertune.report.state import read_stages, state_of
 from clustertune.rundir import RunDir
 
@@ -76,8 +76,8 @@ class _ReportedRun:
         self.run, self.document, self.resolved = run, document, content.recipe_of(document)
         with storing("cannot be read", run.metrics):
             self.metrics = read_metrics(run.metrics)
-        self.history = telemetry.History()
-        nodes = telemetry.TelemetryReader(run.path / telemetry.FOLDER, self.history).read()
+        self.history = History()
+        nodes = TelemetryReader(run.path / TELEMETRY, self.history).read()
         now = time.time()
         self.cost = cost.of_run(run.path, document, self.metrics, nodes, now)
         self.stages = read_stages(run, self.metrics)
@@ -333,7 +333,7 @@ def training_plots(
         )  # fmt: skip
 
 
-def _machine_plots(history: telemetry.History) -> Iterator[plots.Plot | None]:
+def _machine_plots(history: History) -> Iterator[plots.Plot | None]:
     """What the nodes measured, over hours since the first sample; without GPUs their processors."""
     first = min((points[0][0] for name in history.COLUMNS if (points := history.column(name))), default=0.0)
 

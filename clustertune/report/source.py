@@ -3,6 +3,8 @@
 The source (a 7B model on one node and on two) prints one JSON object per job. Its rate is the mean over all steps, the first
 ones with their compilation and first connections among them: of its 4.7 s some 3.4 s are such. The steady rate beside it is
 that of the median step behind the first :data:`clustertune.report.metrics.WARM_UP`.
+
+:func:`observe` gives a finished run as what ``plan --calibrate`` fits its factors to.
 """
 
 from __future__ import annotations
@@ -13,12 +15,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from clustertune.errors import UserError
 from clustertune.launch.attempt import read_attempts
 from clustertune.manifest import write_durably
+from clustertune.plan.calibration import CalibratedCluster, Observation
+from clustertune.plan.constants import Constants
+from clustertune.plan.predict import make_plan
+from clustertune.plan.schedule import Lengths
+from clustertune.plan.strategy import strategy
 from clustertune.recipe.native_rules import row_tokens
 from clustertune.report.content import dataset_of, get, model_of, recipe_of
-from clustertune.report.metrics import Metrics, read_metrics
+from clustertune.report.metrics import Metrics, StepRecord, read_metrics
 from clustertune.resolve.resolved import Resolved
+from clustertune.rundir import RunDir
 
 FILE = "metrics.json"
 FIELDS = (
@@ -92,3 +101,37 @@ def write(run: Mapping[str, Any], folder: Path) -> Path | None:
         return None
     write_durably(folder / FILE, json.dumps(body, indent=1) + "\n")
     return folder / FILE
+
+
+# --- for plan --calibrate ---------------------------------------------------------------------------------------------
+
+
+def observe(calibrated: CalibratedCluster, folder: Path, lengths: Lengths | None) -> Observation:
+    """A run folder as an observation: the median step behind the first ones, and the peak of memory."""
+    run = RunDir(folder)
+    resolved = run.resolved()
+    steps = read_metrics(run.metrics).steps
+    seconds = steps.step_seconds()
+    if seconds is None or len(steps.steady()) < 3:
+        text = f"has {len(list(steps.timed()))} timed steps; 5 are needed, 20 suffice"
+        raise UserError(text, file=str(run.metrics), key="step", fix="let the run continue, or give another")
+    peaks = [s.memory_bytes for s in steps if s.memory_bytes]
+    where = calibrated.machine(resolved.recipe.slurm.nodes)
+    lengths = lengths or _lengths_seen(resolved, steps)
+
+    def predict(constants: Constants) -> tuple[float, float]:
+        made = make_plan(resolved, where, constants, lengths=lengths, sure=False)
+        return made.step.seconds, made.peak.bytes
+
+    return Observation(folder.name, seconds, max(peaks) if peaks else None, predict)
+
+
+def _lengths_seen(resolved: Resolved, steps: list[StepRecord]) -> Lengths | None:
+    """The mean length of a padded run's conversations, from the tokens that it counted: else its factor of computing would hold
+    the padding that a plan assumes where nothing is known."""
+    counted = [s for s in steps if s.tokens and s.step]
+    if strategy(resolved).packing or not counted:
+        return None
+    last = max(counted, key=lambda s: s.step)
+    rows = last.step * resolved.global_batch_size
+    return Lengths((max(1, round((last.tokens or 0) / rows)),), "tokens of metrics.jsonl")

@@ -11,8 +11,7 @@ from clustertune.recipe.findings import Found
 from clustertune.recipe.library_facts import model_facts
 from clustertune.recipe.native_rules import row_tokens
 from clustertune.recipe.parameters import Values, count
-from clustertune.resolve.distribution import Distribution
-from clustertune.resolve.resolved import Derived
+from clustertune.resolve.resolved import Derived, Distribution
 
 PACKED = "packed_varlen"
 """The attention of packed conversations, each for itself: ``clustertune/training/packing.py``."""

@@ -9,9 +9,8 @@ from typing import Any
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
 from clustertune.recipe.sections import Megatron
-from clustertune.resolve.distribution import recomputed_layers
 from clustertune.resolve.resolve import resolve
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import Resolved, recomputed_layers
 
 NF4 = {
     "quant_method": "bitsandbytes",

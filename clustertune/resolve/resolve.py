@@ -37,8 +37,7 @@ from clustertune.recipe.native_rules import MAX_PROMPT, filled, lora_defaults, m
 from clustertune.recipe.parameters import adapted_experts, expert_parameters, parameter_count
 from clustertune.recipe.sections import NAME, ActivationCheckpointing, Megatron, Recipe, Reward, read_section
 from clustertune.resolve import kernels
-from clustertune.resolve.distribution import recomputed_layers
-from clustertune.resolve.resolved import Derived, Resolved, is_there
+from clustertune.resolve.resolved import Derived, Resolved, is_there, recomputed_layers
 from clustertune.resolve.tiny import is_small, scale_deepspeed, scale_mesh, tiny_layer
 
 MAX_RANKS = 10**6

@@ -1,9 +1,14 @@
-"""A recipe with everything that follows from it: what the stages of a run read."""
+"""A recipe with everything that follows from it: what the stages of a run read.
+
+How it is distributed over ranks is read once from the ecosystem's files, recorded, and only read afterwards. Facts of the
+pinned libraries (containers/versions.env) are those of accelerate 1.15, torch 2.13, DeepSpeed 0.19 and Megatron-Core.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
@@ -14,9 +19,311 @@ from pydantic import TypeAdapter
 
 from clustertune.errors import UserError
 from clustertune.recipe import accelerate_file as acc
-from clustertune.recipe.sections import Recipe, is_address
-from clustertune.resolve import distribution as distributions
-from clustertune.resolve.distribution import Distribution
+from clustertune.recipe import deepspeed_file as ds
+from clustertune.recipe import native_rules, quantization
+from clustertune.recipe.sections import ActivationCheckpointing, Megatron, Recipe, is_address
+
+# --- how it is distributed over ranks -------------------------------------------------------------------------------------
+
+IN_FLIGHT = 5
+"""Parts of weights that a rank holds in host memory at once while it reads: four reads, and the one that is placed."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Which activations are recomputed in the backward pass."""
+
+    by: str = "none"
+    """``model`` (transformers), ``megatron`` or ``none``."""
+    share: float = 0.0
+    """Share of the decoder layers, 0 to 1."""
+    offload: bool = False
+    """What recomputation starts from lies in host memory."""
+    save: tuple[str, ...] = ()
+    """What recomputed layers keep beside their input: ``activation_checkpointing.save``."""
+    selective: bool = False
+    """Megatron's: the attention alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distribution:
+    """One way to spread a training over ranks. Sizes are counts of ranks."""
+
+    kind: str
+    """``NO``, ``DDP``, ``FSDP2``, ``ZeRO-0`` to ``ZeRO-3`` or ``Megatron``; ``FSDP1`` in published runs alone."""
+    world_size: int
+    ranks_per_node: int
+    data_parallel_size: int
+    """Ranks that read different sequences: world / (tp pp cp sp)."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """accelerate's axes above size 1, in its order: dp_replicate, dp_shard, cp, sp, tp."""
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    """Ranks that pass keys and values of one sequence around (ring attention)."""
+    sp: int = 1
+    """Ranks that split attention by heads (Ulysses)."""
+    ep: int = 1
+    virtual: int = 1
+    """Virtual pipeline stages per GPU; 1: plain 1F1B."""
+    replicas: int = 1
+    """Groups that hold a full copy each (HSDP); 1: none."""
+    reshard_after_forward: bool = True
+    """FSDP2's key of that name."""
+    weight_shards: int = 1
+    """Over how many ranks each weight is split; 1: whole on each."""
+    gradient_shards: int = 1
+    """The same of gradients after their reduction."""
+    state_shards: int = 1
+    """The same of optimizer state."""
+    reshard: bool = False
+    """Weights are given back after forward and gathered again for backward."""
+    offload_params: str = "none"
+    """``none``, ``cpu`` or ``nvme``."""
+    offload_optimizer: str = "none"
+    sequence_parallel: bool = False
+    """Megatron's: activations of norms and dropout are split over tp."""
+    distributed_optimizer: bool = False
+    """Megatron's: optimizer state is split over the data-parallel ranks."""
+    mixed_precision: str = "no"
+    """``bf16``, ``fp16`` or ``no``: what is computed in beside the weights' own type."""
+    reduce_dtype: str | None = None
+    """``float32`` or ``bfloat16``: the type in which FSDP sums gradients; None where that is not a choice."""
+    recompute: Recompute = Recompute()
+    efficient_loading: bool = False
+    """FSDP: one rank at most makes the whole model in host memory."""
+    loading: str = "every"
+    """How weights come to the ranks: ``parts`` (each rank reads what it keeps), ``first`` (rank 0 reads all and sends it),
+    ``every`` (each rank reads all) or ``bridge`` (Megatron-Bridge: each rank its shard)."""
+    state_dict: str | None = None
+    """FSDP's: ``SHARDED_STATE_DICT`` or ``FULL_STATE_DICT``."""
+    compiled: bool = False
+    compiled_by_layer: bool = False
+    """Compiled once for all layers of one kind."""
+    dynamic_shapes_said: bool = False
+    """The file says whether lengths are dynamic for the compiler."""
+    optimizer: str | None = None
+    """The optimizer that DeepSpeed's file names."""
+    accumulate_dtype: str | None = None
+    """DeepSpeed's type of held gradients, where its file says one."""
+    communicate_dtype: str | None = None
+    """DeepSpeed's type of reductions, where its file says one."""
+    nvme: Mapping[str, str] = field(default_factory=dict)
+    """What DeepSpeed swaps to a local disk (``offload_param``, ``offload_optimizer``) and where; ``auto``: the node's own."""
+    notes: tuple[str, ...] = ()
+    """What is not counted, or counted as something else."""
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self.kind in ("FSDP1", "FSDP2")
+
+    @property
+    def is_deepspeed(self) -> bool:
+        return self.kind.startswith("ZeRO")
+
+    @property
+    def zero_stage(self) -> int | None:
+        """DeepSpeed's stage; None without DeepSpeed."""
+        return int(self.kind.removeprefix("ZeRO-")) if self.is_deepspeed else None
+
+    @property
+    def type(self) -> str:
+        """accelerate's ``DistributedType``."""
+        if self.is_fsdp or self.is_deepspeed:
+            return "FSDP" if self.is_fsdp else "DEEPSPEED"
+        return {"DDP": "MULTI_GPU"}.get(self.kind, "NO")
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether each rank reads only the part of the weights that it keeps (clustertune/training/loading.py)."""
+        return self.loading == "parts"
+
+    def on(self, world: int, ranks_per_node: int) -> Distribution:
+        """The same distribution on another number of ranks: what is not fixed by a size is spread over all of them."""
+        split = replace(
+            self,
+            world_size=world,
+            ranks_per_node=min(ranks_per_node, world),
+            data_parallel_size=max(1, world // (self.tp * self.pp * self.cp * self.sp)),
+        )
+        return replace(split, **_shards(split))
+
+
+def format_distribution(distributed: Any) -> str | None:
+    """A run's recorded distribution (``distributed`` of run.json and of ``bench``) as ``FSDP 2 (tp 2)``.
+
+    None if ``distributed`` is anything else.
+    """
+    if not isinstance(distributed, Mapping) or distributed.get("type") is None:
+        return None
+    version, mesh = distributed.get(acc.VERSION), distributed.get("mesh")
+    sizes = ", ".join(f"{name} {size}" for name, size in mesh.items()) if isinstance(mesh, Mapping) else ""
+    return f"{distributed['type']}{f' {version}' if version else ''}{f' ({sizes})' if sizes else ''}"
+
+
+def recomputed_layers(ratio: float, layers: int) -> tuple[int, ...]:
+    """Which layers, counted from 0, are recomputed: ``ratio`` of them, rounded, spread evenly from the first."""
+    wanted = math.floor(ratio * layers + 0.5)
+    return tuple(index for index in range(layers) if -(-(index + 1) * wanted // layers) > -(-index * wanted // layers))
+
+
+def read_distribution(
+    recipe: Recipe,
+    train: Mapping[str, Any],
+    accelerate: Mapping[str, Any],
+    deepspeed: Mapping[str, Any] | None,
+    *,
+    world: int,
+    data_parallel: int,
+    layers: int,
+    reduce_dtype: str | None,
+) -> Distribution:
+    """The distribution of a checked recipe.
+
+    ``train``: the arguments after derivation. ``deepspeed``: DeepSpeed's file, None where there is none.
+    ``layers``: decoder layers.
+    """
+    compiled, by_layer = acc.compiled(train, accelerate)
+    found = Distribution(
+        kind=_kind(recipe, accelerate, deepspeed),
+        world_size=world,
+        ranks_per_node=min(recipe.slurm.gpus_per_node, world),
+        data_parallel_size=data_parallel,
+        mixed_precision=native_rules.mixed_precision(train),
+        reduce_dtype=reduce_dtype,
+        recompute=_recompute(recipe, train, layers),
+        compiled=compiled,
+        compiled_by_layer=by_layer,
+        dynamic_shapes_said=acc.says_dynamic(accelerate),
+    )
+    if recipe.megatron is not None:
+        found = _megatron(found, recipe.megatron)
+    elif found.kind != "NO":
+        sizes = acc.parallel_sizes(accelerate)
+        found = replace(found, mesh=sizes, tp=sizes.get("tp", 1), cp=sizes.get("cp", 1), sp=sizes.get("sp", 1))
+        if found.is_fsdp:
+            found = _fsdp(found, accelerate, quantization.of(train), sizes.get("dp_replicate", 1))
+        elif found.is_deepspeed:
+            found = _deepspeed(found, accelerate, deepspeed, quantization.of(train))
+    return replace(found, **_shards(found))
+
+
+def _kind(recipe: Recipe, accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> str:
+    if recipe.megatron is not None:
+        return "Megatron"
+    kinds = {"FSDP": "FSDP2", "DEEPSPEED": f"ZeRO-{acc.zero_stage(accelerate, deepspeed)}", "MULTI_GPU": "DDP"}
+    return kinds.get(acc.distributed_type(accelerate) or "NO", "NO")
+
+
+def _shards(found: Distribution) -> dict[str, Any]:
+    """Over how many ranks weights, gradients and states are split, and whether weights are given back in between."""
+    world, stage = found.world_size, found.zero_stage
+    if found.kind == "FSDP2":
+        # accelerate/parallelism_config.py:132: FSDP shards over dp_shard and cp together.
+        shards = max(1, world // (found.replicas * found.tp * found.sp))
+        names = ("weight_shards", "gradient_shards", "state_shards")
+        return dict.fromkeys(names, shards) | {"reshard": found.reshard_after_forward and shards > 1}
+    if stage is not None:
+        # Sequence-parallel ranks (Ulysses) are among those over which ZeRO splits (DeepSpeed's ALST).
+        ranks = max(1, world // found.tp)
+        names = ("state_shards", "gradient_shards", "weight_shards")
+        return dict.fromkeys(names[:stage], ranks) | dict.fromkeys(names[stage:], 1) | {"reshard": stage >= 3 and ranks > 1}
+    if found.distributed_optimizer:
+        return {"state_shards": found.data_parallel_size * found.cp}
+    return {}
+
+
+def _fsdp(
+    found: Distribution, accelerate: Mapping[str, Any], quantized: Mapping[str, Any] | None, replicas: int
+) -> Distribution:
+    # FSDP's offload takes parameters, gradients and optimizer state alike (torch, CPUOffloadPolicy and CPUOffload).
+    offload = "cpu" if acc.fsdp_flag(accelerate, "offload_params") else "none"
+    efficient, parts = acc.fsdp_flag(accelerate, "cpu_ram_efficient_loading"), why_whole(quantized) is None
+    return replace(
+        found,
+        offload_params=offload,
+        offload_optimizer=offload,
+        efficient_loading=efficient,
+        state_dict=acc.state_dict_type(accelerate),
+        reshard_after_forward=acc.fsdp_flag(accelerate, "reshard_after_forward", default=True),
+        loading="every" if not efficient else "parts" if parts else "first",
+        replicas=replicas,
+    )
+
+
+def why_whole(quantized: Mapping[str, Any] | None) -> str | None:
+    """Why FSDP2's ranks cannot read their parts alone; None where they can. ``quantized``: ``quantization_config``, if any."""
+    storage = str((quantized or {}).get("bnb_4bit_quant_storage", "uint8"))
+    if quantized and not (quantized.get("load_in_4bit") and "float" in storage):
+        return "its quantisation is not 4 bit with a floating point bnb_4bit_quant_storage"
+    return None
+
+
+def _deepspeed(
+    found: Distribution, accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, quantized: Mapping[str, Any] | None
+) -> Distribution:
+    body = deepspeed or {}
+    secondary = ds.secondary_partition(body)
+    notes = ["zero_hpz_partition_size keeps a second copy of the weights on each node: not counted"] if secondary else []
+    if ds.quantizes_traffic(body):
+        notes.append("quantised weights or gradients on the way (ZeRO++): not counted")
+    devices = {part: acc.offload_device(accelerate, deepspeed, part) for part in ds.OFFLOADS}
+    loading = "every"
+    if found.zero_stage == 3 and quantized is None:  # a quantised base is parted after every rank has loaded it
+        # What loading.why_not_parts looks for in the model itself.
+        loading = "first" if secondary else "parts"
+    return replace(
+        found,
+        offload_params=devices["offload_param"],
+        offload_optimizer=devices["offload_optimizer"],
+        loading=loading,
+        optimizer=ds.text(body, "optimizer.type"),
+        accumulate_dtype=ds.text(body, "data_types.grad_accum_dtype"),
+        communicate_dtype=ds.text(body, "communication_data_type"),
+        nvme=ds.nvme_paths(body),
+        notes=tuple(notes),
+    )
+
+
+def _megatron(found: Distribution, m: Megatron) -> Distribution:
+    """Weights and gradients lie whole on every data-parallel rank; the distributed optimizer splits its state over dp x cp
+    (Megatron-Core, docs/source/api-guide/dist_optimizer.md)."""
+    return replace(
+        found,
+        tp=m.tensor_model_parallel_size,
+        pp=m.pipeline_model_parallel_size,
+        cp=m.context_parallel_size,
+        ep=m.expert_model_parallel_size,
+        virtual=m.virtual_pipeline_model_parallel_size or 1,
+        distributed_optimizer=m.use_distributed_optimizer,
+        sequence_parallel=m.sequence_parallel,
+        loading="bridge",
+        notes=("Megatron-Bridge: the accelerate file is not used",),
+    )
+
+
+def _recompute(recipe: Recipe, train: Mapping[str, Any], layers: int) -> Recompute:
+    if recipe.megatron is not None:
+        given = recipe.megatron.recompute_granularity
+        return Recompute("megatron" if given else "none", float(given == "full"), selective=given == "selective")
+    section = recipe.activation_checkpointing or ActivationCheckpointing()
+    share = len(recomputed_layers(section.ratio, layers)) / layers
+    # TRL's activation_offloading moves whatever backward saves: of recomputed layers that is their input.
+    offload = bool(train["activation_offloading"])
+    return Recompute("model", share, offload, tuple(section.save or ())) if share else Recompute()
+
+
+def how_to_load(found: Distribution) -> tuple[str, str]:
+    """The key that decides how weights come to the ranks, and what makes each of them read its own part."""
+    if found.is_deepspeed:
+        fix = "stage 3 without zero_hpz_partition_size and without a quantised base: each rank reads its part; or fewer ranks"
+        return f"{acc.SECTIONS['DEEPSPEED']} (ZeRO stage {found.zero_stage})", f"{fix}; offload less; more nodes"
+    efficient = acc.key_of("cpu_ram_efficient_loading").rpartition(".")[2]
+    fix = f"{acc.FSDP2} with {efficient}: true: each rank reads its rows; offload less; more nodes"
+    return acc.SECTIONS["FSDP"], fix
+
+
+# --- the recipe -----------------------------------------------------------------------------------------------------------
 
 NOT_STARTED = "is for Megatron-Bridge in its own container, which clustertune submit starts"
 EVAL_DATA = "eval.data"
@@ -113,7 +420,7 @@ class Resolved:
     def distribution(self) -> Distribution:
         """How the training is spread over ranks."""
         derived = next((str(item.value) for item in self.derived if item.key == "reduce_dtype"), None)
-        return distributions.read(
+        return read_distribution(
             self.recipe,
             self.train_args,
             self.accelerate,

@@ -132,6 +132,7 @@ def tiny_layer(values: dict[str, Any], folder: Path, data_parallel_size: int) ->
         "data": {"limit": min(usable(own.get("limit"), MAX_PROMPTS), MAX_PROMPTS), "expect": None} if own else shipped,
         # Its servers would need vLLM; a command line that has a program in its place asks for them.
         **({"rollout": "colocate"} if values.get("rollout") == "servers" else {}),
+        **({"servers": None} if values.get("servers") is not None else {}),
         **({"reward": [FIRST_TASK]} if trainer == "grpo" and not own else {}),
         "train": _train(train, data_parallel_size) if trainer != "grpo" else _rollouts(train, data_parallel_size),
         "eval": {

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SECTIONS = (
-    "base", "model", "data", "trainer", "reward", "rollout", "train", "lora", "activation_checkpointing", "reduce_dtype",
-    "accelerate", "megatron", "slurm", "eval", "expect", "push",
+    "base", "model", "data", "trainer", "reward", "rollout", "servers", "train", "lora", "activation_checkpointing",
+    "reduce_dtype", "accelerate", "megatron", "slurm", "eval", "expect", "push",
 )  # fmt: skip
 
 _BY_TRAINER = {"trainer": ("dpo", "grpo"), "reward": ("grpo",), "rollout": ("grpo",)}

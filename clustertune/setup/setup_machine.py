@@ -1,14 +1,17 @@
-"""Which machine of a cluster file is meant, whether it is this one, and where its programs are."""
+"""Which machine of a cluster file is meant, whether it is this one, where its programs are; and the templates below ``ops/``,
+in which each setting stands with its reason."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import socket
 
 from clustertune.cluster.schema import Cluster, Host
 from clustertune.errors import Problem, UserError
 from clustertune.recipe.layers import COMMAND_LINE, did_you_mean
+from clustertune.tree import ROOT
 
 
 def choose_node(cluster: Cluster, name: str | None) -> Host:
@@ -33,3 +36,15 @@ def is_here(cluster: Cluster, node: Host) -> bool:
 def tool(name: str) -> str | None:
     """Where a program is; a user's PATH may lack sbin, where daemons and file system tools lie."""
     return shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin")
+
+
+def render(name: str, /, **values: object) -> str:
+    """The text of ``ops/NAME.j2``, filled in; the filter ``quote`` makes a shell word."""
+    import jinja2
+
+    # Not HTML: the schema of the cluster file lets no value hold blanks or line ends.
+    environment = jinja2.Environment(  # noqa: S701
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters["quote"] = shlex.quote
+    return environment.from_string((ROOT / "ops" / f"{name}.j2").read_text(encoding="utf-8")).render(values)

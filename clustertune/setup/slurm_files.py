@@ -13,7 +13,7 @@ from typing import NamedTuple
 from clustertune.cluster.schema import Cluster, Compute, Host
 from clustertune.errors import Problem, raise_if
 from clustertune.host.system import format_cpu_list, parse_cpu_list
-from clustertune.setup.template import render
+from clustertune.setup.setup_machine import render
 
 ETC = "/etc/slurm"
 """Every user's to read: sbatch and srun of each need slurm.conf (slurm.conf(5))."""

@@ -36,14 +36,14 @@ from clustertune.errors import UserError
 from clustertune.manifest import read_manifest
 from clustertune.plan.memory import BACKWARD, FORWARD, LOSS, REFERENCE, UPDATE
 from clustertune.resolve.resolved import Resolved
-from clustertune.simulate import fake_cuda, phases, stand_ins
+from clustertune.simulate import fake_cuda, stand_ins
 from clustertune.simulate.fake_cuda import JOURNAL
 from clustertune.simulate.follow import EVALUATION, LOADING, REST, RESUME, SAVE, Counted, Curve, Follow, Memory
 from clustertune.simulate.guard import Guard
-from clustertune.training import accelerate_env, build, compiling, cpu_fsdp, figures, packing, recompute, sharding
+from clustertune.training import build, figures, packing, recompute, sharding
 from clustertune.training.collectives import Group
+from clustertune.training.figures import Startup
 from clustertune.training.loading import Loading
-from clustertune.training.startup import Startup
 from clustertune.training.trainer import PreferenceTrainer, RankTrainer, Trainer
 
 STEPS = 2
@@ -151,7 +151,7 @@ class _Simulated:
 
     def run(self) -> dict[str, Any]:
         """Load, train, save behind each step, evaluate, and return what was counted."""
-        parameters = phases.write_base(self._folder / "base", self.resolved.architecture)
+        parameters = stand_ins.write_base(self._folder / "base", self.resolved.architecture)
         self.tell(progress=f"{parameters:,} parameters, {self._spec['world']} ranks")
         with self._ready() as notes:
             self.trainer.train()
@@ -185,7 +185,7 @@ class _Simulated:
             self.memory, self._follow, two_models=self.resolved.is_dpo and self.resolved.lora is None
         )
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._bytes = phases.install(mode, self._follow)
+        self._bytes = stand_ins.install_files(mode, self._follow)
         loading = Loading(self.resolved.distribution, Startup(), Group()).install()
         torch.set_grad_enabled(True)
         with mode, self._follow:
@@ -208,7 +208,7 @@ class _Simulated:
                 os.environ[key] = str(value)
         file = self._folder / "accelerate.yaml"
         file.write_text(yaml.safe_dump(resolved.accelerate))
-        for key, value in accelerate_env.accelerate_environment(file, world).items():
+        for key, value in build.accelerate_environment(file, world).items():
             os.environ[key] = value
         if self._guard is not None:
             gpu = spec["gpu"]
@@ -221,14 +221,14 @@ class _Simulated:
                 capability=tuple(gpu["capability"]),
             )
         else:
-            cpu_fsdp.set_environment()
-            cpu_fsdp.install()
+            build.use_cpu()
+            build.install_cpu_fsdp()
         if world > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=self._rank, world_size=world)
 
     def _arguments(self) -> Any:
         resolved = self.resolved
-        compiling.set_environment(resolved.distribution)
+        build.leave_shapes_to_torch(resolved.distribution)
         packing.register()
         values, _ = build.fit_to_device(resolved.train_args, cuda=self._guard is not None)
         self._micro_batches = int(resolved.train_args["gradient_accumulation_steps"])
@@ -243,7 +243,7 @@ class _Simulated:
     def _make(self, args: Any, loading: Loading) -> RankTrainer:
         resolved = self.resolved
         (self._folder / "checkpoints").mkdir(exist_ok=True)
-        store = CheckpointStore(self._folder / "checkpoints", 1, None, phases.Alone(), self._told.append)
+        store = CheckpointStore(self._folder / "checkpoints", 1, None, stand_ins.Alone(), self._told.append)
         stop = SimpleNamespace(is_set=False)
         attempt: Any = SimpleNamespace(resolved=resolved, stop=stop, heartbeat=lambda *_, **__: None, fence=lambda: None)
         kind = PreferenceTrainer if resolved.is_dpo else Trainer

@@ -1,15 +1,119 @@
-"""From a resolved recipe to TRL's arguments: what this machine can do of what the recipe asks."""
+"""From a resolved recipe to what accelerate and TRL are given: what this machine can do of what the recipe asks.
+
+torchrun or Ray starts the ranks here, so accelerate's variables, which ``accelerate launch`` would give a rank, are set by the
+rank.
+
+accelerate's FSDP is made to run on CPU and gloo, so that the sharded path is the same program without a GPU. accelerate 1.15
+(``state.py``, ``AcceleratorState.__init__``) turns only MULTI_GPU, MULTI_XPU and their like into ``DistributedType.FSDP``.
+MULTI_CPU is not in that list, so a requested FSDP plugin is dropped without a message and the run is plain data parallelism.
+All of FSDP behind it is device-neutral: :func:`install_cpu_fsdp` does for MULTI_CPU what the GPU branch does.
+"""
 
 from __future__ import annotations
 
 import os
-import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from clustertune.errors import Problem, UserError
+from clustertune.recipe import accelerate_file as acc
 from clustertune.resolve import kernels
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import Distribution, Resolved
+
+PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+DYNAMIC = "ACCELERATE_DYNAMO_USE_DYNAMIC"
+
+
+def set_environment(config_file: Path, world_size: int, *, alone: bool = False) -> None:
+    """Set what ``accelerate launch`` would have set; before torch is imported.
+
+    ``alone``: one rank without a process group, which accelerate knows by the absence of a rank's variables.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as accelerate and torchrun do; OpenMP reads it when torch is loaded
+    os.environ.update(accelerate_environment(config_file, world_size))
+    for name in OF_RANKS if alone else ():
+        os.environ.pop(name, None)
+
+
+def accelerate_environment(config_file: Path, world_size: int) -> dict[str, str]:
+    """The variables that ``accelerate launch --config_file`` sets from the file, by accelerate 1.15's own code.
+
+    Left out is what a launcher decides: addresses, ports and threads. Off is accelerate's recomputation: transformers' own is
+    at work (:mod:`clustertune.training.recompute`), and with both every layer would be recomputed twice.
+    Raises UserError where accelerate refuses the file.
+    """
+    from accelerate.commands import launch
+    from accelerate.utils import launch as environment
+
+    arguments = ["--config_file", str(config_file), "--num_processes", str(world_size), "--num_machines", "1"]
+    # One machine and any free port: neither reaches the variables, and accelerate tries to bind the port that it is given.
+    arguments += ["--machine_rank", "0", "--main_process_port", "0", "--module", "clustertune"]
+    parsed = launch.launch_command_parser().parse_args(arguments)
+    try:
+        parsed, defaults, precision_of_file = launch._validate_launch_command(parsed)
+        if parsed.use_deepspeed:
+            fields = [*(defaults.deepspeed_config if defaults else ()), *([acc.PRECISION] if precision_of_file else [])]
+            parsed.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        # By the function that ``accelerate launch`` itself would choose.
+        if parsed.use_deepspeed:
+            found = environment.prepare_deepspeed_cmd_env(parsed)[1]
+        elif parsed.use_fsdp or parsed.multi_gpu:
+            found = environment.prepare_multi_gpu_env(parsed)
+        else:
+            found = environment.prepare_simple_launcher_cmd_env(parsed)[1]
+    except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
+        raise UserError(Problem(f"accelerate refuses it: {error}", file=str(config_file))) from None
+    kept = {key: str(value) for key, value in found.items() if key.startswith(PREFIXES)}
+    return kept | {name: "false" for name in (acc.RECOMPUTING.upper(),) if name in kept}
+
+
+def use_cpu() -> None:
+    """Set what accelerate reads on a machine without GPUs; to be called before accelerate is imported."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # `accelerate launch` does not set it for distributed_type FSDP
+
+
+def install_cpu_fsdp() -> None:
+    """Wrap ``AcceleratorState.__init__`` once. Without effect where the distributed type is not MULTI_CPU."""
+    from accelerate import state
+    from accelerate.utils import DistributedType
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    original = state.AcceleratorState.__init__
+    if getattr(original, "runs_fsdp_on_cpu", False):
+        return
+
+    def init(
+        self: Any, mixed_precision: str | None = None, cpu: bool = False, *args: Any, fsdp_plugin: Any = None, **kwargs: Any
+    ) -> None:
+        fresh = not state.AcceleratorState._shared_state
+        original(self, mixed_precision, cpu, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fresh and fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.FSDP
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            if isinstance(fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+                # Pinned memory is an accelerator's; without one torch refuses to make it.
+                fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+            self.fsdp_plugin = fsdp_plugin
+            state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    init.runs_fsdp_on_cpu = True  # type: ignore[attr-defined]
+    state.AcceleratorState.__init__ = init
+
+
+def leave_shapes_to_torch(distribution: Distribution) -> list[str]:
+    """Let torch find out which lengths differ, unless the recipe says so; before the Trainer is made. Returns notes.
+
+    ``accelerate launch`` says "no dynamic shapes" where the file says nothing (utils/launch.py:192, utils/dataclasses.py:1107).
+    Every packed length is then compiled again, eight times, and from the ninth on the layers run uncompiled, without a message.
+    """
+    dynamic = distribution.dynamic_shapes_said
+    if dynamic or not distribution.compiled or os.environ.get(DYNAMIC, "").lower() not in ("false", "0"):
+        return []
+    del os.environ[DYNAMIC]
+    return [f"{acc.DYNAMIC} is left to torch: a length that differs is compiled once more, and then for all lengths"]
 
 
 def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> tuple[dict[str, Any], list[str]]:
@@ -60,40 +164,3 @@ def machine_facts() -> dict[str, str | None]:
     import torch
 
     return {"gpu0": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None, "torch": torch.__version__}
-
-
-def set_tracker_environment(run_dir: Path, run_id: str, project: str, *, has_key: bool = False) -> None:
-    """The trackers' own variables: below the run folder, W&B as one run across attempts, offline unless someone is logged in.
-
-    ``has_key``: an API key is available that is not in the environment.
-    """
-    host = urllib.parse.urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    logged_in = has_key or bool(os.environ.get("WANDB_API_KEY")) or _netrc_has(host)
-    settings = {
-        "WANDB_DIR": str(run_dir),
-        "WANDB_PROJECT": project,
-        "WANDB_RUN_ID": run_id,
-        "WANDB_RESUME": "allow",
-        "WANDB_CONSOLE": "off",  # captured output could hold what a library prints of its environment
-        "WANDB_DISABLE_CODE": "true",
-        "WANDB_DISABLE_GIT": "true",  # a remote URL may hold credentials
-        "WANDB_SILENT": "true",
-        "WANDB_LOG_MODEL": "false",
-        "MLFLOW_TRACKING_URI": (run_dir / "mlruns").absolute().as_uri(),  # else mlflow.db in the working folder
-        "MLFLOW_ALLOW_FILE_STORE": "true",  # MLflow 3 asks for a word of consent
-        "TENSORBOARD_LOGGING_DIR": str(run_dir / "tensorboard"),
-        "TRACKIO_DIR": str(run_dir / "trackio"),
-    }
-    if not logged_in:
-        settings["WANDB_MODE"] = "offline"
-    for key, value in settings.items():
-        os.environ.setdefault(key, value)
-
-
-def _netrc_has(host: str) -> bool:
-    import netrc
-
-    try:
-        return netrc.netrc().authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False

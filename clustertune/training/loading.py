@@ -19,7 +19,7 @@ DeepSpeed 0.19 broadcasts every parameter as it makes it, when it has no values 
 rank's part, a run of elements of the flattened parameter, the last one padded, is filled in the first of the two functions
 above; it is on the GPU, in host memory or in a file on NVMe.
 
-What rows cannot say (:func:`clustertune.resolve.distribution.why_whole`) is loaded the old way, with a note.
+What rows cannot say (:func:`clustertune.resolve.resolved.why_whole`) is loaded the old way, with a note.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from clustertune.errors import Problem, UserError
 from clustertune.manifest import agree
 from clustertune.recipe import accelerate_file as acc
 from clustertune.replaced import replaced
-from clustertune.resolve.distribution import IN_FLIGHT, Distribution
+from clustertune.resolve.resolved import IN_FLIGHT, Distribution
 from clustertune.training.collectives import Group
+from clustertune.training.figures import Startup
 from clustertune.training.loading_sources import SHOWN, ParameterSource, RowReader, Sources, Unfollowed, find, survey
-from clustertune.training.startup import Startup
 
 THREADS = IN_FLIGHT - 1
 """Reads at a time in one rank; transformers' own figure (``GLOBAL_WORKERS``): more make storage slower."""
@@ -213,7 +213,7 @@ class Loading:
         if self._sources is None or precision == "no":
             return
         for parameter in model.parameters():
-            # A DTensor was made in float32 when it was split: clustertune/training/tensor.py.
+            # A DTensor was made in float32 when it was split: clustertune/training/parallelism.py.
             if parameter.requires_grad and is_empty_storage(parameter) and not isinstance(parameter, DTensor):
                 parameter.data = empty_storage(parameter.shape, torch.float32)
 

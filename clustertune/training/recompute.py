@@ -14,8 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from clustertune.errors import Problem, UserError
 from clustertune.recipe.sections import ActivationCheckpointing
-from clustertune.resolve.distribution import recomputed_layers
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import Resolved, recomputed_layers
 
 _ATTENTION = (
     "_scaled_dot_product_flash_attention",

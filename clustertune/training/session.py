@@ -23,13 +23,12 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
 from clustertune.recipe.architecture import scale_down
 from clustertune.resolve.kernels import attention_of
-from clustertune.training import base_model, build, compiling, deepspeed_engine, figures, packing, recompute, sharding, tracker
+from clustertune.training import base_model, build, deepspeed_engine, event_log, figures, packing, recompute, sharding
 from clustertune.training.collectives import Group, check_world
-from clustertune.training.event_log import EventLog, TrainingConsole
-from clustertune.training.heartbeat import Attempt
+from clustertune.training.event_log import Attempt, EventLog, TrainingConsole
+from clustertune.training.figures import Startup, peak_host_bytes
 from clustertune.training.loading import Loading
 from clustertune.training.rollouts import RolloutTrainer
-from clustertune.training.startup import Startup, peak_host_bytes
 from clustertune.training.trainer import NothingLeft, PreferenceTrainer, RankTrainer, Saving, Trainer
 
 NEVER = 10**9
@@ -223,7 +222,7 @@ class Session:
         self.startup = Startup()
         self.startup.begin("process group")
         resolved, cuda = attempt.resolved, torch.cuda.is_available()
-        self.notes = attempt.notes + compiling.set_environment(resolved.distribution)
+        self.notes = attempt.notes + build.leave_shapes_to_torch(resolved.distribution)
         deepspeed_engine.prepare(resolved)
         packing.register()
         values, differences = build.fit_to_device(resolved.train_args, cuda=cuda)
@@ -303,7 +302,7 @@ class Session:
         sharding.set_precision(trainer.accelerator, self.resolved.distribution.reduce_dtype)
         self.startup.end()
         self.notes += dict.fromkeys(loading.notes)  # a reference model's are the same
-        tracker.guard(trainer.callback_handler.callbacks, self.tell)
+        event_log.guard(trainer.callback_handler.callbacks, self.tell)
         trainer.remove_callback(PrinterCallback)  # its dicts say what the console's lines say
         self._look_at(trainer, tokenizer)
         return trainer
@@ -402,7 +401,7 @@ class Session:
         """
         if "wandb" not in (self.args.report_to or []):
             return
-        on, notes = tracker.start_wandb(key) if self.group.rank == 0 else (False, [])
+        on, notes = event_log.start_wandb(key) if self.group.rank == 0 else (False, [])
         self.notes += notes
         if not on:
             self.args.report_to = [name for name in self.args.report_to if name != "wandb"]

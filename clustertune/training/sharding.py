@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.recipe import accelerate_file as acc
-from clustertune.resolve.distribution import Distribution
+from clustertune.resolve.resolved import Distribution
 from clustertune.training import deepspeed_engine
 
 TP_SHARE = 0.5

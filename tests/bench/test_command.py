@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.cli.bench_command import RESULT
+from clustertune.cli.stages import RESULT
 from tests.command import run
 
 SMALL = ["train.max_length=64", "train.packing=false"]

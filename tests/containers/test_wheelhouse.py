@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.containers import wheelhouse
+from clustertune.containers import image_build
 from clustertune.containers.package_lock import LockedPackage, PackageLock, text_digest
 from tests.containers.packages import digest, lock_of, sdist, wheel
 from tests.refusal import problems
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.containers  # pip fetches and runs for each: five secon
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The locked build tools, from the index that this machine's pip has."""
     folder = tmp_path_factory.mktemp("build") / "tools"
-    wheelhouse._tools(folder, lambda _: None)
+    image_build._tools(folder, lambda _: None)
     return folder
 
 
@@ -40,7 +40,7 @@ def served(tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 def fill(lock: PackageLock, tmp_path: Path) -> list[Path]:
     """The wheels, in a folder of this lock's own."""
     house = tmp_path / f"house-{text_digest(lock.text())[:8]}"
-    wheelhouse.fill(lock, house, tmp_path / "tools", lambda _: None)
+    image_build.fill(lock, house, tmp_path / "tools", lambda _: None)
     return sorted(house.glob("*.whl"))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from clustertune.check.machine_context import Expects, Machine
+from clustertune.check.machines import Expects, Machine
 from clustertune.host.facts import from_dict
 
 GOOD: dict[str, Any] = json.loads(Path(__file__).with_name("good_node.json").read_text())

@@ -15,9 +15,10 @@ import pytest
 from clustertune.check import rule
 from clustertune.check.rule import PASS, UNKNOWN, WARN, Finding, Rule, checks, finding
 from clustertune.cli.app import app
-from clustertune.cluster import ignoring
+from clustertune.cluster import load
 from clustertune.cluster.load import load_cluster
-from clustertune.doctor import node_facts, recipe_rules
+from clustertune.doctor import recipe_rules
+from clustertune.host import collect
 from clustertune.host.facts import HostFacts, from_dict
 from tests.command import REPO, run
 from tests.doctor.machine_cases import GOOD, patched
@@ -143,13 +144,13 @@ def test_a_rule_that_raises_is_told_and_the_others_go_on() -> None:
 
 def test_damaged_facts_are_a_fault_of_the_node() -> None:
     """Never an exception, never half of the facts: lines that are lost, cut or changed, what are no facts, and what is huge."""
-    first, *rest = lines = node_facts.encode(from_dict(GOOD))
+    first, *rest = lines = collect.encode(from_dict(GOOD))
     damaged = [[first, *rest[1:]], [first[:-7], *rest], [first.replace(first.split()[3][:9], first.split()[3][1:10]), *rest]]
-    for text in (b"[1]", b" " * (node_facts.MAX_BYTES + 10)):
+    for text in (b"[1]", b" " * (collect.MAX_BYTES + 10)):
         packed = base64.b64encode(zlib.compress(text)).decode()
         damaged.append([f"clustertune-facts gpu01 1/1 {packed}"])
     for found in damaged:
-        facts, faults, _ = node_facts.decode(found)
+        facts, faults, _ = collect.decode(found)
         assert facts == {} and set(faults) == {"gpu01"} and found != lines
 
 
@@ -163,8 +164,8 @@ def test_a_cluster_file_may_leave_rules_out(tmp_path: Path) -> None:
     every = [one.rule.id for one in checks()]
     for names in (every[:90], every[90:]):
         path.write_text(text.replace("name: rno-rtxpro6000", "name: mine") + f"\ndoctor: {{ignore: [{', '.join(names)}]}}\n")
-        assert ignoring.ignored(load_cluster(str(path))) == tuple(names)
+        assert load.ignored(load_cluster(str(path))) == tuple(names)
     path.write_text(re.sub(r"ignore: .*", "ignore: [gpu-presistence, mtu, nonsense]}", path.read_text()))
-    first, second = problems(ignoring.ignored, load_cluster(str(path)))
+    first, second = problems(load.ignored, load_cluster(str(path)))
     assert "'gpu-presistence'" in first.message and "'nonsense'" in second.message
     assert (first.key, second.key) == ("doctor.ignore",) * 2 and "gpu-persistence" in first.fix and str(path) in first.file

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.check.machine_context import Machine
-from clustertune.check.nodes import JobNodes, machine_findings
+from clustertune.check.machines import JobNodes, Machine, machine_findings
 from clustertune.check.rule import FAIL, MACHINE, NODES, PASS, WARN, Finding, checks, rule_broken, run
 from clustertune.cluster.load import load_cluster
 from clustertune.doctor import preflight

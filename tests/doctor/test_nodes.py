@@ -13,8 +13,9 @@ import pytest
 
 from clustertune.check.rule import FAIL, Finding
 from clustertune.cluster.load import load_cluster
-from clustertune.doctor import node_facts, preflight
+from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, UserError
+from clustertune.host import collect
 from clustertune.host.facts import from_dict
 from clustertune.launch.allocation import Allocation
 from clustertune.testbed.cluster import TemporaryCluster
@@ -123,7 +124,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def lines_of(name: str, tmp_path: Path) -> Path:
     path = tmp_path / f"{name}.lines"
-    path.write_text("".join(f"{line}\n" for line in node_facts.encode(from_dict({**GOOD, "hostname": name}), name)))
+    path.write_text("".join(f"{line}\n" for line in collect.encode(from_dict({**GOOD, "hostname": name}), name)))
     return path
 
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from clustertune.checkpoint.saving import sharded_states
 from clustertune.checkpoint.shards import Planner, ShardWriter
 from clustertune.launch.rendezvous import free_port
-from clustertune.training import cpu_fsdp
+from clustertune.training import build
 from tests.export.conftest import ARCHITECTURE, LORA
 
 CASES: dict[str, dict[str, Any]] = {"fsdp2": LORA, "fsdp2-head": LORA | {"modules_to_save": ["lm_head"]}}
@@ -46,7 +46,7 @@ def train_and_save(rank: int, port: int, lora: dict[str, Any], out: Path) -> Non
     """Two optimizer steps under FSDP with activation checkpointing, then what a checkpoint holds of them."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_PORT=str(port))
     os.environ.update(MASTER_ADDR="127.0.0.1", ACCELERATE_USE_FSDP="true")
-    cpu_fsdp.set_environment()
+    build.use_cpu()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         state_dict_type="SHARDED_STATE_DICT",
@@ -55,7 +55,7 @@ def train_and_save(rank: int, port: int, lora: dict[str, Any], out: Path) -> Non
         cpu_ram_efficient_loading=False,
         activation_checkpointing=True,
     )
-    cpu_fsdp.install()
+    build.install_cpu_fsdp()
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     assert accelerator.distributed_type == DistributedType.FSDP and accelerator.is_fsdp2
     model = build_model(lora)

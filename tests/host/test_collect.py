@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
-from clustertune.doctor import node_facts
 from clustertune.host import credentials, mounts
-from clustertune.host.collect import collect
+from clustertune.host.collect import collect, decode, probe_command
+from clustertune.host.devices import nccl_files
 from clustertune.host.facts import from_dict
-from clustertune.host.network import nccl_files
-from clustertune.host.probe import ABSENT, CommandOutput, Probe
+from clustertune.host.system import ABSENT, CommandOutput, Probe
 from tests.folders import fill, program
 
 REPO = Path(__file__).resolve().parents[2]
@@ -208,11 +207,11 @@ def pool(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         pytest.skip("mounting a pool needs root")
 
     def look(mode: str, state: str) -> dict[str, Any]:
-        doctor = node_facts.command("here", 8, folders=[f"{tmp_path}/pool"])
+        doctor = probe_command("here", 8, folders=[f"{tmp_path}/pool"])
         command = ["unshare", "--mount", "--propagation", "private", "bash", "-c", POOL, "pool", str(tmp_path), mode, state]
         done = subprocess.run([*command, *doctor], capture_output=True, text=True, timeout=120, check=False, cwd=REPO)
         assert done.returncode == 0, done.stderr
-        (facts,) = node_facts.decode(done.stdout.splitlines())[0].values()
+        (facts,) = decode(done.stdout.splitlines())[0].values()
         return facts.as_dict()
 
     return look

@@ -14,7 +14,7 @@ import yaml
 from clustertune.data.local_model import make_local_model
 from clustertune.recipe.architecture import scale_down
 from clustertune.resolve.resolve import resolve
-from clustertune.training.accelerate_env import accelerate_environment
+from clustertune.training.build import accelerate_environment
 from tests.command import REPO
 
 FILES = sorted(path.relative_to(REPO).as_posix() for path in (REPO / "recipes").glob("*/accelerate*.yaml"))

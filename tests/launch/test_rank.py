@@ -23,7 +23,7 @@ from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.process import STOP_SIGNALS
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
-from clustertune.training import accelerate_env, tracker
+from clustertune.training import build, event_log
 from tests.command import REPO
 from tests.slurm import wait_for
 
@@ -144,7 +144,7 @@ def test_a_rank_that_raised_leaves_at_once(tmp_path: Path, monkeypatch: pytest.M
 def test_what_fails_in_an_attempt_that_was_followed_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files are taken away under it, and its peers are gone: exit 75, and W&B's run is left to the next attempt."""
     finished: list[int] = []
-    monkeypatch.setattr(tracker, "finish_wandb", lambda code: finished.append(code) or True)
+    monkeypatch.setattr(event_log, "finish_wandb", lambda code: finished.append(code) or True)
 
     def fail(*args: Any) -> Any:
         (tmp_path / "attempts" / "0002").mkdir()
@@ -186,7 +186,7 @@ def test_a_training_of_one_rank_sees_one_gpu(
     def before_torch(*_: Any, **__: Any) -> None:
         raise InterruptedError
 
-    monkeypatch.setattr(accelerate_env, "apply", before_torch)
+    monkeypatch.setattr(build, "set_environment", before_torch)
     with pytest.raises(InterruptedError):
         rank._set_environment(resolve(recipe, tiny=True, ranks=ranks), RunDir(tmp_path), "x", has_key=False)
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen

@@ -1,4 +1,4 @@
-/* Answers as NVML does, for the calls of clustertune/monitor/readings.py. State comes from the file $FAKE_NVML, read at every call:
+/* Answers as NVML does, for the calls of clustertune/monitor/sampler.py. State comes from the file $FAKE_NVML, read at every call:
    "count util memory_mib milliwatt temperature mhz throttle energy_mj lost xid init". lost: a GPU that is off the bus, or -1. */
 #include <stdint.h>
 #include <stdio.h>

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.launch.attempt import AttemptPlan, Node
-from clustertune.monitor import readings
+from clustertune.monitor import sampler
 from clustertune.monitor.sampler import TelemetryWriter
-from clustertune.report.telemetry import FOLDER, TelemetryRow
+from clustertune.report.metrics import TELEMETRY, TelemetryRow
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 
@@ -56,9 +56,9 @@ def make(
             sign.write_text("9 train 9")
             os.utime(sign, (now, now))
     run.metrics.write_text("".join(json.dumps(event) + "\n" for event in events))
-    (path / FOLDER).mkdir()
+    (path / TELEMETRY).mkdir()
     for index in range(nodes):
-        _sample(path / FOLDER, index, attempts[-1][0], now, gpus, slow, lost if index == 0 else None)
+        _sample(path / TELEMETRY, index, attempts[-1][0], now, gpus, slow, lost if index == 0 else None)
     return run
 
 
@@ -87,8 +87,8 @@ def _sample(folder: Path, index: int, attempt: int, now: float, gpus: int, slow:
             cold = index * gpus + gpu == slow
             figures = [88 + gpu, 61.4, 690 - 4 * gpu, 61 + gpu, 1410 if cold else 1980, 32 if cold else 4, 0]
             figures += [None, 700.0 * (300 - ago)]
-            row = dict(zip(readings.GPU_COLUMNS, figures, strict=True))
+            row = dict(zip(sampler.GPU_COLUMNS, figures, strict=True))
             values.append(dict.fromkeys(row) if gpu == lost else row)
-        node = dict(zip(readings.COLUMNS, [0.21, 9.3, 310.5, 91234.5, 0.4], strict=True))
+        node = dict(zip(sampler.COLUMNS, [0.21, 9.3, 310.5, 91234.5, 0.4], strict=True))
         problems = {str(lost): "GPU is lost"} if lost is not None else {}
         writer.add(TelemetryRow(now - ago, attempt, node, tuple(values), problems))

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from clustertune.errors import UserError
-from clustertune.monitor import readings, sampler
+from clustertune.monitor import sampler
 from clustertune.monitor.sampler import TelemetryWriter
-from clustertune.report import telemetry
-from clustertune.report.telemetry import TelemetryRow
+from clustertune.report import metrics
+from clustertune.report.metrics import TelemetryRow
 
 FOLDER = Path(__file__).parent
 
@@ -58,7 +58,7 @@ class Sampler:
         found = list[TelemetryRow]()
         for path in (self.run / "telemetry").glob("*.jsonl"):
             with path.open("rb") as lines:
-                found += telemetry.parse(lines, {})
+                found += metrics.parse(lines, {})
         return found
 
     def wait(self, more: int) -> TelemetryRow:
@@ -105,7 +105,7 @@ def test_a_driver_is_read_whole(tmp_path: Path, library: Path) -> None:
         sampler.child.send_signal(number)
     assert sampler.wait(2).problems == {}
     sampler.end()
-    (node,) = telemetry.TelemetryReader(tmp_path / "telemetry").read().values()
+    (node,) = metrics.TelemetryReader(tmp_path / "telemetry").read().values()
     assert node.about["gpus"] == ["NVIDIA H100 80GB HBM3"] * 2 and node.about["energy"] == "counter"
     assert node.joules == {3: 6000.0}
 
@@ -113,8 +113,8 @@ def test_a_driver_is_read_whole(tmp_path: Path, library: Path) -> None:
 def wide_row(at: float) -> TelemetryRow:
     """As long as rows of a busy node get."""
     figures = [100, 79.11, 1000, 88, 1980, 72, 0, 0, 1_234_567_890]
-    gpu = dict(zip(readings.GPU_COLUMNS, figures, strict=True))
-    node = dict(zip(readings.COLUMNS, [0.123, 123.4, 1234.56, 123456.7, 12345.67], strict=True))
+    gpu = dict(zip(sampler.GPU_COLUMNS, figures, strict=True))
+    node = dict(zip(sampler.COLUMNS, [0.123, 123.4, 1234.56, 123456.7, 12345.67], strict=True))
     return TelemetryRow(1.7e9 + at, 12, node, (gpu,) * 8)
 
 
@@ -129,7 +129,7 @@ def test_a_month_of_64_nodes_stays_below_300_mb() -> None:
 def test_a_start_behind_a_torn_line_begins_a_new_one(tmp_path: Path) -> None:
     (tmp_path / "n.jsonl").write_text('{"node_columns": ["cpu"], "gpu_columns": []}\n[1.0, 1, [0.5], []]\n[2.0, 1, [0.')
     TelemetryWriter(tmp_path, "n", {"node": 0}).add(wide_row(0))
-    (node,) = telemetry.TelemetryReader(tmp_path).read().values()
+    (node,) = metrics.TelemetryReader(tmp_path).read().values()
     assert node.about["node"] == 0 and node.last is not None and node.last.node["cpu"] == 0.123
 
 

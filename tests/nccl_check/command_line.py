@@ -7,7 +7,7 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
-from clustertune.cli import nccl_answers as program
+from clustertune.cli import nccl_check as program
 from clustertune.cli.app import app
 from clustertune.cli.nccl_check import NcclCheckArguments
 from clustertune.cluster.load import load_cluster

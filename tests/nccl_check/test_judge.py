@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.check.nodes import machine_findings
+from clustertune.check.machines import machine_findings
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, exit_code, worst
 from clustertune.host.system import MIB
 from clustertune.nccl_check.link_rules import VERDICT, headline_of, judge, judge_log, ranked

@@ -14,8 +14,8 @@ from clustertune.cluster.load import load_cluster
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
 from clustertune.nccl_check import link_check as check
+from clustertune.plan.machine import find_measured, read_measured
 from clustertune.plan.machine import machine as planned_machine
-from clustertune.plan.measured import find_measured, read_measured
 from clustertune.report import page
 from tests.launch.machines import machine
 

@@ -19,7 +19,7 @@ from clustertune.cluster.load import load_cluster
 from clustertune.nccl_check import link_check
 from clustertune.nccl_check.link_measure import SCOPES, CheckOptions
 from clustertune.testbed.cluster import enter
-from clustertune.testbed.files import SUBNET
+from clustertune.testbed.spec import SUBNET
 from tests.command import REPO
 from tests.slurm import FaultyCluster, make
 

@@ -15,7 +15,7 @@ import pytest
 
 from clustertune.check.rule import EXIT, FAIL, PASS, UNKNOWN, WARN, Rule, finding
 from clustertune.check.sbatch import lint
-from clustertune.cli import nccl_answers
+from clustertune.cli import nccl_check
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.allocation import Allocation
 from clustertune.nccl_check import link_check as check
@@ -66,7 +66,7 @@ def test_the_job_gets_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyP
     Path("b.yaml").write_text("")
     cluster = machine().model_copy(update={"source": "b.yaml"})
     words = command_line(cluster="b.yaml", seconds=77.0, largest="8M", collectives="p2p", save=True)
-    found = nccl_answers.arguments(words, cluster)
+    found = nccl_check.arguments(words, cluster)
     assert found[:2] == ["--cluster", str(tmp_path / "b.yaml")]
     assert " ".join(found[2:]) == "--seconds 77 --max 8M --collectives p2p --save"
 

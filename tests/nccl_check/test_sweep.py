@@ -18,9 +18,8 @@ import torch
 
 from clustertune.host.system import MIB
 from clustertune.launch.rendezvous import free_port
-from clustertune.nccl_check import gpu_pairs, link_measure
+from clustertune.nccl_check import link_measure
 from clustertune.nccl_check import link_rank as measure
-from clustertune.nccl_check.gpu_pairs import tournament
 from clustertune.nccl_check.link_measure import (
     CheckRecords,
     CollectiveCase,
@@ -29,6 +28,7 @@ from clustertune.nccl_check.link_measure import (
     run_node,
     schedule,
     steering,
+    tournament,
 )
 from clustertune.nccl_check.link_rules import COLLECTIVES
 from tests.command import REPO
@@ -254,7 +254,7 @@ def test_an_interface_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
 @pytest.mark.jobs
 def test_the_probe_of_two_is_right() -> None:
     """The same program that two GPUs run, on gloo."""
-    program = "import json, os\nfrom clustertune.nccl_check.gpu_pairs import probe_pairs\n"
+    program = "import json, os\nfrom clustertune.nccl_check.link_measure import probe_pairs\n"
     program += "print(json.dumps(probe_pairs(2, 'gloo', os.environ, 60.0, pairwise=False)))"
     done = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, timeout=120, check=True)
     (entry,) = json.loads(done.stdout)
@@ -269,8 +269,8 @@ def test_a_probe_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
         time.sleep(600)
         return {}
 
-    monkeypatch.setattr(gpu_pairs, "try_pair", hang)
-    found = gpu_pairs.probe_pairs(4, "gloo", {}, 60.0, pairwise=True, seconds=3.0)
+    monkeypatch.setattr(link_measure, "try_pair", hang)
+    found = link_measure.probe_pairs(4, "gloo", {}, 60.0, pairwise=True, seconds=3.0)
     assert [entry["status"] for entry in found] == ["hung"] * 2 + ["skipped"] * 4
     assert sorted(tuple(entry["gpus"]) for entry in found) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
     pids = [int(path.name.partition("-")[2]) for path in tmp_path.glob("pid-*")]
@@ -289,8 +289,8 @@ def test_a_probe_that_fails_is_told_at_once(words: str, end: int | None, monkeyp
             os.kill(os.getpid(), end)
         return {"fault": words}
 
-    monkeypatch.setattr(gpu_pairs, "try_pair", fail)
-    (entry,) = gpu_pairs.probe_pairs(2, "gloo", {}, 60.0, pairwise=False, seconds=300.0)
+    monkeypatch.setattr(link_measure, "try_pair", fail)
+    (entry,) = link_measure.probe_pairs(2, "gloo", {}, 60.0, pairwise=False, seconds=300.0)
     assert (entry["status"], entry["message"]) == ("failed", words)
 
 

@@ -14,9 +14,9 @@ from clustertune.host.system import GIB
 from clustertune.plan import advise as advisor
 from clustertune.plan.advise import Advice, Goal, Remedy, advise, remedies
 from clustertune.plan.constants import Constants
-from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import PlanMachine, machine
 from clustertune.plan.predict import Plan, make_plan
+from clustertune.plan.schedule import Lengths
 from clustertune.plan.strategy import Strategy
 from clustertune.resolve.overrides import RecipeSource
 from clustertune.resolve.resolve import resolve

@@ -11,9 +11,9 @@ import pytest
 from clustertune.cluster.hardware import Price
 from clustertune.plan import explanation
 from clustertune.plan.constants import Constants
-from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import Link, PlanMachine
 from clustertune.plan.predict import Plan, make_plan
+from clustertune.plan.schedule import Lengths
 from clustertune.resolve.resolve import resolve
 from tests.plan.test_advise import EXPERTS, NF4
 from tests.plan.world import INTER, INTRA, LORA_SECTION, constants, fsdp2, machine, write_recipe

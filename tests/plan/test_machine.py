@@ -13,8 +13,7 @@ from clustertune.cluster.load import load_cluster
 from clustertune.cluster.schema import Cluster, Compute, Host, Network, Storage
 from clustertune.errors import UserError
 from clustertune.host.system import MIB
-from clustertune.plan.machine import machine
-from clustertune.plan.measured import MeasuredLinks, read_measured
+from clustertune.plan.machine import MeasuredLinks, machine, read_measured
 from tests.recipe.conftest import check_form
 
 CHECK = MeasuredLinks("c", "2026-11-02", 2, 8, "nccl", "NET/IB", 362.0, 340.0, "c.nccl-check.json")

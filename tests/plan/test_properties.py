@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from clustertune.plan import memory
 from clustertune.plan.constants import Constants
-from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.predict import real_length
+from clustertune.plan.schedule import Lengths
 from clustertune.plan.step import Step, flops, step
 from clustertune.plan.strategy import ModelShape
 from tests.plan.world import LORA, WHOLE, machine, mixture, shape

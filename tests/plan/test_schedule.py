@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths
 from clustertune.plan.predict import Plan, make_plan
-from clustertune.plan.schedule import times
+from clustertune.plan.schedule import PACKED_SHARE, Lengths, known_lengths, times
 from clustertune.recipe.native_rules import train_defaults
 from clustertune.resolve.resolve import resolve
 from tests.plan.world import LORA_SECTION, constants, machine, write_recipe

@@ -130,13 +130,13 @@ def train(folder: Path) -> Tracker:
     from trl import SFTConfig, SFTTrainer
 
     from clustertune.resolve.resolve import resolve
-    from clustertune.training import accelerate_env, build, cpu_fsdp, packing, recompute, sharding
+    from clustertune.training import build, packing, recompute, sharding
 
     resolved = resolve(folder)
-    cpu_fsdp.set_environment()
-    for key, value in accelerate_env.accelerate_environment(folder / "accelerate.yaml", RANKS).items():
+    build.use_cpu()
+    for key, value in build.accelerate_environment(folder / "accelerate.yaml", RANKS).items():
         os.environ.setdefault(key, value)
-    cpu_fsdp.install()
+    build.install_cpu_fsdp()
     leave_tiles_alone()
     packing.register()
     config = json.loads((folder / "tracked.json").read_text())

@@ -11,7 +11,7 @@ from clustertune.plan.constants import Constants
 from clustertune.plan.machine import Link, PlanMachine
 from clustertune.plan.strategy import ModelShape, Strategy
 from clustertune.recipe.parameters import Attention, LayerKind, Linear, ParameterCount
-from clustertune.resolve.distribution import Recompute
+from clustertune.resolve.resolved import Recompute
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 64, 128, 4, 1000
 NARROW = 32

@@ -11,7 +11,7 @@ import yaml
 from clustertune.errors import UserError
 from clustertune.recipe.accelerate_file import find_problems
 from clustertune.resolve.resolve import resolve
-from clustertune.training.accelerate_env import accelerate_environment
+from clustertune.training.build import accelerate_environment
 
 FSDP2: dict[str, Any] = {
     "fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",

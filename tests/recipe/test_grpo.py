@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.cluster.load import load_cluster
-from clustertune.launch.serving import rollout_serving, while_training
+from clustertune.launch.serving import beside_serving, while_training
 from clustertune.resolve.resolve import resolve
 from tests.command import REPO
 from tests.refusal import problems
@@ -59,10 +59,10 @@ def test_servers_beside_a_trainer_score_for_nothing() -> None:
     beside = resolve("llama70b-ifeval-grpo", scored)
     found = while_training(beside, machine, 20, 100.0)
     assert found is not None and (found.times, found.seconds) == (4, 0.0)
-    assert rollout_serving(beside, 8).max_model_len > rollout_serving(resolve("llama70b-ifeval-grpo"), 8).max_model_len
+    assert beside_serving(beside, 8).max_model_len > beside_serving(resolve("llama70b-ifeval-grpo"), 8).max_model_len
     assert beside.recipe.scores_beside
     assert not resolve("llama70b-ifeval-grpo", [*scored, "eval.backend=hf"]).recipe.scores_beside
-    assert not resolve("llama70b-ifeval-grpo", [*scored, "rollout=colocate"]).recipe.scores_beside
+    assert not resolve("llama70b-ifeval-grpo", [*scored, "rollout=colocate", "servers=null"]).recipe.scores_beside
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,13 @@ def test_servers_beside_a_trainer_score_for_nothing() -> None:
         (["eval.during.every=milestone"], "eval.during.every"),
         (["eval.during.tasks=[gsm8k]"], "eval"),
         (["eval.during.every=0"], "eval.during.every"),
+        (["servers.nodes=1", "lora=null"], "eval.during"),
+        (["servers.nodes=1", "eval.backend=hf"], "eval.backend"),
+        (["servers.nodes=1", "lora.modules_to_save=[lm_head]"], "lora.modules_to_save"),
     ],
 )
 def test_scores_while_training_that_cannot_be_are_refused(overrides: list[str], key: str) -> None:
-    assert key in refused("eval.during.every=5", *overrides, recipe="tiny-oasst2")
+    assert refused("eval.during.every=5", *overrides, recipe="tiny-oasst2") == [key]
     assert resolve("tiny-oasst2", ["eval.during={every: milestone}", "save.milestones=[4]"]).recipe.eval.during is not None
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from clustertune import draft
 from clustertune.cli.app import app
-from clustertune.cli.plan_answers import _plan
+from clustertune.cli.planning import _plan
 from clustertune.errors import UserError
 from clustertune.launch.serving import evaluation
 from clustertune.recipe.layers import RECIPES

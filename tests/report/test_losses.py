@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from clustertune.report import run_summary as summary
+from clustertune.cli import stages as summary
 from clustertune.rundir import RunDir
 
 
@@ -33,6 +33,6 @@ def test_the_end_of_a_run_says_which_loss_it_is(events: list[tuple[str, int, str
     lines = [{"event": kind, "attempt": 1, "step": step, name: float(step)} for kind, step, name in events]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     shown = StringIO()
-    summary.render(RunDir(tmp_path), {}, None, Console(file=shown, width=200))
+    summary.show_summary(RunDir(tmp_path), {}, None, Console(file=shown, width=200))
     text = shown.getvalue().replace("0000", "0")
     assert says in text and text.count("loss,") == bool(events)

@@ -13,7 +13,7 @@ import pytest
 
 from clustertune.errors import UserError
 from clustertune.monitor.sampler import TelemetryWriter
-from clustertune.report import plots, telemetry
+from clustertune.report import metrics, plots
 from clustertune.report.page import build
 from tests.monitor import simulated
 
@@ -143,9 +143,9 @@ def test_the_answer_comes_first_and_stands_in_the_document(tmp_path: Path) -> No
         out.write(json.dumps({"event": "stage", "stage": "eval", "status": "done", "seconds": 3600}) + "\n")
     for began, joules in ((now, 1.8e6), (now + 60, 3.6e6)):  # two tries of the evaluation, each with a sampler of its own
         head = {"host": "node0", "node": 0, "gpus": ["x"], "energy": "counter"}
-        writer = TelemetryWriter(run.path / telemetry.FOLDER, "node0", head)
+        writer = TelemetryWriter(run.path / metrics.TELEMETRY, "node0", head)
         for share in (0.5, 1.0):
-            writer.add(telemetry.TelemetryRow(began + 50 * share, -int(began), {}, ({"energy_j": joules * share},)))
+            writer.add(metrics.TelemetryRow(began + 50 * share, -int(began), {}, ({"energy_j": joules * share},)))
     first, second = read(run.path)[1].words[4:6]
     found = json.loads((run.path / "report.json").read_text())
     assert found["answer"] == [first, second]

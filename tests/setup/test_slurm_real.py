@@ -14,8 +14,7 @@ from clustertune.cluster.schema import Cluster
 from clustertune.setup.rendered import all_texts
 from clustertune.setup.setup_machine import tool
 from clustertune.setup.slurm_files import GRES_CONF, SLURM_CONF
-from clustertune.testbed.cluster import ClusterFailed
-from clustertune.testbed.rehearsal import shape, try_out
+from clustertune.testbed.cluster import ClusterFailed, shape, try_out
 from tests.command import run
 from tests.setup.slurm_clusters import ODD, load
 from tests.slurm import FaultyCluster as Slurm

@@ -9,10 +9,9 @@ import pytest
 
 from clustertune.cluster.load import known_clusters, load_cluster
 from clustertune.errors import UserError
-from clustertune.setup.rendered import all_texts
+from clustertune.setup.rendered import all_texts, parsed
 from clustertune.setup.rendered import slurm as render_slurm
 from clustertune.setup.setup_machine import tool
-from clustertune.setup.verify import parsed
 from tests.setup.slurm_clusters import ODD, load
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from clustertune.cluster.load import load_cluster
 from clustertune.host.system import GIB
-from clustertune.setup import verify as plan
+from clustertune.setup.rendered import complaints
 from clustertune.setup.storage_layout import FstabMount, StorageLayout, layout
 
 RNO = ("rno-it-gpu0006-1", "rno-it-gpu0007-1", "rno-it-gpu0008-1")
@@ -126,7 +126,7 @@ def test_a_brick_keeps_free_more_than_the_largest_file(
 
 
 def complaints_of(text: str, of: StorageLayout, old: str = "") -> list[str]:
-    found = plan.complaints(old.encode(), text.encode(), of.mounts)
+    found = complaints(old.encode(), text.encode(), of.mounts)
     if found is None:
         pytest.skip("needs systemd-fstab-generator and systemd-analyze")
     return found

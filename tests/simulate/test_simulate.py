@@ -23,13 +23,13 @@ from clustertune.cli.app import app
 from clustertune.cluster.load import known_clusters, load_cluster, of_gpus
 from clustertune.errors import UserError
 from clustertune.plan.calibration import find_calibrated
-from clustertune.plan.lengths import Lengths
 from clustertune.plan.memory import BACKWARD, EVALUATION, FORWARD, LOSS, REFERENCE, UPDATE
 from clustertune.plan.predict import Plan, make_plan
+from clustertune.plan.schedule import Lengths
 from clustertune.plan.step import flops
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
-from clustertune.simulate import compare, drawing, guard, simulator
+from clustertune.simulate import compare, guard, simulator
 from tests.tree import REPO
 
 pytestmark = pytest.mark.timeout(900)
@@ -128,7 +128,7 @@ def test_save_and_resume_at_full_width(name: str) -> None:
 def test_the_picture_is_of_the_same_numbers() -> None:
     """Each moment's parts and the plan's terms stand in it; no script, nothing from elsewhere."""
     plan, found = first_simulated("llama8b-lima")
-    picture = ElementTree.fromstring(drawing.svg(plan, found))  # noqa: S314 - made here
+    picture = ElementTree.fromstring(compare.svg(plan, found))  # noqa: S314 - made here
     said = [one.text or "" for one in picture.iter() if one.tag.endswith("title")]
     for name, peak in found.first["moments"].items():
         if name != "loading":

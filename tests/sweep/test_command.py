@@ -13,7 +13,7 @@ import typer
 
 from clustertune import sweep as sweeps
 from clustertune.check.sbatch import lint
-from clustertune.cli import sweep_command as command
+from clustertune.cli import jobs as command
 from clustertune.cli.app import run_command
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch import stage_jobs

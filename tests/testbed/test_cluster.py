@@ -177,7 +177,7 @@ def test_an_owner_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_start_that_fails_says_why_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason stands in the log of a daemon, in a folder that is removed."""
-    from clustertune.testbed.files import ClusterFolder
+    from clustertune.testbed.spec import ClusterFolder
 
     cluster = make()
     monkeypatch.setattr(ClusterFolder, "gres_conf", lambda self: "NodeName=node1 Name=gpu File=/nowhere\n")

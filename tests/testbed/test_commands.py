@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from clustertune.testbed.rehearsal import rehearse
+from clustertune.testbed.cluster import rehearse
 from clustertune.testbed.spec import ClusterSpec
 from tests.command import run
 from tests.slurm import need_slurm, wait_for

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.testbed.files import ClusterFolder
-from clustertune.testbed.spec import ClusterSpec
+from clustertune.testbed.spec import ClusterFolder, ClusterSpec
 
 
 @pytest.mark.parametrize(

@@ -114,9 +114,9 @@ def signal_rank_1(number: int, step: int) -> None:
 
 
 BREAKS: dict[str, Callable[[], None]] = {
-    "split": replacing("tensor", "split", lambda model, mesh, upcast: {}),
-    "context": replacing("context", "install", lambda model, mesh: None),
-    "fsdp": replacing("cpu_fsdp", "install", lambda: None),
+    "split": replacing("parallelism", "split", lambda model, mesh, upcast: {}),
+    "context": replacing("parallelism", "install_context", lambda model, mesh: None),
+    "fsdp": replacing("build", "install_cpu_fsdp", lambda: None),
     "replicas": _other_weights,
     "offload": lambda: os.environ.update(FSDP_OFFLOAD_PARAMS="false"),
     "nan": lambda: bad_loss(lambda loss: loss * float("nan")),
@@ -142,9 +142,9 @@ def _rank(request: dict[str, Any], rank: int, port: int) -> int:
 
     torch.set_num_threads(1)
     if request.get("breaks"):
-        from clustertune.training import accelerate_env
+        from clustertune.training import build
 
-        accelerate_env.apply(config, request["ranks"])
+        build.set_environment(config, request["ranks"])
         (BREAKS.get(request["breaks"]) or pkgutil.resolve_name(request["breaks"]))()
     return program.main(Path(request["folder"]), request["attempt"], quiet=True)
 

@@ -15,7 +15,7 @@ from trl import SFTTrainer
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
 
-from clustertune.training.evaluation import IGNORED_LABEL, PairMeans, TokenMeans, filled
+from clustertune.training.figures import IGNORED_LABEL, PairMeans, TokenMeans, filled
 from clustertune.training.trainer import Trainer
 from tests.plan.tracked import make_rows, make_tokenizer
 from tests.training.benches import Operations, tiny_trainer

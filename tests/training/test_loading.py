@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from clustertune.resolve.resolve import resolve
 from clustertune.training import loading
+from clustertune.training.figures import Startup
 from clustertune.training.loading import Loading
-from clustertune.training.startup import Startup
 from tests.command import REPO
 from tests.training.benches import (
     ATTENTION,

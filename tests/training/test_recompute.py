@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from clustertune.errors import UserError
 from clustertune.plan.strategy import strategy
-from clustertune.resolve.distribution import recomputed_layers
 from clustertune.resolve.resolve import resolve
+from clustertune.resolve.resolved import recomputed_layers
 from clustertune.training import recompute
 from tests.command import events, run
 from tests.training.benches import Operations

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from clustertune.chain import export_trained
-from clustertune.data import rollout_rows
+from clustertune.data import sequences
 from clustertune.data.rewards import Rewards
 from clustertune.errors import ExitCode
 from clustertune.recipe.sections import Recipe
@@ -67,7 +67,7 @@ def trl(path: Path, folder: Path) -> list[list[float]]:
             model=str(base),
             reward_funcs=rewards.judges,
             args=GRPOConfig(output_dir=str(folder), **own),
-            train_dataset=rollout_rows.as_dataset(path / "data", "train"),
+            train_dataset=sequences.prompts_as_dataset(path / "data", "train"),
             processing_class=AutoTokenizer.from_pretrained(base),
             peft_config=LoraConfig(**recipe["lora"]) if recipe["lora"] else None,
         )

@@ -21,10 +21,8 @@ from clustertune.launch.attempt import check_fence
 from clustertune.process import StopFlag
 from clustertune.training import deepspeed_engine
 from clustertune.training import trainer as room
-from clustertune.training.evaluation import TokenMeans
-from clustertune.training.event_log import EventLog
-from clustertune.training.figures import Clock
-from clustertune.training.heartbeat import Heartbeat
+from clustertune.training.event_log import EventLog, Heartbeat
+from clustertune.training.figures import Clock, TokenMeans
 from clustertune.training.trainer import NothingLeft, Trainer, state_parts
 from tests.damage import failing, refused
 

@@ -16,7 +16,7 @@ import wandb
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from clustertune.training import build, tracker
+from clustertune.training import event_log
 
 
 class WandbCallback(TrainerCallback):  # type: ignore[misc]
@@ -39,7 +39,7 @@ def test_a_dead_tracker_does_not_end_the_training() -> None:
     messages: list[str] = []
     for mirror in (WandbCallback(), OtherCallback()):
         callbacks = CallbackHandler([mirror], None, None, None, None)
-        tracker.guard(callbacks.callbacks, messages.append)
+        event_log.guard(callbacks.callbacks, messages.append)
         with pytest.raises(ConnectionResetError) if type(mirror) is OtherCallback else nullcontext():
             for step in (1, 2, 3):
                 callbacks.call_event("on_log", SimpleNamespace(), TrainerState(global_step=step), TrainerControl(), logs={})
@@ -76,14 +76,14 @@ def test_a_key_that_is_not_taken_means_offline_and_nothing_is_lost(
     before = dict(os.environ)
     wandb.teardown()
     try:
-        monkeypatch.setattr(tracker, "INIT_SECONDS", 10.0)
-        build.set_tracker_environment(tmp_path, "one-run", "project", has_key=True)
+        monkeypatch.setattr(event_log, "INIT_SECONDS", 10.0)
+        event_log.set_tracker_environment(tmp_path, "one-run", "project", has_key=True)
         assert "WANDB_MODE" not in os.environ
-        on, notes = tracker.start_wandb(key)
+        on, notes = event_log.start_wandb(key)
         assert on and len(notes) == 1 and "W&B is offline" in notes[0] and "wandb sync" in notes[0]
         assert wandb.run is not None and wandb.run.settings.mode == "offline" and wandb.run.id == "one-run"
         wandb.log({"loss": 1.0})
-        assert tracker.finish_wandb(0)
+        assert event_log.finish_wandb(0)
     finally:
         wandb.teardown()
         for name in set(os.environ) - set(before):

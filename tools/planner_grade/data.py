@@ -24,7 +24,7 @@ from clustertune.recipe.layers import Document, read_yaml
 from clustertune.recipe.native_rules import filled, lora_defaults
 from clustertune.recipe.parameters import count, lora_parameter_count
 from clustertune.recipe.sections import NAME, Count, Number, Positive, Section
-from clustertune.resolve.distribution import Recompute
+from clustertune.resolve.resolved import Recompute
 
 FOLDER = Path(__file__).resolve().parent
 REPO = FOLDER.parents[1]

@@ -1,4 +1,5 @@
-"""What ``clustertune plan`` answers."""
+"""``clustertune plan``: memory, time and money of a recipe before the hours are spent; and ``clustertune new``: a recipe folder
+from a model, data and GPUs."""
 
 from __future__ import annotations
 
@@ -7,34 +8,117 @@ import datetime
 import json
 import re
 import shlex
-from typing import Any
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from clustertune import console, draft
-from clustertune.cli.arguments import path_argument
-from clustertune.cli.plan_command import PlanArguments
+from clustertune.cli.arguments import (
+    AsJson,
+    ClusterOption,
+    DataOption,
+    GpusOption,
+    MethodOption,
+    ModelOption,
+    Overrides,
+    Tiny,
+    path_argument,
+    takes,
+)
 from clustertune.cluster import load
 from clustertune.console import emit_json, reply, say, show
-from clustertune.data import measure
+from clustertune.data import prepare
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.host.system import GIB
 from clustertune.launch import across, bill, serving
 from clustertune.manifest import replace_ours
 from clustertune.plan import advise as advisor
 from clustertune.plan import calibration, explanation, schedule
-from clustertune.plan import lengths as known_lengths
 from clustertune.plan import predict as prediction
+from clustertune.plan import schedule as known_lengths
 from clustertune.plan.calibration import CalibratedCluster
-from clustertune.plan.lengths import Lengths
 from clustertune.plan.predict import Plan
+from clustertune.plan.schedule import Lengths
 from clustertune.recipe import layers, native_rules
+from clustertune.resolve import models, resolve, tiny
 from clustertune.resolve import overrides as recipe_source
-from clustertune.resolve import resolve
 from clustertune.simulate import compare as simulation_compare
-from clustertune.simulate import drawing as simulation_drawing
 from clustertune.simulate import simulator
 from clustertune.simulate.simulator import Simulation
+
+Targets = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE [section.key=value]...",
+        help="A recipe, two with --compare, or run folders with --calibrate; and overrides.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """--advise ranks alternatives. --model plans a model without a recipe."""
+
+    targets: Targets = None
+    model: ModelOption = None
+    gpus: GpusOption = None
+    method: MethodOption = "lora"
+    data: DataOption = None
+    cluster: ClusterOption = None
+    clusters: Annotated[
+        str | None, typer.Option(metavar="all|A,B", help="One row a cluster, the cheapest first; --gpus counts as one.")
+    ] = None
+    out: Annotated[
+        str | None,
+        typer.Option(
+            "--out", metavar="FILE", help="With --clusters: a page (HTML) of the rows. With --simulate: a picture (SVG)."
+        ),
+    ] = None
+    tiny: Tiny = False
+    why: Annotated[
+        str | None,
+        typer.Option(metavar="PART", help="Show the arithmetic of one part: step, memory, communication, hours, mfu ..."),
+    ] = None
+    advise: Annotated[bool, typer.Option("--advise", help="Search the strategies that fit and rank them.")] = False
+    goal: Annotated[str, typer.Option(metavar="time|cost|memory", help="What --advise ranks by.")] = "time"
+    nodes: Annotated[
+        str | None, typer.Option(metavar="N[,N...]", help="Node counts that --advise tries; the recipe's by default.")
+    ] = None
+    compare: Annotated[bool, typer.Option("--compare", help="Compare two recipes.")] = False
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Fit the planner to measured runs and save the result next to the cluster file.")
+    ] = False
+    nccl_check: Annotated[str | None, typer.Option(metavar="FILE", help="Use the result of an nccl-check on this cluster.")] = (
+        None
+    )
+    lengths: Annotated[
+        str | None, typer.Option(metavar="FILE", help="File with tokens per conversation, one number a line.")
+    ] = None
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Run two training steps of one rank at full size on fake tensors, without a GPU.")
+    ] = False
+    depth: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Layers that --simulate makes, each as wide as the recipe's; all by default."),
+    ] = None
+    ranks: Annotated[
+        str | None,
+        typer.Option(metavar="R[,R...]", help="Ranks that --simulate runs, compared: numbers, first, last, each-node."),
+    ] = None
+    as_document: AsJson = False
+
+    @property
+    def names(self) -> list[str]:
+        """Recipes, or runs."""
+        return [text for text in self.targets or [] if "=" not in text]
+
+    @property
+    def overrides(self) -> list[str]:
+        return [text for text in self.targets or [] if "=" in text]
+
 
 GOALS = ("time", "cost", "memory")
 
@@ -59,10 +143,13 @@ def answer(args: PlanArguments) -> None:
         nodes, gpus = len(calibrated.cluster.compute_nodes), calibrated.cluster.compute.gpus
         overrides = [f"slurm.nodes={nodes}", f"slurm.gpus_per_node={gpus}", *overrides]
     if args.data is not None:
-        found = measure.measure(args.data, draft.stated(overrides).get("data"))
+        found = prepare.measure(args.data, draft.stated(overrides).get("data"))
         known = known or (known_lengths.of_counts(list(found.tokens.items()), found.source) if found.tokens else None)
         overrides = [*(f"data.{key}={json.dumps(value)}" for key, value in found.section.items()), *overrides]
     _answer(args, overrides, calibrated, [_plan(calibrated, name, overrides, args.tiny, known) for name in args.names])
+
+
+plan = takes(PlanArguments, answer)
 
 
 def _compare_clusters(args: PlanArguments, known: Lengths | None) -> None:
@@ -111,7 +198,7 @@ def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedClu
     elif args.why is not None:
         lines = explanation.why(plans[0], args.why)
         reply(args.as_document, {"part": args.why, "arithmetic": lines}, lambda: show("\n".join(lines)))
-    elif args.advise and plans[0].resolved.recipe.server_nodes:
+    elif args.advise and plans[0].resolved.recipe.rollout == "servers":
         _advise_splits(calibrated, plans[0], args, overrides)
     elif args.advise:
         _advise(calibrated, plans[0], bills[0], args, overrides)
@@ -120,7 +207,7 @@ def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedClu
         simulated = _simulate(plans[0], args) if args.simulate else None
         if simulated is not None and args.out is not None:
             out = path_argument(args.out)
-            replace_ours(out, simulation_drawing.svg(*simulated), simulation_drawing.MARK)
+            replace_ours(out, simulation_compare.svg(*simulated), simulation_compare.MARK)
             say(f"in {out}")
         _show(plans[0], bills[0], tuple(overrides), args.as_document, scored, simulated)
 
@@ -282,8 +369,11 @@ def _counts(text: str | None, found: Plan) -> list[int]:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = []
-    if not counts or any(not 1 <= count <= found.machine.nodes for count in counts):
-        text = f"{text!r} is not a list of node counts from 1 to {found.machine.nodes}, which {found.machine.name} has"
+    beside = found.strategy.server_nodes
+    most = found.machine.nodes - beside
+    if not counts or any(not 1 <= count <= most for count in counts):
+        text = f"{text!r} is not a list of node counts from 1 to {most}, which {found.machine.name} has"
+        text += f" beside {beside} of servers" if beside else ""
         raise UserError(text, file="command line", key="--nodes", fix="write --nodes 1,2,4")
     return counts
 
@@ -291,12 +381,12 @@ def _counts(text: str | None, found: Plan) -> list[int]:
 def _calibrate(calibrated: CalibratedCluster, runs: list[str], lengths: Lengths | None, as_document: bool) -> None:
     """Fit the factors to runs of this cluster, store them, show what changed."""
     from clustertune.plan import tables
-    from clustertune.report import calibration_run
+    from clustertune.report.source import observe
 
     if calibrated.calibration is None:
         text = "a cluster found by looking has no file to keep a calibration beside"
         raise UserError(text, file="command line", key="--cluster", fix="write a cluster file: docs/clusters.md")
-    found = calibration.fit([calibration_run.observe(calibrated, path_argument(run), lengths) for run in runs])
+    found = calibration.fit([observe(calibrated, path_argument(run), lengths) for run in runs])
     calibration.store(calibrated.calibration, calibrated.cluster.name, datetime.date.today().isoformat(), found)
     document = {"file": str(calibrated.calibration), "constants": found.values, "deviation": found.deviation}
     document |= {"not_identified": found.left, "unexplained": calibration.unexplained(found)}
@@ -307,3 +397,60 @@ def _calibrate(calibrated: CalibratedCluster, runs: list[str], lengths: Lengths 
         lambda: tables.calibration(found, console.stdout),
         lambda: show(kept),
     )
+
+
+# --- new ---------------------------------------------------------------------------------------------------------------
+
+
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new recipe: a folder below recipes/, or a path.")],
+    model: ModelOption = None,
+    data: DataOption = None,
+    method: MethodOption = "lora",
+    gpus: GpusOption = None,
+    cluster: ClusterOption = None,
+    as_json: AsJson = False,
+    overrides: Overrides = None,
+) -> None:
+    """LoRA target modules come from the model's architecture, the distribution from the planner. Prints every assumption."""
+    folder = draft.target(name)
+    stated = draft.stated(overrides or ())
+    made_of, found, at = draft.read_options(model, data, method, gpus, cluster, needs_data=True, of_data=stated.get("data"))
+    if not (stated.get("model") or {}).keys() & {"revision", "path"}:
+        made_of = models.pinned(made_of)
+    keys, notes = draft.look_at_tokenizer(made_of, found, stated)
+    stated = layers.laid_over(keys, stated)
+    shown = folder.name if "/" not in name else name
+    if at.assumed and method != "qlora" and tiny.is_small(made_of.architecture):
+        made = draft.on_cpus(made_of, method, found, stated)
+        made.assumed.extend(notes)
+        following = draft.commands(shown, ())
+        with draft.folder_of(made, folder.name) as written:
+            resolve.resolve(written)
+            _keep(written, folder, draft.page(made, folder.name, made_of, following))
+        document: dict[str, Any] = {"fits": True, "step_s": None, "hours": None, "total": None}
+        text = "\nfor this machine's CPUs. Next:\n"
+    else:
+        following = draft.commands(shown, at.options)
+        with draft.drafted(folder.name, made_of, method, found, at, stated) as (made, written):
+            made.assumed.extend(notes)
+            machine = at.calibrated.machine(int(made.recipe["slurm"]["nodes"]))
+            plan = prediction.make_plan(resolve.resolve(written), machine, at.calibrated.constants, lengths=made.lengths)
+            _keep(written, folder, draft.page(made, folder.name, made_of, following))
+        whole = bill.bill(plan, at.calibrated.cluster)
+        document = {"fits": plan.fits, "step_s": plan.step.seconds, "hours": plan.hours, "total": whole.as_json()}
+        hours = f"{plan.hours:.2g} h of training" if plan.hours else f"{plan.step.seconds:.3g} s a step"
+        spent = f"; all stages {headline}" if (headline := whole.headline()) else ""
+        memory = f"{plan.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB a GPU"
+        text = f"\nplanned: {hours} on {machine.name}, {memory}{spent}. Next:\n"
+    if overrides:
+        made.assumed.append(f"said behind the options, and holds whatever stands above: {', '.join(overrides)}")
+    files = sorted(path.name for path in folder.iterdir())
+    document |= {"folder": str(folder), "files": files, "assumed": made.assumed, "commands": following}
+    reply(as_json, document, f"{folder}: {', '.join(files)}", *(f"- {one}" for one in made.assumed), text, "\n".join(following))
+
+
+def _keep(written: Path, folder: Path, page: str) -> None:
+    """Write the files of a draft, and its README, to the recipe's folder."""
+    (written / "README.md").write_text(page, encoding="utf-8")
+    shutil.copytree(written, folder, dirs_exist_ok=True)

@@ -27,8 +27,7 @@ from clustertune.manifest import MANIFEST, Manifest, find_problems, list_files, 
 from clustertune.report import content, source
 from clustertune.report.content import get, is_number, number
 from clustertune.report.metrics import read_metrics
-from clustertune.resolve.distribution import format_distribution
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import Resolved, format_distribution
 from clustertune.rundir import RunDir
 from clustertune.tensorfile import read_header
 

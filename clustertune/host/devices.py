@@ -1,4 +1,7 @@
-"""The GPUs of a machine, by the driver, by CUDA, by the PCI bus, and by what the kernel's log says about them.
+"""The GPUs and network adapters of a machine.
+
+GPUs are seen by the driver, by CUDA, by the PCI bus, and by what the kernel's log says about them; interfaces, bonds and RDMA
+adapters as /sys shows them.
 
 The driver is asked by ``nvidia-smi -q -x`` and not by NVML's library: a command that hangs is killed, what it prints can be
 recorded on any cluster and judged on another machine, and it has fields that NVML's Python does not (the recovery action).
@@ -7,15 +10,18 @@ recorded on any cluster and judged on another machine, and it has fields that NV
 from __future__ import annotations
 
 import ctypes
+import ipaddress
+import os
 import re
+import socket
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from clustertune.host import system
-from clustertune.host.facts import Gpu
-from clustertune.host.probe import Probe
+from clustertune.host.facts import Gpu, Nic, RdmaPort
+from clustertune.host.system import Probe
 
 # --- their texts ------------------------------------------------------------------------------------------------------
 
@@ -160,6 +166,19 @@ def gpu_links(topology: str) -> dict[tuple[int, int], str]:
 def has_nvlink(topology: str) -> bool:
     """Whether ``nvidia-smi topo -m`` shows NVLink between GPUs (``NV4``, ``NV18``)."""
     return any(re.fullmatch(r"NV\d+", link) for link in gpu_links(topology).values())
+
+
+def gpus_of(gres: str) -> tuple[int, list[str]]:
+    """The number of GPUs of a node's ``Gres``, and their types: ``gpu:h100:8(S:0-1)`` is (8, ["h100"])."""
+    count, types = 0, []
+    for item in re.sub(r"\([^)]*\)", "", gres).split(","):
+        kind, *rest = item.strip().split(":")
+        if kind != "gpu":
+            continue
+        number = re.fullmatch(r"(\d{1,6})", rest[-1]) if rest else None
+        count += int(number[1]) if number else 1
+        types += [word for word in rest[:-1] if word] if number else rest
+    return count, list(dict.fromkeys(types))
 
 
 def xid_lines(log: str) -> list[str]:
@@ -309,3 +328,123 @@ def iommu(probe: Probe) -> dict[str, Any]:
     if types - {""}:
         return {"iommu": any(kind.startswith("DMA") for kind in types)}
     return {"iommu": "iommu=pt" not in probe.read("/proc/cmdline").split()}
+
+
+# --- interfaces, bonds and RDMA adapters -----------------------------------------------------------------------------------
+
+_NET = "/sys/class/net"
+_IB = "/sys/class/infiniband"
+_KINDS = {1: "ethernet", 32: "infiniband", 772: "loopback"}
+"""ARPHRD_* of linux/if_arp.h, as /sys/class/net/*/type holds them."""
+_PROVIDERS = ("/usr/lib", "/usr/lib64", "/lib", "/usr/local/lib")
+_IFF_UP = 1
+
+
+def addresses() -> dict[str, list[str]]:
+    """Interface to addresses (``10.0.0.1/24``) of this machine, IPv4 first, link-local IPv6 left out."""
+    import psutil
+
+    found: dict[str, list[str]] = {}
+    for interface, entries in psutil.net_if_addrs().items():
+        for entry in sorted(entries, key=lambda one: one.family != socket.AF_INET):
+            if entry.family in (socket.AF_INET, socket.AF_INET6) and entry.netmask and not entry.address.startswith("fe80:"):
+                bits = int(ipaddress.ip_address(entry.netmask)).bit_count()
+                found.setdefault(interface, []).append(f"{entry.address}/{bits}")
+    return found
+
+
+def interfaces(probe: Probe) -> dict[str, Any]:
+    """All interfaces, with the addresses of this machine's."""
+    own = addresses() if probe.live else {}
+    names = [name for name in probe.names(_NET) if probe.path(f"{_NET}/{name}").is_dir()]  # bonding_masters is a file
+    found = [_nic(probe, name) for name in names]
+    for nic in found:
+        nic.addresses = own.get(nic.name, [])
+        if nic.bond_mode and not nic.mbit:
+            each = [other.mbit for other in found if other.name in nic.bond_links_up and other.mbit]
+            nic.mbit = sum(each) or None
+    return {"nics": found}
+
+
+def _nic(probe: Probe, name: str) -> Nic:
+    folder = f"{_NET}/{name}"
+    speed = probe.number(f"{folder}/speed")
+    kind = probe.number(f"{folder}/type")
+    links = probe.read(f"{folder}/bonding/slaves").split()
+    bonded = probe.path(f"{folder}/bonding").is_dir()
+    return Nic(
+        name=name,
+        up=_is_up(probe, folder),
+        carrier={"1": True, "0": False}.get(probe.read(f"{folder}/carrier")),
+        mbit=speed if speed and 0 < speed < 10_000_000 else None,  # -1, or 2^32-1 of old kernels, where it is unknown
+        mtu=probe.number(f"{folder}/mtu"),
+        kind=_KINDS.get(kind, "other") if kind is not None else "",
+        virtual=not bonded and not probe.path(f"{folder}/device").exists(),
+        bond_mode=(probe.read(f"{folder}/bonding/mode").split() or [""])[0],
+        bond_hash=(probe.read(f"{folder}/bonding/xmit_hash_policy").split() or [""])[0],
+        bond_links=links,
+        bond_links_up=[link for link in links if probe.read(f"{_NET}/{link}/bonding_slave/mii_status") in ("up", "")],
+    )
+
+
+def _is_up(probe: Probe, folder: str) -> bool | None:
+    """The state that the driver tells; where it tells none (loopback, tunnels), whether it was switched on."""
+    state = probe.read(f"{folder}/operstate")
+    if state in ("up", "down", "lowerlayerdown", "notpresent", "dormant"):
+        return state == "up"
+    try:
+        return bool(int(probe.read(f"{folder}/flags"), 16) & _IFF_UP)
+    except ValueError:
+        return None
+
+
+# --- RDMA --------------------------------------------------------------------------------------------------------------
+
+
+def rdma(probe: Probe) -> dict[str, Any]:
+    """Ports of RDMA adapters, the device files that this process may use, and the libraries that drive them."""
+    listed = [(device, name) for device in probe.names(_IB) for name in probe.names(f"{_IB}/{device}/ports") if name.isdigit()]
+    files = [f"/dev/infiniband/{name}" for name in probe.names("/dev/infiniband")]
+    usable = [name for name in files if os.access(probe.path(name), os.R_OK | os.W_OK)]
+    return {"rdma": [_port(probe, *port) for port in listed], "rdma_devices": usable, **_verbs(probe)}
+
+
+def _port(probe: Probe, device: str, number: str) -> RdmaPort:
+    folder = f"{_IB}/{device}/ports/{number}"
+    state = probe.read(f"{folder}/state").partition(":")[2].strip()
+    rate = re.match(r"([\d.]+)", probe.read(f"{folder}/rate"))
+    return RdmaPort(
+        device=device,
+        port=int(number),
+        active=state == "ACTIVE" if state else None,
+        state=state,
+        physical=probe.read(f"{folder}/phys_state").partition(":")[2].strip(),
+        gbit=float(rate[1]) if rate else None,
+        link_layer=probe.read(f"{folder}/link_layer"),
+    )
+
+
+def _verbs(probe: Probe) -> dict[str, Any]:
+    patterns = ("libibverbs/lib*-rdmav*.so", "*/libibverbs/lib*-rdmav*.so")
+    paths = [path for library in _PROVIDERS for pattern in patterns for path in probe.path(library).glob(pattern)]
+    found: dict[str, Any] = {"verbs_providers": sorted({path.name[3:].partition("-rdmav")[0] for path in paths})}
+    if probe.live:
+        try:
+            ctypes.CDLL("libibverbs.so.1")
+            found["verbs"] = True
+        except OSError:
+            found["verbs"] = False
+    return found
+
+
+def nccl_files(probe: Probe) -> dict[str, Any]:
+    """Settings of NCCL that stand in files, easily overlooked. The user's file wins over the system's, as in NCCL."""
+    found: dict[str, str] = {}
+    home = os.environ.get("HOME", "") if probe.live else ""
+    named = os.environ.get("NCCL_CONF_FILE", "") if probe.live else ""
+    for path in filter(None, (named or (f"{home}/.nccl.conf" if home else ""), "/etc/nccl.conf")):
+        for line in probe.read(path).splitlines():
+            name, equals, value = line.partition("#")[0].strip().partition("=")
+            if equals and re.fullmatch(r"NCCL_[A-Z0-9_]+", name.strip()):
+                found.setdefault(name.strip(), f"{value.strip()} ({path})")
+    return {"nccl_conf": found}
