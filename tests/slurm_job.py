@@ -78,13 +78,6 @@ class Job:
 
         wait_for(holds, what, PATIENCE)
 
-    def until_new_steps(self, count: int = 3) -> None:
-        """Wait until an attempt that is younger than now has done some steps."""
-        known = self.attempts()
-        self.until(
-            lambda: len(self.steps(self.attempts())) >= count and (self.attempts() > known or known <= 1), f"{count} steps"
-        )
-
     def rank(self, node: int) -> int:
         """The process of the rank on a node, by its id out here."""
         found = [
