@@ -189,7 +189,7 @@ class Rewards:
             answer_rules.use_shipped_punkt()
             _instructions()  # the import looks for the splitter
         if any(reward.module is None for reward in self.rewards):
-            self._child = StandingChild(_judge_one)
+            self._child = StandingChild(judge_one)
         self._stack.callback(self._end)
         return self
 
@@ -216,7 +216,7 @@ class Rewards:
         for _ in range(TRIES):
             assert self._child is not None
             if self._child.ended:
-                self._child = StandingChild(_judge_one)
+                self._child = StandingChild(judge_one)
             began = time.monotonic()
             found = self._child.ask([reward.function, reward.options, prompt, answer, dict(row)]).found
             if found is not None or time.monotonic() - began >= SECONDS:
@@ -240,7 +240,7 @@ class Rewards:
         return [judge(**given, completion_ids=[[] for _ in answers]) for judge in self.judges]
 
 
-def _judge_one(request: Sequence[Any]) -> Mapping[str, Any]:
+def judge_one(request: Sequence[Any]) -> Mapping[str, Any]:
     """In the child: one answer, with the time that it may take."""
     function, told, prompt, answer, row = request
     allow(SECONDS)

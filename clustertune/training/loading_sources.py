@@ -191,16 +191,22 @@ class Sources:
     """Rules that were used: transformers undoes them when it saves."""
 
 
-def find(model: Any, tensors: Mapping[str, Tensor], load_config: Any, wanted: Mapping[str, torch.Tensor]) -> Sources:
+def find(
+    model: Any, tensors: Mapping[str, Tensor], load_config: Any = None, wanted: Mapping[str, torch.Tensor] | None = None
+) -> Sources:
     """Map the files to a model that has no values yet.
 
-    ``load_config``: transformers' ``LoadStateDictConfig``; ``wanted``: the model's state dict, in the shapes of the whole.
+    ``load_config``: transformers' ``LoadStateDictConfig``; None: nothing is loaded into the model. ``wanted``: its state dict,
+    in the shapes of the whole.
     Raises UserError with every tensor that is missing or has another shape than the model, Unfollowed where a rule cannot be
     applied to tensors without data.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    rules = load_config.weight_mapping or []
+    wanted = model.state_dict() if wanted is None else wanted
+    rules = (get_model_conversion_mapping(model) if load_config is None else load_config.weight_mapping) or []
+    dtypes = getattr(load_config, "dtype_plan", None) or {}
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -215,7 +221,7 @@ def find(model: Any, tensors: Mapping[str, Tensor], load_config: Any, wanted: Ma
             extra.append((name, tensors[original]))
             continue
         if name not in found:
-            dtype = _dtype(name, wanted[name], load_config.dtype_plan or {})
+            dtype = _dtype(name, wanted[name], dtypes)
             rule = deepcopy(by_pattern[pattern]) if pattern is not None else None
             found[name] = ParameterSource(dtype, tuple(wanted[name].shape), [], rule, name)
         found[name].parts.append((pattern or original, original, tensors[original]))
