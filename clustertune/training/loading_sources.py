@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
-import threading
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -23,7 +21,7 @@ import torch
 
 from clustertune.checkpoint.shards import DTYPES
 from clustertune.errors import Problem, UserError, raise_if, storage_error
-from clustertune.tensorfile import FETCH, Tensor, read_headers
+from clustertune.tensorfile import FETCH, CutShort, OpenFiles, Tensor, read_headers
 
 _NO_WEIGHTS = {"C64", "U16", "U32", "U64"}
 """Types of a checkpoint's values that weights do not have: packed integers would be read as numbers."""
@@ -42,13 +40,10 @@ def survey(paths: Iterable[Path], index: Mapping[str, str] | None = None) -> dic
     return found
 
 
-class RowReader:
-    """Reads rows and counts bytes; files stay open until :meth:`close`. May be used by several threads."""
+class RowReader(OpenFiles):
+    """Reads rows and counts bytes, which stay when the files are closed. May be used by several threads."""
 
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._open: dict[Path, int] = {}
-        self._lock = threading.Lock()
+    bytes = 0
 
     def rows(self, tensor: Tensor, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """Rows ``begin`` to ``end`` of the first dimension (all of them by default), in the file's dtype, on the CPU.
@@ -69,34 +64,18 @@ class RowReader:
         return raw.view(DTYPES[tensor.dtype])
 
     def _fill(self, raw: torch.Tensor, tensor: Tensor, skip: int) -> None:
-        done, size = 0, raw.numel()
+        size = raw.numel()
         # Not through numpy: torch never resizes the storage of a tensor that numpy has seen, and FSDP frees by resizing.
         view = memoryview((ctypes.c_ubyte * size).from_address(raw.data_ptr())).cast("B")
         try:
-            descriptor = self._descriptor(tensor.file)
-            while done < size:
-                count = os.preadv(descriptor, [view[done:]], tensor.offset + skip + done)
-                if not count:
-                    text = "the file ends before this tensor: it was cut since its header was read"
-                    raise UserError(Problem(text, file=str(tensor.file), key=tensor.name, fix=FETCH))
-                done += count
+            self.read(tensor.file, view, tensor.offset + skip)
+        except CutShort:
+            text = "the file ends before this tensor: it was cut since its header was read"
+            raise UserError(Problem(text, file=str(tensor.file), key=tensor.name, fix=FETCH)) from None
         except OSError as error:
             raise storage_error(error, "the base model was not read", tensor.file) from None
-        with self._lock:
+        with self.guard:
             self.bytes += size
-
-    def _descriptor(self, path: Path) -> int:
-        with self._lock:
-            if path not in self._open:
-                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            return self._open[path]
-
-    def close(self) -> None:
-        """Close the files; the count stays."""
-        with self._lock:
-            for descriptor in self._open.values():
-                os.close(descriptor)
-            self._open.clear()
 
 
 class Unfollowed(Exception):
