@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.bounded import StandingChild
-from clustertune.data import answer_rules, chats
-from clustertune.data.rewards import judge_one
+from clustertune.data import chats, rewards
 from clustertune.data.rows import KINDS, KNOWN, BadRow, RowLocation, kind_of, read_file
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import hash_file
@@ -170,7 +169,7 @@ def _check_rules(prompt: OwnPrompt, judge: Judge) -> Iterator[tuple[str, str, st
     if not isinstance(texts, str) and not (isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)):
         wrong = True
         yield "contains", "is neither a text nor a list of texts", "write the text that must stand in the answer"
-    if "regex" in rules and (fault := answer_rules.wrong_pattern(rules["regex"])) is not None:
+    if "regex" in rules and (fault := rewards.wrong_pattern(rules["regex"])) is not None:
         wrong = True
         yield "regex", fault, "a sign such as ( or + is written \\( or \\+ if it is meant"
     if "json_schema" in rules and (schema_fault := _wrong_schema(rules["json_schema"])):
@@ -188,7 +187,7 @@ def _wrong_schema(schema: Any) -> tuple[str, str] | None:
     """What is wrong with a JSON schema, and what to do; None: nothing."""
     if find_spec("jsonschema") is None:
         return "the package jsonschema is not installed", "pip install jsonschema, or use contains or regex"
-    if (fault := answer_rules.wrong_schema(schema)) is None:
+    if (fault := rewards.wrong_schema(schema)) is None:
         return None
     return fault, 'write a JSON object, or a text that holds one, such as {"type": "object", "required": ["name"]}'
 
@@ -209,11 +208,11 @@ class Judge:
     def __call__(self, rule: str, expected: Any, answer: str) -> bool | None:
         """Whether an answer keeps a rule; None where that cannot be said within :data:`~clustertune.data.rewards.SECONDS`."""
         if rule == "exact_match":
-            return answer_rules.is_equal(answer, expected)
+            return rewards.is_equal(answer, expected)
         if rule == "contains":
             return all(text in answer for text in ([expected] if isinstance(expected, str) else expected))
         if self._child is None or self._child.ended:
-            self._child = StandingChild(judge_one, JUDGE_MEMORY)
+            self._child = StandingChild(rewards.judge_one, JUDGE_MEMORY)
         told = {"pattern" if rule == "regex" else "schema": expected}
         found = self._child.ask([rule, told, "", answer, {}]).found
         if rule == "json_schema" and found is not None and "raised" in found:  # it refers to nothing
