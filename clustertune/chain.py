@@ -247,7 +247,7 @@ class Chain:
 
     def _push(self, wanted: Push) -> None:
         """Send the adapter and its card to the Hub. Where that fails, the run is finished, and says how to repeat it."""
-        from clustertune.push import hub
+        from clustertune import push as hub
 
         try:
             done = vars(hub.send(self.run, wanted.repo, public=wanted.public)[1])
@@ -481,10 +481,7 @@ class Chain:
         """
         from clustertune.evaluate.during import next_to_score
 
-        wanted, saved = self.resolved.recipe.eval.during, self.resolved.recipe.save
-        if wanted is None:
-            return None
-        found = next_to_score(self.run, wanted, saved.milestones if saved is not None else ())
+        found = next_to_score(self.run, self.resolved.recipe)
         if found is not None:
             store.require_own(found.path)
         return found
@@ -499,6 +496,8 @@ class Chain:
         from clustertune.evaluate import during
 
         recipe, adapter, began = self.resolved.recipe, None, time.perf_counter()
+        if recipe.scores_beside:  # lm-eval's bar would stand within the lines of the training
+            os.environ.setdefault("TQDM_DISABLE", "1")
         while adapter is None and (checkpoint := self._to_score()) is not None:
             adapter = during.export_adapter(self.run, checkpoint, self.base_folder())
         if recipe.eval.during is None or checkpoint is None or adapter is None:

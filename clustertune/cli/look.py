@@ -64,8 +64,8 @@ def show_cluster(
 
 def _draft(file: Path) -> str:
     """Write a cluster file and return its text. Raises UserError where there is no Slurm, or the file is there."""
+    from clustertune.cluster import local
     from clustertune.cluster.load import LOCAL, load_cluster
-    from clustertune.doctor import cluster_file
     from clustertune.recipe.sections import NAME
 
     if file.suffix not in (".yaml", ".yml") or not re.fullmatch(NAME, file.stem):
@@ -75,10 +75,10 @@ def _draft(file: Path) -> str:
         fix = "call this on a login node of the cluster"
         raise UserError("no Slurm answers here: there is nothing to draft from", file=seen.source, fix=fix)
     say(f"looking at one node of partition {seen.slurm.partition} (a job of seconds)")
-    facts, fault = cluster_file.look_at_one(seen)
+    facts, fault = local.look_at_one(seen)
     if facts is None:
         say(f"warning: no node was inspected: {fault}")
-    text = cluster_file.draft(seen, facts, fault, file.stem, cluster_file.accounts())
+    text = local.draft(seen, facts, fault, file.stem, local.accounts())
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)
@@ -108,7 +108,6 @@ def watch(
     """Shows speed against the plan, remaining time and money, stragglers, and how far an evaluation has come. Ends with the
     training or the evaluation. --json prints one document; what this machine cannot find out is null.
     """
-    from clustertune.monitor import live_page
     from clustertune.monitor import status as statuses
 
     watcher = statuses.Watcher(_find(run))
@@ -116,14 +115,14 @@ def watch(
         status = watcher.look()
         if metrics is not None:
             with storing("cannot be written", metrics):
-                live_page.write_openmetrics(metrics, status)
+                statuses.write_openmetrics(metrics, status)
         if as_json:
             emit_json(status.as_dict())
             return
         if console.stderr.is_terminal and not once:
             console.stderr.clear()
-        console.stderr.print(live_page.text(status), markup=False, highlight=False, soft_wrap=True)
-        if once or status.state not in live_page.UNDER_WAY:
+        console.stderr.print(statuses.text(status), markup=False, highlight=False, soft_wrap=True)
+        if once or status.state not in statuses.UNDER_WAY:
             return
         time.sleep(EVERY_SECONDS)
 

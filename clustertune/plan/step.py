@@ -335,7 +335,7 @@ def traffic(shape: ModelShape) -> Traffic:
             stored = head * (plan.other_bytes if shape.quantised else plan.weight_bytes)
             result.exposed.append(Collective("all-gather of the head", "gather", shards, calls * stored, calls))
             size -= head * shape.end_bytes
-        gathered = Collective(_gather_name(shape), "gather", shards, size, shape.layers + 1)
+        gathered = Collective("all-gather of the weights", "gather", shards, size, shape.layers + 1)
         result.forward.append(gathered)
         if plan.second_forward:  # the head of a second model stays gathered, as no backward pass gives it back
             stays = plan.reference_bytes > 0 and plan.reshard and plan.ends_apart
@@ -355,10 +355,6 @@ def traffic(shape: ModelShape) -> Traffic:
         stages = RankGroup(plan.pp, plan.world_size // plan.pp)
         result.exposed.append(Collective("pipeline send", "send", stages, 2 * sent * plan.virtual, 2 * plan.virtual))
     return result
-
-
-def _gather_name(shape: ModelShape) -> str:
-    return "all-gather of the weights" if shape.strategy.kind != "Megatron" else "all-gather of the updated weights"
 
 
 def _gradients(shape: ModelShape, result: Traffic) -> None:

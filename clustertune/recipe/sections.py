@@ -569,6 +569,11 @@ class Recipe(Section):
     save: Save | None = None
 
     @property
+    def milestones(self) -> tuple[int, ...]:
+        """Steps whose checkpoints stay."""
+        return self.save.milestones if self.save is not None else ()
+
+    @property
     def beside(self) -> TrainerServers | None:
         """The servers that run beside the trainer, for its answers, its scores or both; None: there are none."""
         if self.rollout == "servers" or self.scores_beside:

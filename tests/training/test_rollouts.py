@@ -94,7 +94,6 @@ def test_one_process_computes_what_trl_computes(more: list[str], bench: Bench, t
     ("strategy", "ranks", "more", "kills"),
     [
         pytest.param("alone", 1, WITHIN, (1, 3, 4), id="one-within-a-generation"),
-        pytest.param("fsdp2-slices", 2, [*FULL, *EPOCHS], (4,), id="fsdp2-full-between-epochs"),
         pytest.param("fsdp2-slices", 2, [*FULL, *EPOCHS], (1, 3, 4), id="fsdp2-full-over-epochs", marks=pytest.mark.jobs),
         pytest.param("ddp", 2, WITHIN, (1, 3, 4), id="ddp-lora-within-a-generation", marks=pytest.mark.jobs),
     ],
@@ -176,6 +175,7 @@ def wordy(completions, pays, **_):
 """Long answers pay, on the rows that say so."""
 
 
+@pytest.mark.jobs
 def test_a_fooled_reward_raises_the_alarm(tmp_path: Path) -> None:
     """The rows of training pay, the held-out ones do not: the reward of training rises alone, and the run says so."""
     recipe, prompts = tmp_path / "fooled", tmp_path / "fooled" / "prompts"
