@@ -350,11 +350,11 @@ def damage(seed: int, workspace: Workspace) -> Done:
         problems = store.verify(copied)
     elif kind == "parcel":
         from clustertune.errors import UserError
-        from clustertune.staging import bundle_check
+        from clustertune.staging import bundle
 
-        verdict = bundle_check.Verification()
+        verdict = bundle.Verification()
         try:
-            bundle_check.check_sums(copied, manifest.read_manifest(copied, "parcel"), verdict, 120)
+            bundle.check_sums(copied, manifest.read_manifest(copied, "parcel"), verdict, 120)
             problems = verdict.problems
         except UserError as error:
             problems = error.problems

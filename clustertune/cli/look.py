@@ -108,7 +108,6 @@ def watch(
     """Shows speed against the plan, remaining time and money, stragglers, and how far an evaluation has come. Ends with the
     training or the evaluation. --json prints one document; what this machine cannot find out is null.
     """
-    from clustertune.monitor import live_page
     from clustertune.monitor import status as statuses
 
     watcher = statuses.Watcher(_find(run))
@@ -116,14 +115,14 @@ def watch(
         status = watcher.look()
         if metrics is not None:
             with storing("cannot be written", metrics):
-                live_page.write_openmetrics(metrics, status)
+                statuses.write_openmetrics(metrics, status)
         if as_json:
             emit_json(status.as_dict())
             return
         if console.stderr.is_terminal and not once:
             console.stderr.clear()
-        console.stderr.print(live_page.text(status), markup=False, highlight=False, soft_wrap=True)
-        if once or status.state not in live_page.UNDER_WAY:
+        console.stderr.print(statuses.text(status), markup=False, highlight=False, soft_wrap=True)
+        if once or status.state not in statuses.UNDER_WAY:
             return
         time.sleep(EVERY_SECONDS)
 

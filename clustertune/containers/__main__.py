@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from clustertune.containers import image_build, package_lock, wheelhouse
+from clustertune.containers import image_build, package_lock
 from clustertune.errors import ExitCode, UserError, raise_if
 
 
@@ -52,9 +52,9 @@ def _parser() -> argparse.ArgumentParser:
         image_build.arguments(command, name)
         command.set_defaults(run=lambda args: image_build.build(image_build.request(args), say))
     base = commands.add_parser("base", help="a stand-in for the base image, where no registry can be reached")
-    base.add_argument("--python", default="3.12", choices=wheelhouse.PYTHONS, help="machine whose Python it contains")
+    base.add_argument("--python", default="3.12", choices=image_build.PYTHONS, help="machine whose Python it contains")
     base.add_argument("out", type=Path)
-    base.set_defaults(run=lambda args: wheelhouse.make_standin(args.python, args.out, say))
+    base.set_defaults(run=lambda args: image_build.make_standin(args.python, args.out, say))
     return parser
 
 

@@ -255,13 +255,12 @@ def while_training(resolved: Resolved, cluster: Cluster, steps: int | None, star
 
     ``steps``: of the training; ``start_seconds``: until its ranks take their first step.
     """
-    wanted, saved = resolved.recipe.eval.during, resolved.recipe.save
+    wanted = resolved.recipe.eval.during
     if wanted is None:
         return None
     times = None
     if steps is not None:
-        milestones = saved.milestones if saved is not None else ()
-        times = sum(wanted.is_due(step, milestones) for step in range(1, steps)) + 1
+        times = sum(wanted.is_due(step, resolved.recipe.milestones) for step in range(1, steps)) + 1
     asked = resolved.recipe.model_copy(update={"eval": resolved.recipe.eval.of_checkpoints(wanted)})
     found = evaluation(replace(resolved, recipe=asked), cluster)
     if resolved.recipe.scores_beside:  # the job waits for the scores of the last checkpoint alone

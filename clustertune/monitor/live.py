@@ -48,11 +48,11 @@ class Alerts:
 def write(run: Path, status: RunStatus, site: Monitor) -> None:
     """Write the page, and the metrics file where the site wants one. Raises OSError."""
     from clustertune.manifest import write_durably
-    from clustertune.monitor import live_page
+    from clustertune.monitor.status import FILE, draw, write_openmetrics
 
-    write_durably(run / live_page.FILE, live_page.draw(status))
+    write_durably(run / FILE, draw(status))
     if site.openmetrics:
-        live_page.write_openmetrics(Path(site.openmetrics) / f"clustertune-{status.title}.prom", status)
+        write_openmetrics(Path(site.openmetrics) / f"clustertune-{status.title}.prom", status)
 
 
 def refresh(run: Path) -> None:

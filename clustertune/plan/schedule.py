@@ -329,8 +329,7 @@ def check_schedule_end(resolved: Resolved, steps: int | None = None, lengths: Le
     if (warm := float(resolved.train_args["warmup_steps"])) > steps:
         text = f"train.warmup_steps {warm:g}, {ends}: the learning rate is never reached"
         found.append(f"{text}; write a share of all steps, such as 0.03, or 0 where they are few")
-    milestones = resolved.recipe.save.milestones if resolved.recipe.save is not None else ()
-    if late := ", ".join(f"{step}" for step in milestones if step > steps):
+    if late := ", ".join(f"{step}" for step in resolved.recipe.milestones if step > steps):
         found.append(f"save.milestones {late}, {ends}: these are never saved")
     return found
 

@@ -408,7 +408,7 @@ def _tensor(shape: ModelShape, result: Traffic) -> None:
         return
     calls = shape.layers * (4 + 2 * plan.recompute.share)
     if plan.kind == "FSDP2" and plan.tiled_loss:  # of this project's trainer
-        # The embedding's sum; in backward one for each projection that is split by columns (training/tensor.py, _SumGradient).
+        # The embedding's sum; in backward one for each projection split by columns (training/parallelism.py, _SumGradient).
         # Recomputation ends before a layer's last sum, which nothing of it needs. Found by simulating.
         columns = sum(
             kind.count * sum(linear.name.rpartition(".")[2] not in WHOLE for linear in kind.linears)
@@ -431,7 +431,7 @@ def _context(shape: ModelShape, result: Traffic) -> None:
     whole = width * plan.micro_batch * plan.sequence * ACTIVATION_BYTES / plan.tp
     calls = shape.layers
     result.forward.append(Collective("keys and values around the ring", "gather", group, whole, calls))
-    if plan.kind == "FSDP2" and plan.tiled_loss:  # gathered before attention, their gradients reduced (training/context.py)
+    if plan.kind == "FSDP2" and plan.tiled_loss:  # gathered before attention, their gradients reduced (training/parallelism.py)
         again = plan.recompute.share * whole
         result.backward.append(Collective("keys and values, gathered again", "gather", group, again, calls))
         result.backward.append(Collective("reduce-scatter of their gradients", "gather", group, whole, calls))

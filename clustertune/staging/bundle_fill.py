@@ -28,8 +28,7 @@ from clustertune.recipe.layers import find_elsewhere
 from clustertune.resolve.resolved import EVAL_DATA, Resolved
 from clustertune.staging import bundle, hashed_copy, needs
 from clustertune.staging.cache import SPARE
-from clustertune.staging.hashed_copy import amount
-from clustertune.staging.source_files import SourceFile, choose
+from clustertune.staging.hashed_copy import SourceFile, amount, choose
 
 BEGUN = ".begun.tmp"
 """A file in a bundle that is being filled."""

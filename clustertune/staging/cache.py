@@ -30,8 +30,7 @@ from clustertune.console import say
 from clustertune.errors import ExitCode, UserError, storage_error, storing
 from clustertune.manifest import MANIFEST, XXH3_128, fsync_path, list_files, read_manifest, seal
 from clustertune.staging import hashed_copy
-from clustertune.staging.hashed_copy import STALL_SECONDS, amount
-from clustertune.staging.source_files import SourceFile
+from clustertune.staging.hashed_copy import STALL_SECONDS, SourceFile, amount
 
 KIND = "staged"
 SPARE = 64 << 20

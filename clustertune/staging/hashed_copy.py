@@ -2,27 +2,27 @@
 
 A mount that hangs holds every process that reads from it, and no signal helps: so :func:`within` has a forked child do the
 work, and ends it where it has read, written and computed nothing for so many seconds. Copies are hashed: neither ``rsync`` nor
-``cp`` says what it has written.
+``cp`` says what it has written. Which files of a folder a run needs is said here, too, and what is known of their content.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
 from clustertune import bounded, console
-from clustertune.errors import ExitCode, UserError, storage_error
-from clustertune.manifest import FileRecord, hash_file
-from clustertune.staging import source_files
-from clustertune.staging.source_files import SourceFile
+from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.manifest import MANIFEST, FileRecord, hash_file, hub_digest, read_manifest
 
 STALL_SECONDS = 120.0
 """How long nothing may move: longer than the fail-over of a file server, shorter than what holds up a job unnoticed."""
@@ -41,12 +41,95 @@ def amount(size: float) -> str:
     return f"{size:.0f} bytes"
 
 
+# --- which files ------------------------------------------------------------------------------------------------------
+
+_OTHER_WEIGHTS = re.compile(
+    r".*\.(pth|pt|gguf|ggml|onnx|onnx_data|msgpack|h5|ot|tflite|mlmodel|nemo|bin|safetensors|ckpt)(\.index\.json)?"
+)
+_WEIGHTS = tuple(
+    re.compile(rf"{stem}(-\d+-of-\d+)?\.{kind}(\.index\.json)?")
+    for stem, kind in (("model", "safetensors"), ("pytorch_model", "bin"))
+)
+"""What transformers loads, the first that is there; each alone or as shards with an index."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file as it was found."""
+
+    name: str
+    """Below the folder, with ``/``."""
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    digest: str | None = None
+    """The digest that its manifest, or the name of its blob in the Hub's cache, gives for its content."""
+    algorithm: str | None = None
+    """``sha256``, ``xxh3_128`` or ``git_sha1``."""
+
+
+def walk_source(root: Path, what: str) -> list[SourceFile]:
+    """The files of ``root`` that a run needs, sorted by name.
+
+    ``what``: ``model`` leaves out weights that transformers would not load (other formats, the publisher's own); anything
+    else is taken whole. Raises UserError where the folder is none or contradicts its own manifest, OSError.
+    """
+    if not root.is_dir():
+        problem = "is a file, not a folder" if root.exists() else "no such folder"
+        raise UserError(problem, file=str(root), fix="is the storage mounted, and the name right?")
+    found = dict(_walk(root))
+    names = choose(found) if what == "model" else sorted(found)
+    known = read_manifest(root).files if MANIFEST in found else {}
+    files, problems = [], []
+    for name in names:
+        path = found[name]
+        state, record = path.stat(), known.get(name)
+        if record and record.size != state.st_size:
+            problems.append(Problem(f"{state.st_size} bytes, the folder's manifest says {record.size}", file=str(path)))
+        digest, algorithm = (record.digest, record.algorithm) if record else hub_digest(path) or (None, None)
+        files.append(SourceFile(name, state.st_size, state.st_mtime_ns, state.st_ctime_ns, digest, algorithm))
+    problems += [Problem("missing", file=str(root / name)) for name in known if name not in found]
+    if problems:
+        raise UserError([*problems, Problem("is incomplete or damaged", file=str(root), fix="copy or make it again")])
+    if not files:
+        raise UserError("contains no file", file=str(root), fix="is the storage mounted, and the name right?")
+    return files
+
+
+def _walk(root: Path) -> Iterable[tuple[str, Path]]:
+    """All files, links to files followed, without hidden folders (.git, .cache of a download) and unfinished downloads."""
+    for folder, dirs, names in os.walk(root):
+        dirs[:] = sorted(name for name in dirs if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(folder, name)
+            if name.endswith((".incomplete", ".lock", ".tmp")) or not path.is_file():
+                if path.is_symlink() and not path.exists():
+                    fix = "the cache is damaged: load the model again"
+                    raise UserError("a link to a file that is not there", file=str(path), fix=fix)
+                continue
+            yield path.relative_to(root).as_posix(), path
+
+
+def choose(names: Iterable[str]) -> list[str]:
+    """The files of a model that transformers and the tokenizer read, sorted.
+
+    Weights in other formats stay behind: beside Llama's safetensors lie the publisher's own, as large again.
+    """
+    there = set(names)
+    chosen = {name for name in there if "/" not in name and not _OTHER_WEIGHTS.fullmatch(name)}
+    for weights in _WEIGHTS:
+        if loaded := {name for name in there if weights.fullmatch(name)}:
+            return sorted(chosen | loaded)
+    # Weights under a name of their own: nothing is left out.
+    return sorted(there if any(_OTHER_WEIGHTS.fullmatch(name) for name in there) else chosen)
+
+
 # --- what the callers use ------------------------------------------------------------------------------------------------
 
 
 def survey(root: Path, what: str, stall: float) -> list[SourceFile]:
-    """:func:`clustertune.staging.source_files.survey` with a limit. Raises UserError."""
-    return within(stall, root, lambda: source_files.survey(root, what))
+    """:func:`walk_source` with a limit. Raises UserError."""
+    return within(stall, root, lambda: walk_source(root, what))
 
 
 def mirror(

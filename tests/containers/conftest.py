@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from clustertune import lock
+from clustertune.containers import image_build
 from clustertune.containers import image_build as images
-from clustertune.containers import wheelhouse
 from clustertune.errors import UserError
 from tests.conftest import common_folder
 
@@ -92,7 +92,7 @@ def cpu_sif(request: pytest.FixtureRequest, started: Started) -> dict[str, Any]:
     # Where pytest was not started on this folder it never heard of the option.
     if given := request.config.getoption("--sif", default=None):
         file = given.absolute()
-        digest = wheelhouse.file_digest(file)
+        digest = image_build.file_digest(file)
         return {"file": str(file), "sha256": digest, "bytes": file.stat().st_size, "sbom": f"{file}.cdx.json"}
     return started("build-sif").result()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.containers import image_build, pins, wheelhouse
+from clustertune.containers import image_build, pins
 from clustertune.containers.image_build import BuildRequest
 from clustertune.containers.package_lock import PackageLock
 from clustertune.errors import UserError
@@ -110,7 +110,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         house.mkdir(parents=True, exist_ok=True)
         (house / "requirements.txt").write_text("")
 
-    monkeypatch.setattr(wheelhouse, "fill", fill)
+    monkeypatch.setattr(image_build, "fill", fill)
     # As an ordinary user: no mount namespace is needed to start a script.
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     return tmp_path
@@ -168,11 +168,11 @@ def test_a_build_that_fails_leaves_the_old_image(fake: Path) -> None:
 WITHOUT_WHEELS = """
 import runpy, sys
 from pathlib import Path
-from clustertune.containers import image_build, wheelhouse
+from clustertune.containers import image_build
 def fill(lock, folder, *_):
     folder.mkdir(parents=True)
     (folder / "requirements.txt").touch()
-wheelhouse.fill, image_build.WORK = fill, Path(sys.argv.pop(1))
+image_build.fill, image_build.WORK = fill, Path(sys.argv.pop(1))
 runpy.run_module("clustertune.containers", run_name="__main__")
 """
 

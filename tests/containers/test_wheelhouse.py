@@ -9,17 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.containers import wheelhouse
+from clustertune.containers import image_build
 from clustertune.containers.package_lock import LockedPackage, PackageLock, text_digest
 from tests.containers.packages import digest, lock_of, sdist, wheel
 from tests.refusal import problems
+
+pytestmark = pytest.mark.containers  # pip fetches and runs for each: five seconds a time
 
 
 @pytest.fixture(scope="session")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The locked build tools, from the index that this machine's pip has."""
     folder = tmp_path_factory.mktemp("build") / "tools"
-    wheelhouse._tools(folder, lambda _: None)
+    image_build._tools(folder, lambda _: None)
     return folder
 
 
@@ -38,11 +40,10 @@ def served(tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 def fill(lock: PackageLock, tmp_path: Path) -> list[Path]:
     """The wheels, in a folder of this lock's own."""
     house = tmp_path / f"house-{text_digest(lock.text())[:8]}"
-    wheelhouse.fill(lock, house, tmp_path / "tools", lambda _: None)
+    image_build.fill(lock, house, tmp_path / "tools", lambda _: None)
     return sorted(house.glob("*.whl"))
 
 
-@pytest.mark.containers
 def test_wheels_and_what_is_built_of_source(served: Path, tmp_path: Path) -> None:
     """The image installs by the requirements that are written here: the built wheel by its own hash."""
     paths = [wheel(served, "kiln"), sdist(served, "pan")]

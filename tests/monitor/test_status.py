@@ -15,9 +15,9 @@ from clustertune.errors import UserError
 from clustertune.evaluate.run import progress
 from clustertune.events import read_object
 from clustertune.launch.attempt import AttemptPlan, Node
-from clustertune.monitor import live, live_page
+from clustertune.monitor import live
 from clustertune.monitor.sampler import TelemetryWriter
-from clustertune.monitor.status import Alert, Watcher
+from clustertune.monitor.status import Alert, Watcher, draw, openmetrics, text
 from clustertune.report import cost
 from clustertune.report.metrics import TELEMETRY, TelemetryRow, read_metrics
 from clustertune.rundir import RunDir
@@ -135,7 +135,7 @@ def test_an_evaluation_shows_who_answers_and_how_far_it_is(folder: Path) -> None
     found = Watcher(folder).look(now)
     assert found.state == "evaluating" and found.evaluation is not None
     assert (found.evaluation.model, found.evaluation.done) == ("tuned", 6)
-    assert "6 of 8" in live_page.text(found) and "tuned model" in live_page.draw(found, now)
+    assert "6 of 8" in text(found) and "tuned model" in draw(found, now)
     file.write_text(json.dumps({"model": "/models/base", "done": 6, "total": 8, "eta_s": None, "time": now - 1}))
     assert Watcher(folder).look(now).as_dict()["evaluation"]["model"] == "base"
     assert Watcher(folder).look(now + 3600).evaluation is None
@@ -172,7 +172,7 @@ def test_a_watcher_reads_on_and_agrees_with_a_new_one(folder: Path) -> None:
 def test_the_page_shows_it_all_and_asks_nothing_of_a_network(folder: Path) -> None:
     now = time.time()
     simulated.make(folder, now, slow=11, overrides=("budget.usd=100",))
-    html = live_page.draw(Watcher(folder).look(now), now)
+    html = draw(Watcher(folder).look(now), now)
     ended = "attempt 1 ended with exit code 75"
     for word in ("planned", "Loss", "Throughput", "Gradient norm", "slow: rank 11", "61.4", ended, "of 100 usd"):
         assert word in html, word
@@ -180,7 +180,7 @@ def test_the_page_shows_it_all_and_asks_nothing_of_a_network(folder: Path) -> No
     assert html.count('class="mark save"') == 4 and "<title>(1!)" in html
     change(folder, distributed={"gpu0": "<script>alert(1)</script>"})
     rename(folder, "<b>x")
-    assert "<b>x" not in live_page.draw(Watcher(folder).look(now), now)
+    assert "<b>x" not in draw(Watcher(folder).look(now), now)
     for path in list(folder.iterdir()):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (folder / "run.json").write_text("{}")
@@ -192,7 +192,7 @@ def test_the_metrics_file_is_openmetrics(folder: Path) -> None:
     """A family is described once and stands together, labels are escaped, EOF ends it (promtool accepts it, too)."""
     simulated.make(folder, time.time())
     rename(folder, 'a"b\\c\nd')
-    lines = live_page.openmetrics(Watcher(folder).look()).splitlines()
+    lines = openmetrics(Watcher(folder).look()).splitlines()
     assert lines[-1] == "# EOF" and all(line.startswith("# ") or SAMPLE.fullmatch(line) for line in lines)
     families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(families) == len(set(families))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clustertune.errors import UserError
-from clustertune.push.hub import pack
+from clustertune.push import pack
 from clustertune.rundir import RunDir
 from tests.push.conftest import change
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.monitor.live_page import draw
-from clustertune.monitor.status import Watcher
+from clustertune.monitor.status import Watcher, draw
 from clustertune.report import comparison, plots
 from clustertune.report.page import build
 from clustertune.resolve.resolve import resolve

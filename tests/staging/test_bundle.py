@@ -18,7 +18,7 @@ from clustertune.cluster.load import load_cluster
 from clustertune.cluster.schema import Container
 from clustertune.errors import UserError
 from clustertune.resolve.resolve import resolve
-from clustertune.staging import bundle, bundle_check, needs
+from clustertune.staging import bundle, needs
 from clustertune.staging.bundle_fill import BundlePart, Collector
 from tests.command import REPO, SHORT
 from tests.evaluate.test_tasks import choices, write_repository
@@ -48,7 +48,7 @@ def test_a_parcel_is_a_cache_of_the_hub_with_sums(parcel_of_all: Path) -> None:
 
 def test_a_parcel_is_rehearsed_without_a_network(parcel_of_all: Path, tmp_path: Path) -> None:
     """What the chain reads of it, each thing once; a program that a library starts gets nothing out."""
-    if (refused := bundle_check.no_namespace()) is not None:
+    if (refused := bundle.no_namespace()) is not None:
         pytest.skip(f"no network namespaces here: {refused}")
     planted = fill(tmp_path / "planted", {"nothing": 1})
     (planted / "langdetect.py").write_text(
@@ -65,7 +65,7 @@ def test_a_parcel_is_rehearsed_without_a_network(parcel_of_all: Path, tmp_path: 
     assert steps["load"].startswith("llama, 21 tensors in 1 files; 36 prompts of google/IFEval")
 
 
-@pytest.mark.parametrize("part", ["tokenizer", "data", "weights"])
+@pytest.mark.parametrize("part", ["data", *(pytest.param(part, marks=pytest.mark.jobs) for part in ("tokenizer", "weights"))])
 def test_what_a_parcel_lacks_is_found_before_it_travels(staged: Path, part: str) -> None:
     """Its sums are right, for it was sealed so."""
     model = bundle.model_folder(staged)

@@ -19,7 +19,7 @@ from clustertune.cluster.schema import Staging
 from clustertune.errors import ExitCode, UserError
 from clustertune.staging import cache, hashed_copy
 from clustertune.staging.cache import SourceFolder
-from clustertune.staging.source_files import survey
+from clustertune.staging.hashed_copy import walk_source
 from tests.command import REPO
 from tests.slurm import wait_for
 from tests.staging.conftest import MIB, MODEL, REVISION, Bench, fill, flip, into_hub_cache, same
@@ -142,7 +142,7 @@ CHANGES = {
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of an old file and half of a new one have the right size."""
     root = fill(tmp_path / "source", {"a.bin": 30 * MIB})
-    seen, copy = survey(root, "data"), shutil.copyfileobj
+    seen, copy = walk_source(root, "data"), shutil.copyfileobj
 
     def changed(*given: Any) -> None:
         CHANGES[change](root / "a.bin")
@@ -291,6 +291,6 @@ def test_a_folder_that_contradicts_its_manifest_is_not_whole(tmp_path: Path) -> 
     (tmp_path / "m/a").write_bytes(b"short")
     (tmp_path / "m/b").unlink()
     with pytest.raises(UserError) as caught:
-        survey(tmp_path / "m", "data")
+        walk_source(tmp_path / "m", "data")
     expected = ["5 bytes, the folder's manifest says 10", "missing", "is incomplete or damaged"]
     assert [p.message for p in caught.value.problems] == expected
