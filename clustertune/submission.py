@@ -140,8 +140,7 @@ def _not_reached(plan: SubmissionPlan) -> list[Problem]:
     recipe, internet = plan.resolved.recipe, plan.cluster.network.internet
     if internet == "all" or plan.resolved.tiny or recipe.staged:
         return []
-    cache = {setting.name: Path(setting.value) for setting in plan.variables if setting.name.startswith("HF_H")}
-    hub = cache.get("HF_HUB_CACHE") or cache.get("HF_HOME", Path.home() / ".cache" / "huggingface") / "hub"
+    hub = needs.hub_cache({setting.name: setting.value for setting in plan.variables})
     from_hub = recipe.model.weights == "hub" and recipe.model.path is None
     asked = [("models", recipe.model.name, recipe.model.revision)] if from_hub else []
     asked += [("datasets", part.name, part.revision) for _, part in recipe.data.keyed_parts() if part.input is None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from clustertune.manifest import MANIFEST, require_whole, write_durably
 from clustertune.nccl_check.link_check import FOLDER, RESULT
 from clustertune.nccl_check.link_measure import SCHEMA
 from clustertune.report import content, cost, plots
-from clustertune.report.content import UNKNOWN, get, moment, number, percent, plain, size
+from clustertune.report.content import UNKNOWN, get, is_number, moment, number, percent, plain, size
 from clustertune.report.cost import AttemptCost, Cost, Expense
 from clustertune.report.metrics import TELEMETRY, History, Metrics, TelemetryReader, read_metrics
 from clustertune.report.state import read_stages, state_of
@@ -240,7 +239,7 @@ class _ReportedRun:
 
 
 def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+    return value if is_number(value) else None
 
 
 def _data(run: RunDir, meta: Mapping[str, Any]) -> dict[str, Any] | None:
