@@ -22,7 +22,6 @@ from clustertune.containers import pins
 from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, UserError, raise_if
 from clustertune.evaluate.servers import GIVEN, JOB, START_SECONDS, ServingJob, note_end
-from clustertune.events import read_object
 from clustertune.launch import cluster_paths, container, image, progress, serving, shape, slurm, srun
 from clustertune.launch.agent import stop_request_file
 from clustertune.launch.allocation import Allocation
@@ -30,6 +29,7 @@ from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.environment import Setting, environment
 from clustertune.launch.judge import Outcome, any_node_failed
 from clustertune.launch.rendezvous import first_port
+from clustertune.manifest import read_object
 from clustertune.nccl_check import link_check
 from clustertune.process import STOP_SIGNALS, Stopped, end
 from clustertune.resolve.resolved import Resolved

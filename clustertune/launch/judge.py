@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem, is_full
-from clustertune.events import read_text
 from clustertune.launch.agent import ask_anew, log_file, node_record, rank_record
 from clustertune.launch.attempt import OUTCOME, AttemptPlan
-from clustertune.manifest import write_durably
+from clustertune.manifest import read_text, write_durably
 
 MISSING_RECORD = "ended without a record: killed (out of memory, kill -9, or a node fault)"
 AGAIN = "the same command resumes from the newest whole checkpoint"

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.events import read_object
 from clustertune.launch.attempt import PLAN, PastAttempt, read_attempts
-from clustertune.manifest import write_durably
+from clustertune.manifest import read_object, write_durably
 from clustertune.rundir import RunDir
 
 FAILED_LIMIT = 3

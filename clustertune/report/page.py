@@ -13,8 +13,7 @@ from clustertune import manifest
 from clustertune.console import duration, say
 from clustertune.errors import ExitCode, Problem, UserError, storing
 from clustertune.evaluate.scores import BETTER, FEW, SAME, WORSE, read_result, shown
-from clustertune.events import read_object
-from clustertune.manifest import MANIFEST, require_whole, write_durably
+from clustertune.manifest import MANIFEST, read_object, require_whole, write_durably
 from clustertune.nccl_check.link_check import FOLDER, RESULT
 from clustertune.nccl_check.link_measure import SCHEMA
 from clustertune.report import content, cost, plots
