@@ -362,7 +362,7 @@ class Chain:
 
     def prepare(self) -> dict[str, Any]:
         """The conversations, the base model where the recipe makes its own, and the tokens that the ranks read."""
-        from clustertune.data import rollout_rows, tokens
+        from clustertune.data import sequences, tokens
         from clustertune.data.prepare import prepare
         from clustertune.data.tokenizer import load_tokenizer
         from clustertune.training import base_model
@@ -386,7 +386,7 @@ class Chain:
         tokenizer = load_tokenizer(*from_where, self.resolved.chat_template, train_args, chats=recipe.data.has_chats)
         made = tokens.make(self.run.data, tokenizer, train_args, shared=self.run.shared_tokens)
         if self.resolved.is_grpo:
-            rollout_rows.check(self.run.data, self.resolved)
+            sequences.check_prompts(self.run.data, self.resolved)
         return {**found, **{key: made[key] for key in tokens.SUMMARY}}
 
     def train(self) -> dict[str, Any]:
@@ -481,10 +481,7 @@ class Chain:
         """
         from clustertune.evaluate.during import next_to_score
 
-        wanted, saved = self.resolved.recipe.eval.during, self.resolved.recipe.save
-        if wanted is None:
-            return None
-        found = next_to_score(self.run, wanted, saved.milestones if saved is not None else ())
+        found = next_to_score(self.run, self.resolved.recipe)
         if found is not None:
             store.require_own(found.path)
         return found
@@ -499,6 +496,8 @@ class Chain:
         from clustertune.evaluate import during
 
         recipe, adapter, began = self.resolved.recipe, None, time.perf_counter()
+        if recipe.scores_beside:  # lm-eval's bar would stand within the lines of the training
+            os.environ.setdefault("TQDM_DISABLE", "1")
         while adapter is None and (checkpoint := self._to_score()) is not None:
             adapter = during.export_adapter(self.run, checkpoint, self.base_folder())
         if recipe.eval.during is None or checkpoint is None or adapter is None:
@@ -622,8 +621,7 @@ class Chain:
         return False
 
     def export(self) -> dict[str, Any]:
-        from clustertune.export.export import export
-        from clustertune.export.whole import export_model
+        from clustertune.export.export import export, export_model
 
         path = store.find_checkpoint(self.run.path)
         if (found := store.parse(path)) is None or not store.is_final(found.path):
@@ -707,8 +705,7 @@ def export_trained(source: Path, out: Path | None = None, base: Path | None = No
 
     ``out`` defaults to the run's ``adapter`` or ``merged``; ``base`` to the run's base model as far as it is on this machine.
     """
-    from clustertune.export.export import export, read_recipe, verify
-    from clustertune.export.whole import export_model
+    from clustertune.export.export import export, export_model, read_recipe, verify
 
     checkpoint = store.find_checkpoint(source)
     run = RunDir(source if checkpoint != source else checkpoint.parent.parent)

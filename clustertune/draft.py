@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from clustertune.cluster.load import load_cluster, of_gpus
-from clustertune.data.measure import MeasuredData, measure
+from clustertune.data.prepare import MeasuredData, measure
 from clustertune.errors import Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.host.system import GIB
 from clustertune.plan.advise import CostedCandidate, advise

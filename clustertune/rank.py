@@ -17,14 +17,14 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from clustertune import manifest, secrets
-from clustertune.checkpoint.cadence import Cadence
-from clustertune.checkpoint.store import Checkpoint, CheckpointStore
+from clustertune.checkpoint.store import Cadence, CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError, is_full, storage_cause, storage_error
-from clustertune.evaluate.during import may_be_exported, next_to_score
+from clustertune.evaluate.during import is_kept
 from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.attempt import PLAN, AttemptPlan, check_fence
 from clustertune.launch.environment import one_gpu
@@ -203,18 +203,8 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     from clustertune.training.session import Session
 
     session, save = Session(attempt), resolved.recipe.save
-    limit, milestones = resolved.train_args["save_total_limit"], save.milestones if save is not None else ()
-    during, beside = resolved.recipe.eval.during, resolved.recipe.scores_beside
-
-    def is_kept(checkpoint: Checkpoint) -> bool:
-        if checkpoint.step in milestones:
-            return True
-        if during is None:
-            return False
-        waits = beside and checkpoint == next_to_score(run, during, milestones)
-        return waits or may_be_exported(run, during, milestones, checkpoint)
-
-    store = CheckpointStore(run.checkpoints, number, limit, session.group, session.tell, fence, is_kept)
+    limit, stays = resolved.train_args["save_total_limit"], partial(is_kept, run, resolved.recipe)
+    store = CheckpointStore(run.checkpoints, number, limit, session.group, session.tell, fence, stays)
     with session.startup.part("digests"):
         latest = store.latest()
     if latest and latest[1].get("final"):
@@ -226,9 +216,9 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     if session.log is not None and plan is not None:
         _tell_staged(run, session, staging_step.read_records(records, len(plan.nodes)))
     trainer = session.make_trainer(store, data)
-    if during is not None:
-        trainer.is_score_due = lambda step: during.is_due(step, milestones)
-        trainer.ends_for_scores = not beside
+    if (during := resolved.recipe.eval.during) is not None:
+        trainer.is_score_due = partial(during.is_due, milestones=resolved.recipe.milestones)
+        trainer.ends_for_scores = not resolved.recipe.scores_beside
     if save is not None:
         trainer.cadence = Cadence(save, _between_ends(run, plan))
     trainer.saves = UNSAVED not in os.environ

@@ -21,7 +21,7 @@ from clustertune.launch import stage_jobs as launch
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import newest_attempt
 from clustertune.launch.environment import Setting, environment
-from clustertune.megatron import settings, shown
+from clustertune.megatron import settings
 from clustertune.plan.constants import quantity
 from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
 from clustertune.report import state as states
@@ -209,7 +209,7 @@ def node_lines(plan: SubmissionPlan) -> tuple[list[dict[str, str]], list[str]]:
     wanted = shape.train_shape(plan.resolved, plan.cluster)
     names = tuple(host.name for host in plan.cluster.compute_nodes[: wanted.nodes])
     given = Allocation(PLANNED, 0, names, wanted.gpus_per_node, wanted.cpus_per_node, 1, None)
-    settings = environment(
+    variables = environment(
         plan.cluster,
         world_size=plan.resolved.world_size,
         ranks_per_node=wanted.ranks_per_node,
@@ -220,7 +220,7 @@ def node_lines(plan: SubmissionPlan) -> tuple[list[dict[str, str]], list[str]]:
     environ = {setting.name: setting.value for setting in plan.variables}
     inputs = program.JobInputs(plan.resolved, plan.cluster, given, plan.path, ("train", "train"))
     command = inputs.step_command(newest_attempt(plan.path) + 1, environ)
-    return [{"name": s.name, "value": s.value, "reason": s.reason} for s in settings], command
+    return [{"name": s.name, "value": s.value, "reason": s.reason} for s in variables], command
 
 
 def commands(plan: SubmissionPlan) -> list[list[str]]:
@@ -232,7 +232,7 @@ def commands(plan: SubmissionPlan) -> list[list[str]]:
 def show(plan: SubmissionPlan, as_json: bool, verbose: bool) -> None:
     """Print what ``submit`` would do: a line for each job, or with ``verbose`` everything."""
     if as_json:
-        settings, command = node_lines(plan)
+        variables, command = node_lines(plan)
         jobs = [
             {
                 "stage": job.stage,
@@ -251,8 +251,8 @@ def show(plan: SubmissionPlan, as_json: bool, verbose: bool) -> None:
         document["step_s"] = None if planned is None else planned[0].step.seconds
         document["job_environment"] = [vars(setting) for setting in plan.variables]
         if plan.resolved.recipe.megatron is not None:
-            document["megatron"] = shown.document(plan.resolved, plan.cluster, plan.path)
-        emit_json({**document, "environment": settings, "node_command": command, "warnings": warnings(plan)})
+            document["megatron"] = settings.shown_document(plan.resolved, plan.cluster, plan.path)
+        emit_json({**document, "environment": variables, "node_command": command, "warnings": warnings(plan)})
         return
     for line in lines(plan) if verbose else summary(plan):
         typer.echo(line)  # what a person saves or compares
@@ -292,12 +292,12 @@ def lines(plan: SubmissionPlan) -> list[str]:
         found += ["", "# environment of every stage, and of every rank"]
         found += [f"{setting.name}={setting.value}  # {setting.reason}" for setting in plan.variables]
     if plan.trains:
-        settings, command = node_lines(plan)
+        variables, command = node_lines(plan)
         found += ["", f"# {_signal(plan)}"]
-        found += ["# environment of every rank", *(f"{s['name']}={s['value']}  # {s['reason']}" for s in settings)]
+        found += ["# environment of every rank", *(f"{s['name']}={s['value']}  # {s['reason']}" for s in variables)]
         found += ["# on the nodes, for each attempt", f"$ {shlex.join(command)}"]
         if plan.resolved.recipe.megatron is not None:
-            found += shown.lines(plan.resolved, plan.cluster, plan.path)
+            found += settings.shown_lines(plan.resolved, plan.cluster, plan.path)
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clustertune.chain import export_trained
-from clustertune.export.whole import read_types
+from clustertune.export.export import read_types
 from clustertune.recipe import quantization
 from clustertune.rundir import RunDir
 from clustertune.staging import needs

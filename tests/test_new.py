@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from clustertune.cluster.load import of_gpus
-from clustertune.data.measure import measure
+from clustertune.data.prepare import measure
 from clustertune.errors import UserError
 from clustertune.recipe.layers import RECIPES
 from clustertune.resolve.models import find_model

@@ -101,7 +101,7 @@ def load(folder: Path, way: str, axes: Axes, store: Path) -> Measured:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from clustertune.training import tensor
+    from clustertune.training import parallelism
     from clustertune.training.figures import Startup
     from clustertune.training.loading import Loading
 
@@ -119,7 +119,7 @@ def load(folder: Path, way: str, axes: Axes, store: Path) -> Measured:
     base = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
     if axes.tp > 1:
-        tensor.split(model, accelerator.torch_device_mesh["tp"])
+        parallelism.split(model, accelerator.torch_device_mesh["tp"])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     model, optimizer = accelerator.prepare(model, optimizer)
     seconds, peak = time.perf_counter() - began, _status("VmHWM") - before

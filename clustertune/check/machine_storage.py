@@ -8,6 +8,7 @@ from collections.abc import Container, Iterator, Sequence
 from clustertune.check.machines import Machine, first_part, gigabytes
 from clustertune.check.rule import FAIL, MACHINE, PASS, WARN, Rules, Seen, either
 from clustertune.host.facts import Mount
+from clustertune.host.mounts import lies_below
 
 RULES = Rules(MACHINE, __file__)
 
@@ -42,7 +43,7 @@ def mount_silent(m: Machine) -> Iterator[Seen]:
     touched = [str(path) for path in (*_named(m), *named) if path]
     for mount in hung:
         fix = f"look at the server of {mount.source or 'it'}; if it is gone for good: umount -l {mount.point} as root"
-        needed = m.computes and any(path == mount.point or path.startswith(mount.point + "/") for path in touched)
+        needed = m.computes and any(lies_below(path, mount.point) for path in touched)
         fault = mount.fault or "gave no answer"
         yield Seen(FAIL if needed else WARN, f"{mount.point} ({mount.kind}, {mount.source}): {fault}", fix)
     if m.facts.mounts and not hung:
@@ -60,11 +61,11 @@ def mount_missing(m: Machine) -> Iterator[Seen]:
     points = {mount.point for mount in m.facts.mounts}
     for path, what in named.items():
         # in a container it is a bind; a brick of its own may lie on a larger disk
-        below = any(path.startswith(point + "/") for point in points - {"/"})
+        below = any(lies_below(path, point) for point in points - {"/"})
         if path in points or (below and (m.in_container or path in own)):
             yield Seen(PASS, f"{path} is mounted")
-        elif any(path == point or path.startswith(point.rstrip("/") + "/") for point in m.facts.automounts):
-            continue  # it is mounted when it is first used
+        elif m.mounts_later(path):
+            continue
         elif m.in_container:
             yield Seen(WARN, f"the container does not see the {what} {path}", "bind it: container.binds of the cluster file")
         else:
@@ -167,14 +168,9 @@ def pool_branch(m: Machine) -> Iterator[Seen]:
         yield from either(FAIL, f"{pool.point}: {', '.join(bare)} on the root disk" if bare else "", good)
 
 
-def _tried(
-    m: Machine, what: str, fix: str, *, stops: Container[str] = (), folders: Container[str] | None = None
-) -> Iterator[Seen]:
-    """The results of one probe in several folders: an error is FAIL in a folder of ``stops``, WARN in others.
-
-    ``folders``: only in these.
-    """
-    probes = [one for one in m.facts.probes if one.what == what and (folders is None or one.folder in folders)]
+def _tried(m: Machine, what: str, fix: str, *, stops: Container[str]) -> Iterator[Seen]:
+    """The results of one probe in several folders: an error is FAIL in a folder of ``stops``, WARN in others."""
+    probes = [one for one in m.facts.probes if one.what == what]
     for probe in probes:
         if probe.ok is False:
             mount = m.mount_of(probe.folder)

@@ -12,9 +12,10 @@ import yaml
 from clustertune.check.machines import LOGIN, Machine, first_part, gigabytes
 from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Rules, Seen, either, listed
 from clustertune.host.credentials import has_login
-from clustertune.host.devices import has_nvlink
+from clustertune.host.devices import gpus_of, has_nvlink
 from clustertune.host.mounts import lies_elsewhere
 from clustertune.host.system import GIB, MIB
+from clustertune.recipe.sections import parse_minutes
 
 RULES = Rules(MACHINE, __file__)
 
@@ -27,7 +28,7 @@ more than Docker's default of 64 MiB; eight ranks with two channels between neig
 MEMLOCK_LEAST, MEMLOCK_ENOUGH = 64 * MIB, 4 * GIB
 """The limit holds for each process (getrlimit(2)). A rank registers 4 MiB for each connection (NCCL_BUFFSIZE in NCCL's guide):
 the second is enough for a thousand of them. Slurm's services start with 64 KiB or 8 MiB: there the first connection fails."""
-ENOUGH_FILES = 4096
+ENOUGH_FILES, FEW_FILES = 4096, 256
 OFFSET_S = 1.0
 
 
@@ -72,18 +73,13 @@ def memlock(m: Machine) -> Iterator[Seen]:
         yield Seen(FAIL if f.memlock_bytes <= MEMLOCK_LEAST else WARN, text)
 
 
-def _limit(m: Machine, limit: int | None, enough: int, fix: str, hard: int = 0) -> Iterator[Seen]:
-    """A limit of the place where ranks run; below ``hard`` it fails."""
-    if limit is not None and m.computes:
-        low = str(limit) if 0 <= limit < enough else ""
-        yield from either(FAIL if limit < hard else WARN, low, "unlimited" if limit < 0 else str(limit), fix)
-
-
 @RULES("open-files")
 def open_files(m: Machine) -> Iterator[Seen]:
     """Enough files may be open at once."""
-    fix = "LimitNOFILE=1048576 in slurmd's unit; in a shell: ulimit -n 65536"
-    yield from _limit(m, m.facts.nofile, ENOUGH_FILES, fix, hard=256)
+    limit, fix = m.facts.nofile, "LimitNOFILE=1048576 in slurmd's unit; in a shell: ulimit -n 65536"
+    if limit is not None and m.computes:
+        low = str(limit) if 0 <= limit < ENOUGH_FILES else ""
+        yield from either(FAIL if limit < FEW_FILES else WARN, low, "unlimited" if limit < 0 else str(limit), fix)
 
 
 @RULES("cores-in-step")
@@ -159,18 +155,13 @@ def slurm_devices(m: Machine) -> Iterator[Seen]:
         yield Seen(WARN if off else PASS, f"ConstrainDevices is {'off' if off else 'on'}")
 
 
-def _gpus(gres: str) -> int:
-    """GPUs of a node as Slurm counts them: ``gpu:h100:8(S:0-1)``."""
-    return sum(int(count) for count in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres))
-
-
 @RULES("slurm-gres")
 def slurm_gres(m: Machine) -> Iterator[Seen]:
     """Slurm counts the GPUs of each node that the cluster file names, and that this one has."""
     f, stated = m.facts, m.section("compute").get("gpus")
     wanted = {first_part(name) for name in m.names_with("compute")}
     own = first_part(f.hostname)
-    counts = {first_part(name): _gpus(gres) for name, gres in f.slurm_gres.items()}
+    counts = {first_part(name): gpus_of(gres)[0] for name, gres in f.slurm_gres.items()}
     if m.rehearsal or not counts:
         return
     bad = [f"{name} has {counts[name]}" for name in sorted(wanted & set(counts)) if stated and counts[name] != stated]
@@ -201,22 +192,13 @@ def slurm_prolog(m: Machine) -> Iterator[Seen]:
         yield from either(FAIL, "; ".join(bad), ", ".join(m.facts.slurm_scripts))
 
 
-def _seconds(time: str) -> float:
-    """A time of Slurm's: ``1-00:00:00``, ``30``, ``infinite``."""
-    days, dash, rest = time.rpartition("-")
-    if not re.fullmatch(r"\d+(:\d+){0,2}", rest):
-        return float("inf")
-    parts = [int(part) for part in rest.split(":")]
-    hours = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    return 86400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, hours, strict=False))
-
-
 @RULES("slurm-times")
 def slurm_times(m: Machine) -> Iterator[Seen]:
     """The partition lets jobs run as long as the cluster file says, and gives them time to end."""
     section, config = m.section("slurm"), m.facts.slurm
     limit, stated = m.facts.slurm_limits.get(str(section.get("partition")), ""), str(section.get("max_time") or "")
-    if limit and stated not in ("", "UNLIMITED") and _seconds(limit) < _seconds(stated):
+    minutes, meant = parse_minutes(limit), parse_minutes(stated)  # None where there is no limit
+    if minutes is not None and meant is not None and minutes < meant:
         yield Seen(WARN, f"the partition's limit is {limit}, the cluster file says {stated}", "correct slurm.max_time")
     wait = re.match(r"\d+", config.get("KillWait", ""))
     if wait and not m.rehearsal:

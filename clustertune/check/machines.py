@@ -28,7 +28,7 @@ from clustertune.check.rule import (
     run,
 )
 from clustertune.host.facts import HostFacts, Mount, Nic
-from clustertune.host.mounts import lies_elsewhere, mount_of
+from clustertune.host.mounts import lies_below, lies_elsewhere, mount_of
 
 LOGIN, HERE, STEP, CONTAINER, CONTAINER_STEP = "login", "here", "step", "container", "container+step"
 PLACES = (LOGIN, HERE, STEP, CONTAINER, CONTAINER_STEP)
@@ -129,6 +129,10 @@ class Machine:
     def mount_of(self, path: str) -> Mount | None:
         """The file system on which a path lies; None where no mount is known."""
         return mount_of(path, self.facts.mounts)
+
+    def mounts_later(self, path: str) -> bool:
+        """Whether something is mounted there when it is first used."""
+        return any(lies_below(path, point) for point in self.facts.automounts)
 
 
 def one_link(nic: Nic) -> bool:
@@ -342,7 +346,7 @@ def nodes_mounts(several: JobNodes) -> Iterator[Seen]:
     own = {str(brick.get("mount")) for m in machines for brick in m.section("storage").get("bricks") or ()}
     points = sorted({point for table in tables.values() for point in table} - own)  # a brick is local on its own node
     for point in points:
-        lacking = [m.where for m in machines if point not in tables[id(m)] and not _waits(m, point)]
+        lacking = [m.where for m in machines if point not in tables[id(m)] and not m.mounts_later(point)]
         sources = {origin(table[point]): table[point] for table in tables.values() if point in table}
         if lacking:
             lines.append(f"{point} is not mounted on {', '.join(lacking[:6])}")
@@ -350,11 +354,6 @@ def nodes_mounts(several: JobNodes) -> Iterator[Seen]:
             lines.append(f"{point} is mounted from {', '.join(sorted(sources.values())[:4])}")
     good = f"{len(points)} network file systems: the same on {len(machines)} nodes" if points else ""
     yield from either(WARN, "; ".join(lines[:6]), good)
-
-
-def _waits(machine: Machine, point: str) -> bool:
-    """Whether it is mounted there when it is first used."""
-    return any(point == above or point.startswith(above.rstrip("/") + "/") for above in machine.facts.automounts)
 
 
 @RULES("nodes-clock")

@@ -89,10 +89,10 @@ class Seen(NamedTuple):
     """Empty: the subject's own ``where``."""
 
 
-def either(status: str, bad: str, good: str, fix: str = "", where: str = "") -> Iterator[Seen]:
+def either(status: str, bad: str, good: str, fix: str = "") -> Iterator[Seen]:
     """The fault ``bad`` where there is one; else what is ``good``, where something was looked at."""
     if bad or good:
-        yield Seen(status, bad, fix, where) if bad else Seen(PASS, good, where=where)
+        yield Seen(status, bad, fix) if bad else Seen(PASS, good)
 
 
 Look = Callable[[Any], Iterable[Seen]]
@@ -267,12 +267,12 @@ def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[str]]]:
     return list(found.values())
 
 
-def describe(item: Finding, places: Sequence[str], width: int = 7) -> list[str]:
-    """The lines of one finding. ``width``: of its status, behind which the reasons are indented."""
+def describe(item: Finding, places: Sequence[str]) -> list[str]:
+    """The lines of one finding; the reasons are indented behind its status."""
     where = f"{listed(places, 8)}: " if places else ""
-    lines = [f"{item.status.upper():<{width}} {item.rule}: {where}{item.found}"]
+    lines = [f"{item.status.upper():<7} {item.rule}: {where}{item.found}"]
     if item.fix:
-        lines += [f"{'':{width}} {word}: {text}" for word, text in (("why", item.why), ("fix", item.fix), ("see", item.link))]
+        lines += [f"{'':7} {word}: {text}" for word, text in (("why", item.why), ("fix", item.fix), ("see", item.link))]
     return [printable(line) for line in lines]
 
 

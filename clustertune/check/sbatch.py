@@ -98,7 +98,7 @@ class Script:
         part = 0
         for number, row in enumerate(self.rows, 1):
             if row.startswith("#SBATCH"):
-                words = _words(row[7:], comments=True)
+                words = _words(row[7:])
                 part += words[:1] in (["hetjob"], ["packjob"])
                 self.options += options_of(words, number)[0] if not part else []
             elif row.strip() and not row.lstrip().startswith("#"):
@@ -256,11 +256,12 @@ def _shell(text: str) -> str:
     return "".join(piece if piece[0] not in "'\\" else " " * len(piece) for piece in _PIECE.findall(text)).replace("\\$", "  ")
 
 
-def _words(text: str, *, comments: bool = False) -> list[str]:
+def _words(text: str) -> list[str]:
+    """The words of a directive, without a comment behind them."""
     try:
-        return shlex.split(text, comments=comments)
+        return shlex.split(text, comments=True)
     except ValueError:
-        return text.partition("#")[0].split() if comments else text.split()
+        return text.partition("#")[0].split()
 
 
 def _substitutions(text: str) -> list[str]:

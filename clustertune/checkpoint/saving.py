@@ -38,8 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 from clustertune.checkpoint.shards import Planner, ShardWriter, as_bytes, load, write_new
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.errors import is_full, storage_cause
-from clustertune.host.probe import Probe
-from clustertune.host.system import memory
+from clustertune.host.system import Probe, memory
 from clustertune.manifest import SHA256, TENSORS, XXH3_128, FileRecord, Ranks, new_hasher
 from clustertune.plan.memory import COPY_SHARE
 

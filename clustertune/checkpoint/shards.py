@@ -1,7 +1,11 @@
-"""The files of a distributed checkpoint without a pickle: safetensors for each rank, hashed on its way, and an index in JSON.
+"""The files of a checkpoint without a pickle: safetensors for each rank, hashed on its way, an index in JSON, and small
+states.
 
 torch 2.13's own ``SerializationFormat.SAFETENSORS`` is no way: it builds each file in memory, values that are not tensors
 stand before its header, so that nothing opens it, and torch's reader cannot read it. The names of the files are torch's.
+
+The small states (optimizer of a model that is not sharded, schedule, random numbers) are one safetensors file each: the
+tensors, and how they are nested as JSON in its header.
 """
 
 from __future__ import annotations
@@ -9,11 +13,12 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -41,7 +46,7 @@ from torch.futures import Future
 
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import SHA256, XXH3_128, FileRecord, new_hasher
-from clustertune.tensorfile import Tensor, build_header, byte_size
+from clustertune.tensorfile import Tensor, build_header, byte_size, read_header
 
 INDEX = ".metadata"
 PIECE = 16 << 20
@@ -55,6 +60,8 @@ NAMES = {
 }  # fmt: skip
 """safetensors' names of torch's types."""
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
+OPTIMIZER, SCHEDULER, SCALER = "optimizer", "scheduler", "scaler"
+_KEY = "clustertune.values"
 
 
 @dataclass
@@ -299,3 +306,93 @@ def _read(src: Any, offset: int, length: int) -> bytearray:
     if src.readinto(data) != length:
         raise OSError(f"{src.name} is cut short")
     return data
+
+
+# -- small states -----------------------------------------------------------------------------------------------------------
+
+
+def random_of(rank: int, world_size: int) -> str:
+    """The name of a rank's random numbers; without a number where there is one process, as transformers has it."""
+    return f"rng_state_{rank}" if world_size > 1 else "rng_state"
+
+
+def file_of(name: str) -> str:
+    """The name of the file in a checkpoint."""
+    return f"{name}.safetensors"
+
+
+def save_small(folder: Path, name: str, value: Any) -> dict[str, FileRecord]:
+    """Write a value, durably; returns its record. TypeError for more than tensors, arrays, numbers and text, nested."""
+    return {file_of(name): write_new(folder / file_of(name), small_content(value), XXH3_128)}
+
+
+def put_small(folder: Path, name: str, value: Any) -> None:
+    """The same where a commit makes the file durable later: no disk is waited for."""
+    (folder / file_of(name)).write_bytes(b"".join(small_content(value)))
+
+
+def small_content(value: Any) -> Iterator[Any]:
+    """The bytes of a value's file, piece by piece."""
+    found: list[torch.Tensor] = []
+    shape = json.dumps(_pack(value, found), separators=(",", ":"))
+    # The widest elements first, so that each tensor is aligned.
+    order = sorted(range(len(found)), key=lambda at: -found[at].element_size())
+    entries = [Tensor(str(at), NAMES[found[at].dtype], tuple(found[at].shape), Path(), 0, found[at].nbytes) for at in order]
+    yield build_header(entries, {_KEY: shape})
+    for at in order:
+        yield from as_bytes(found[at])
+
+
+def _pack(value: Any, found: list[torch.Tensor]) -> Any:
+    """A value as JSON; its tensors go to ``found``. A list, of a kind and what it holds, stands for any other value."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.Tensor | np.ndarray):
+        found.append(torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value)
+        if found[-1].dtype not in NAMES:
+            raise TypeError(f"a tensor of {found[-1].dtype}, which safetensors has no name for")
+        return ["array" if isinstance(value, np.ndarray) else "tensor", len(found) - 1]
+    if isinstance(value, Mapping):
+        return ["dict", [[_pack(key, found), _pack(one, found)] for key, one in value.items()]]
+    if isinstance(value, list | tuple):
+        return ["list" if isinstance(value, list) else "tuple", [_pack(one, found) for one in value]]
+    raise TypeError(f"a {type(value).__name__}: a checkpoint keeps tensors, numbers and text")
+
+
+def _unpack(body: Any, found: list[torch.Tensor]) -> Any:
+    if not isinstance(body, list):
+        return body
+    kind, held = body
+    if kind in ("tensor", "array"):
+        return found[held] if kind == "tensor" else found[held].numpy()
+    if kind == "dict":
+        return {_unpack(key, found): _unpack(one, found) for key, one in held}
+    return {"list": list, "tuple": tuple}[kind](_unpack(one, found) for one in held)
+
+
+def load_small(folder: Path, name: str) -> Any:
+    """The value that :func:`save_small` wrote, its tensors in host memory; None where there is none.
+
+    Raises UserError for a file that contains no value.
+    """
+    path = folder / file_of(name)
+    if not path.is_file():
+        return None
+    try:
+        header = read_header(path)
+        found: dict[str, torch.Tensor] = {}
+        with path.open("rb") as src:
+            for entry in header.tensors:
+                data, dtype = bytearray(entry.size), DTYPES[entry.dtype]
+                src.seek(entry.offset)
+                if src.readinto(data) != entry.size:
+                    raise ValueError("it is cut short")
+                flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+                found[entry.name] = flat.view(entry.shape)
+        return _unpack(json.loads(header.metadata[_KEY]), [found[str(at)] for at in range(len(found))])
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        fix = "find out who wrote it; resume from another checkpoint, or train again"
+        text = f"contains no state of a training: {type(error).__name__}: {error}"
+        raise UserError(Problem(text, file=str(path), fix=fix)) from None

@@ -1,22 +1,26 @@
-"""Checkpoints on disk: which are complete, which is newest, which may be deleted. Order is by step and attempt, never by mtime.
+"""Checkpoints on disk: which are complete, which is newest, which may be deleted; and when the next one is due.
 
-A folder is ``checkpoints/step-000020``, or ``step-000020.a2`` when a second attempt reaches that step again: what a
-killed attempt left behind is never written into. A checkpoint exists when its manifest does.
+Order is by step and attempt, never by mtime. A folder is ``checkpoints/step-000020``, or ``step-000020.a2`` when a second
+attempt reaches that step again: what a killed attempt left behind is never written into. A checkpoint exists when its manifest
+does.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import stat
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from clustertune import manifest
 from clustertune.errors import Problem, UserError
+from clustertune.plan.schedule import COPY_BYTES_PER_S, WRITE_BYTES_PER_S, best_seconds, given_seconds
+from clustertune.recipe.sections import Save
 
 KIND = "checkpoint"
 _NAME = re.compile(r"step-(\d{6,})(?:\.a(\d+))?")
@@ -24,6 +28,9 @@ _OF_RANK = re.compile(
     r"(?:^|/)(?:__(\d+)_\d+\.distcp|rng_state_(\d+)\.(?:safetensors|pth)|(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_\w+\.(?:pt|nvme\.json)"
     r"|offloaded_tensors/rank(\d+)/.*)$"
 )
+PROGRESS_SECONDS = 10.0
+"""Between two lines that say how far a comparison has come."""
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class StoreRanks(manifest.Ranks, Protocol):
@@ -67,11 +74,6 @@ def verify(path: Path, *, hashes: bool = True) -> list[Problem]:
     if not problems and named is not None and (step := manifest.read_manifest(path).meta.get("step")) != named.step:
         problems.append(Problem(f"holds step {step}, its name says {named.step}", file=str(path)))
     return problems
-
-
-PROGRESS_SECONDS = 10.0
-"""Between two lines that say how far a comparison has come."""
-_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def find_open(path: Path) -> list[Problem]:
@@ -369,3 +371,48 @@ def verify_all(path: Path) -> tuple[Path | None, list[Problem], list[str]]:
             Problem("no complete checkpoint in this folder", file=str(folder), fix="train first: clustertune run RECIPE")
         )
     return newest, problems, notes
+
+
+@dataclass
+class Cadence:
+    """Rank 0's answer, at the end of each step, to whether a save is due: the recipe's ``save`` section."""
+
+    save: Save
+    between: float
+    """As :func:`seconds_between_ends` gives it."""
+    state_bytes: float = 0.0
+    """Of a rank's part of the state: what a save is planned by until one was measured."""
+    clock: Callable[[], float] = time.monotonic
+    _cost: float | None = None
+    _write: float | None = None
+    _last: float = field(default=math.nan)
+
+    def seconds(self) -> float | None:
+        """Between two saves; None where they come by steps."""
+        if self.save.every != "auto":
+            return given_seconds(self.save.every)
+        cost = self._cost if self._cost is not None else self.state_bytes / COPY_BYTES_PER_S
+        write = self._write if self._write is not None else self.state_bytes / WRITE_BYTES_PER_S
+        return best_seconds(cost, write, self.between)
+
+    def is_due(self, step: int, *, busy: bool = False) -> bool:
+        """Whether to save behind this step. The first one starts the clock.
+
+        ``busy``: the previous save is still being written. A save that is due by time begins after it. A save that is due at
+        a step cannot move to another step, so training waits for the previous one.
+        """
+        now = self.clock()
+        if math.isnan(self._last):
+            self._last = now
+        if step in self.save.milestones:
+            return True
+        every = self.seconds()
+        return now - self._last >= every and not busy if every is not None else step % int(self.save.every) == 0
+
+    def began(self) -> None:
+        """A save begins."""
+        self._last = self.clock()
+
+    def measured(self, stall: float, write: float) -> None:
+        """What the save before took."""
+        self._cost, self._write = stall, write

@@ -64,8 +64,8 @@ def show_cluster(
 
 def _draft(file: Path) -> str:
     """Write a cluster file and return its text. Raises UserError where there is no Slurm, or the file is there."""
+    from clustertune.cluster import local
     from clustertune.cluster.load import LOCAL, load_cluster
-    from clustertune.doctor import cluster_file
     from clustertune.recipe.sections import NAME
 
     if file.suffix not in (".yaml", ".yml") or not re.fullmatch(NAME, file.stem):
@@ -75,10 +75,10 @@ def _draft(file: Path) -> str:
         fix = "call this on a login node of the cluster"
         raise UserError("no Slurm answers here: there is nothing to draft from", file=seen.source, fix=fix)
     say(f"looking at one node of partition {seen.slurm.partition} (a job of seconds)")
-    facts, fault = cluster_file.look_at_one(seen)
+    facts, fault = local.look_at_one(seen)
     if facts is None:
         say(f"warning: no node was inspected: {fault}")
-    text = cluster_file.draft(seen, facts, fault, file.stem, cluster_file.accounts())
+    text = local.draft(seen, facts, fault, file.stem, local.accounts())
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)

@@ -30,7 +30,7 @@ from clustertune.cli.arguments import (
 )
 from clustertune.cluster import load
 from clustertune.console import emit_json, reply, say, show
-from clustertune.data import measure
+from clustertune.data import prepare
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.host.system import GIB
 from clustertune.launch import across, bill, serving
@@ -143,7 +143,7 @@ def answer(args: PlanArguments) -> None:
         nodes, gpus = len(calibrated.cluster.compute_nodes), calibrated.cluster.compute.gpus
         overrides = [f"slurm.nodes={nodes}", f"slurm.gpus_per_node={gpus}", *overrides]
     if args.data is not None:
-        found = measure.measure(args.data, draft.stated(overrides).get("data"))
+        found = prepare.measure(args.data, draft.stated(overrides).get("data"))
         known = known or (known_lengths.of_counts(list(found.tokens.items()), found.source) if found.tokens else None)
         overrides = [*(f"data.{key}={json.dumps(value)}" for key, value in found.section.items()), *overrides]
     _answer(args, overrides, calibrated, [_plan(calibrated, name, overrides, args.tiny, known) for name in args.names])

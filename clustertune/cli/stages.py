@@ -277,7 +277,7 @@ def _prepared(resolved: Resolved, out: Path, input_path: Path | None, samples: i
     Raises UserError.
     """
     from clustertune.data import prepare as conversations
-    from clustertune.data import rollout_rows, sequences, tokens
+    from clustertune.data import sequences, tokens
     from clustertune.staging import bundle
 
     bundle.enter(resolved)
@@ -293,7 +293,7 @@ def _prepared(resolved: Resolved, out: Path, input_path: Path | None, samples: i
             with _tokenizer(resolved, out) as tokenizer:
                 made = tokens.make(out, tokenizer, resolved.train_args)
                 if resolved.is_grpo:
-                    rollout_rows.check(out, resolved)
+                    sequences.check_prompts(out, resolved)
                 document |= {key: made[key] for key in tokens.SUMMARY}
                 for split in conversations.SPLITS:
                     document[split] = {**document[split], **made["splits"][split]}

@@ -134,11 +134,6 @@ def read_hardware(path: Path = HARDWARE) -> HardwareFile:
     return read_model(HardwareFile, document, _find_problems)
 
 
-def load_hardware(path: Path = HARDWARE) -> dict[str, GpuModel]:
-    """The GPUs by name. Raises UserError with every problem of the file."""
-    return read_hardware(path).gpus
-
-
 def _find_problems(hardware: HardwareFile) -> Iterator[Found]:  # noqa: PLR0912 - a branch for each thing that can be wrong
     """Figures without a source or against each other, names that two models claim, and links that are missing."""
     entries: list[tuple[tuple[str, ...], Sourced]] = [(("storage",), hardware.storage)]
@@ -202,7 +197,7 @@ def plain(word: str) -> str:
 def recognise(word: str) -> str | None:
     """The GPU that ``nvidia-smi`` or a GRES type calls ``word``; None where it is unknown or could be several."""
     wanted = plain(word)
-    for name, gpu in load_hardware().items():
+    for name, gpu in read_hardware().gpus.items():
         if wanted in {plain(name), *map(plain, gpu.names), *map(plain, gpu.types)}:
             return name
     return None
@@ -210,7 +205,7 @@ def recognise(word: str) -> str | None:
 
 def near_gpus(word: str) -> str | None:
     """What somebody may mean who names no GPU of ops/hardware.yaml: every size that it is sold in, else the nearest name."""
-    known = load_hardware()
+    known = read_hardware().gpus
     if alike := [name for name in known if len(word) > 1 and plain(name).startswith(plain(word))]:
         sizes = ", ".join(f"{name} ({known[name].memory_gb:g} GB)" for name in alike)
         return f"write {sizes}" if len(alike) == 1 else f"write the one that you have: {sizes}"
@@ -220,7 +215,7 @@ def near_gpus(word: str) -> str | None:
 def peak_flops(device: str | None) -> float | None:
     """FLOP/s of the dense peak in 16 bits of what ``nvidia-smi`` calls a GPU; None where ops/hardware.yaml does not say."""
     name = recognise(device) if device else None
-    gpu = load_hardware()[name] if name else None
+    gpu = read_hardware().gpus[name] if name else None
     peak = (gpu.bf16_tflops or gpu.fp16_tflops) if gpu else None
     return peak * 1e12 if peak else None
 
@@ -303,7 +298,7 @@ def price(gpu: str, path: Path | None = None) -> Price | None:
 
 
 @cache
-def load_prices(path: Path = PRICES) -> Mapping[str, Price]:
+def load_prices(path: Path) -> Mapping[str, Price]:
     """The prices by GPU. Raises UserError with every problem of the file."""
     document = read_yaml(path, "ops/prices.yaml" if path == PRICES else str(path))
     prices = read_model(PriceFile, document, _doubts_of_prices)
@@ -312,7 +307,7 @@ def load_prices(path: Path = PRICES) -> Mapping[str, Price]:
 
 
 def _doubts_of_prices(prices: PriceFile) -> Iterator[Found]:
-    known = load_hardware()
+    known = read_hardware().gpus
     for name, entry in prices.gpus.items():
         path = ("gpus", name)
         if name not in known:

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from clustertune.check.rule import checks
-from clustertune.cluster.hardware import HARDWARE, load_hardware, near_gpus, read_hardware
+from clustertune.cluster.hardware import HARDWARE, near_gpus, read_hardware
 from clustertune.cluster.local import LocalMachine, collect, judge
 from clustertune.cluster.schema import (
     CONTAINER_OPTIONS,
@@ -36,6 +36,7 @@ from clustertune.cluster.schema import (
 )
 from clustertune.errors import Problem, UserError
 from clustertune.host.credentials import speaks_of_secret
+from clustertune.host.mounts import lies_below
 from clustertune.host.system import parse_cpu_list
 from clustertune.recipe.findings import Found, as_problems, parse_partial, schema_findings
 from clustertune.recipe.layers import COMMAND_LINE, Document, KeyPath, did_you_mean, read_yaml
@@ -465,7 +466,7 @@ def check_compute(compute: Compute) -> Iterator[Found]:
 
 
 def _check_gpu(compute: Compute) -> Iterator[Found]:
-    known = load_hardware()
+    known = read_hardware().gpus
     if not compute.gpu:
         yield ("compute", "gpu"), f"missing, while gpus is {compute.gpus}", f"one of {', '.join(known)}"
     elif compute.gpu not in known:
@@ -653,7 +654,7 @@ def _clashes(bricks: Sequence[tuple[KeyPath, Brick]]) -> Iterator[Found]:
 
 
 def _inside(inner: str, outer: str) -> bool:
-    return inner != outer and inner.startswith(outer.rstrip("/") + "/")
+    return inner != outer and lies_below(inner, outer)
 
 
 def _nested(one: str, other: str) -> bool:

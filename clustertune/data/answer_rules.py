@@ -1,13 +1,21 @@
 """Rules that an answer keeps or not. Own prompts are evaluated by them, and rewards train by the same ones.
 
 Patterns and schemas are foreign, and so are answers: call these in a child with a limit of time.
+
+IFEval's rules count sentences. NLTK's English sentence splitter is shipped in ``nltk_data/``: the official parameters, so that
+scores are the official ones. lm-eval downloads ``punkt_tab`` when its scorer is imported; without a network it continues and
+fails after the last prompt (EleutherAI/lm-evaluation-harness#2266). Here the data is there before the import.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
+
+NLTK_DATA = Path(__file__).with_name("nltk_data")
+"""Its NOTICE says where the parameters are from."""
 
 
 def is_equal(answer: str, expected: Any) -> bool:
@@ -64,3 +72,11 @@ def wrong_schema(schema: Any) -> str | None:
 def as_value(value: Any) -> Any:
     """A value of JSON, or a text that holds one, as tables have it."""
     return json.loads(value) if isinstance(value, str) else value
+
+
+def use_shipped_punkt() -> None:
+    """Make NLTK find the shipped parameters before any others, in this process and those that it forks."""
+    import nltk
+
+    if str(NLTK_DATA) not in nltk.data.path[:1]:
+        nltk.data.path.insert(0, str(NLTK_DATA))

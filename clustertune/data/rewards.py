@@ -20,7 +20,7 @@ from typing import Any
 
 from clustertune.bounded import StandingChild, allow
 from clustertune.console import say
-from clustertune.data import answer_rules, punkt
+from clustertune.data import answer_rules
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.recipe.layers import did_you_mean
 from clustertune.recipe.sections import Reward
@@ -186,7 +186,7 @@ class Rewards:
             import langdetect
 
             langdetect.DetectorFactory.seed = 0  # else the language of one answer is another every time
-            punkt.use_shipped()
+            answer_rules.use_shipped_punkt()
             _instructions()  # the import looks for the splitter
         if any(reward.module is None for reward in self.rewards):
             self._child = StandingChild(_judge_one)

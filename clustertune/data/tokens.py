@@ -44,11 +44,20 @@ import numpy.typing as npt
 
 from clustertune import bounded, secrets
 from clustertune.console import byte_progress, say
-from clustertune.data.answer_spans import MARKS_OR_ALL, NotPrefixPreserving, answer_spans, tokens_within
 from clustertune.data.chats import OF_ROLE, UNEQUAL
 from clustertune.data.prepare import KIND as DATASET
 from clustertune.data.prepare import SPLITS, locked
-from clustertune.data.tokenizer import MEMORY, has_generation_markers, identity, training_template, within_limits
+from clustertune.data.tokenizer import (
+    MARKS_OR_ALL,
+    MEMORY,
+    NotPrefixPreserving,
+    answer_spans,
+    has_generation_markers,
+    identity,
+    tokens_within,
+    training_template,
+    within_limits,
+)
 from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import MANIFEST, FileRecord, find_problems, new_hasher, read_manifest, record_files, seal
 

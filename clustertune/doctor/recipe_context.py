@@ -316,12 +316,12 @@ class RecipeContext:
         return self.hub
 
 
-def unanswered(paths: Iterable[Path], seconds: float = SECONDS) -> tuple[Path, ...]:
+def unanswered(paths: Iterable[Path]) -> tuple[Path, ...]:
     """The paths whose file system does not answer in time; that nothing is there is an answer too."""
     works = {str(path): _look(path) for path in paths}
-    if not bounded.ask(lambda: {"there": [work() for work in works.values()]}, seconds).silent:
+    if not bounded.ask(lambda: {"there": [work() for work in works.values()]}, SECONDS).silent:
         return ()  # as nearly always: one child for all of them
-    return tuple(Path(path) for path, answer in bounded.ask_all(works, min(seconds, 1.0)).items() if answer.silent)
+    return tuple(Path(path) for path, answer in bounded.ask_all(works, 1.0).items() if answer.silent)
 
 
 def _look(path: Path) -> bounded.Work:

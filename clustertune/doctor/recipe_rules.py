@@ -42,7 +42,7 @@ from clustertune.check.rule import (
     run,
 )
 from clustertune.checkpoint import store
-from clustertune.cluster.hardware import load_hardware
+from clustertune.cluster.hardware import read_hardware
 from clustertune.doctor.recipe_context import RecipeContext
 from clustertune.errors import UserError
 from clustertune.host.mounts import lies_elsewhere
@@ -477,7 +477,7 @@ def loss_on_all_tokens(context: RecipeContext) -> Iterator[Seen]:
 
 
 def _lacks_bf16(context: RecipeContext) -> bool:
-    gpu = load_hardware().get(context.cluster.compute.gpu or "")
+    gpu = read_hardware().gpus.get(context.cluster.compute.gpu or "")
     return gpu is not None and gpu.bf16_tflops is None
 
 

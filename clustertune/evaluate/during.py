@@ -18,7 +18,7 @@ from clustertune.console import say
 from clustertune.errors import UserError
 from clustertune.evaluate.scores import headline, read_result
 from clustertune.export.export import export
-from clustertune.recipe.sections import During, Eval
+from clustertune.recipe.sections import During, Eval, Recipe
 from clustertune.rundir import RunDir
 
 BASE = "base"
@@ -107,12 +107,26 @@ def best(run: RunDir) -> Checkpoint | None:
     return max(found)[1] if found else None
 
 
-def next_to_score(run: RunDir, during: During, milestones: Collection[int]) -> Checkpoint | None:
-    """The newest whole checkpoint that is due, or the last step's; None where it has its scores."""
+def next_to_score(run: RunDir, recipe: Recipe) -> Checkpoint | None:
+    """The newest whole checkpoint that is due, or the last step's; None where it has its scores, or nothing is scored."""
+    if (during := recipe.eval.during) is None:
+        return None
     for found in list_checkpoints(run.checkpoints):
-        if not verify(found.path, hashes=False) and (is_final(found.path) or during.is_due(found.step, milestones)):
+        if verify(found.path, hashes=False):
+            continue
+        if is_final(found.path) or during.is_due(found.step, recipe.milestones):
             return None if is_scored(run, found.path.name) else found
     return None
+
+
+def is_kept(run: RunDir, recipe: Recipe, checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint stays whatever ``save_total_limit`` says: a milestone, the one that the servers beside the trainer
+    score next, and what ``keep: best`` may choose.
+    """
+    during, milestones = recipe.eval.during, recipe.milestones
+    if checkpoint.step in milestones or (recipe.scores_beside and checkpoint == next_to_score(run, recipe)):
+        return True
+    return during is not None and may_be_exported(run, during, milestones, checkpoint)
 
 
 def may_be_exported(run: RunDir, during: During, milestones: Collection[int], checkpoint: Checkpoint) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from clustertune.data import punkt
+from clustertune.data import answer_rules
 from clustertune.data.rows import BadRow, RowLocation, read_file
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import hash_file, require_whole, write_durably
@@ -222,7 +222,7 @@ def read_inputs(names: Sequence[str], data: Path | None, benchmark: bool) -> Inp
     """What the tasks ``names`` need; ``data``: a file of rows for the one task that reads some, None: see
     :func:`choose_source`. Raises UserError.
     """
-    punkt.use_shipped()
+    answer_rules.use_shipped_punkt()
     reading = eval_tasks.with_rows(names)
     if data is not None:
         eval_tasks.reader_of(names, data, "--data")

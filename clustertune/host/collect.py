@@ -24,7 +24,7 @@ from typing import Any
 from clustertune import bounded
 from clustertune.host import credentials, devices, mounts, packages, system
 from clustertune.host.facts import HostFacts, Package, from_dict
-from clustertune.host.probe import Ask, Probe, ask
+from clustertune.host.system import Ask, Probe, ask
 
 Reader = Callable[[Probe], dict[str, Any]]
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from clustertune.host import system
 from clustertune.host.facts import Gpu, Nic, RdmaPort
-from clustertune.host.probe import Probe
+from clustertune.host.system import Probe
 
 # --- their texts ------------------------------------------------------------------------------------------------------
 
@@ -166,6 +166,19 @@ def gpu_links(topology: str) -> dict[tuple[int, int], str]:
 def has_nvlink(topology: str) -> bool:
     """Whether ``nvidia-smi topo -m`` shows NVLink between GPUs (``NV4``, ``NV18``)."""
     return any(re.fullmatch(r"NV\d+", link) for link in gpu_links(topology).values())
+
+
+def gpus_of(gres: str) -> tuple[int, list[str]]:
+    """The number of GPUs of a node's ``Gres``, and their types: ``gpu:h100:8(S:0-1)`` is (8, ["h100"])."""
+    count, types = 0, []
+    for item in re.sub(r"\([^)]*\)", "", gres).split(","):
+        kind, *rest = item.strip().split(":")
+        if kind != "gpu":
+            continue
+        number = re.fullmatch(r"(\d{1,6})", rest[-1]) if rest else None
+        count += int(number[1]) if number else 1
+        types += [word for word in rest[:-1] if word] if number else rest
+    return count, list(dict.fromkeys(types))
 
 
 def xid_lines(log: str) -> list[str]:

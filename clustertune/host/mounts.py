@@ -18,7 +18,7 @@ from typing import Any
 
 from clustertune import bounded
 from clustertune.host.facts import FileMode, FolderProbe, Mount
-from clustertune.host.probe import Probe
+from clustertune.host.system import Probe
 
 SECONDS = 12.0
 """How long a file system may take to say how full it is: a server under load some seconds, one that is gone for ever."""
@@ -86,9 +86,14 @@ def parse_mounts(text: str) -> list[Mount]:
     return [one for one in all_mounts(text) if one.kind not in _PSEUDO and not _SYSTEM.match(one.point)][:MOST]
 
 
+def lies_below(path: str, folder: str) -> bool:
+    """Whether a path is a folder, or inside of it."""
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
 def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
     """The mount with the longest point above ``path``; of two at one point the later one, which covers the other."""
-    above = [mount for mount in reversed(mounts) if path == mount.point or path.startswith(mount.point.rstrip("/") + "/")]
+    above = [mount for mount in reversed(mounts) if lies_below(path, mount.point)]
     return max(above, key=lambda mount: len(mount.point.rstrip("/")), default=None)
 
 

@@ -12,8 +12,7 @@ from typing import Any
 from clustertune.cluster.load import known_clusters, load_cluster, of_gpus
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
-from clustertune.host.probe import ask
-from clustertune.host.system import GIB
+from clustertune.host.system import GIB, ask
 from clustertune.launch import serving, shape
 from clustertune.launch.bill import Bill, bill
 from clustertune.plan.calibration import find_calibrated

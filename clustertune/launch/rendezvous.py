@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.host.probe import Probe
+from clustertune.host.system import Probe
 from clustertune.launch.agent import await_object
 from clustertune.launch.attempt import RENDEZVOUS, AttemptPlan
 from clustertune.manifest import write_durably

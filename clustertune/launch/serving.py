@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from clustertune.cluster.hardware import load_hardware
+from clustertune.cluster.hardware import read_hardware
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
 from clustertune.plan.generation_cost import BANDWIDTH_SHARE, GPU_OVERHEAD, GPU_SHARE, LAYER_S, MOST
@@ -255,13 +255,12 @@ def while_training(resolved: Resolved, cluster: Cluster, steps: int | None, star
 
     ``steps``: of the training; ``start_seconds``: until its ranks take their first step.
     """
-    wanted, saved = resolved.recipe.eval.during, resolved.recipe.save
+    wanted = resolved.recipe.eval.during
     if wanted is None:
         return None
     times = None
     if steps is not None:
-        milestones = saved.milestones if saved is not None else ()
-        times = sum(wanted.is_due(step, milestones) for step in range(1, steps)) + 1
+        times = sum(wanted.is_due(step, resolved.recipe.milestones) for step in range(1, steps)) + 1
     asked = resolved.recipe.model_copy(update={"eval": resolved.recipe.eval.of_checkpoints(wanted)})
     found = evaluation(replace(resolved, recipe=asked), cluster)
     if resolved.recipe.scores_beside:  # the job waits for the scores of the last checkpoint alone
@@ -275,7 +274,7 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     settings, compute = resolved.recipe.eval, cluster.compute
     requested, models = settings.backend, 1 + settings.base
     weights = weight_bytes(resolved.architecture)
-    gpu = load_hardware().get(compute.gpu) if compute.gpus and compute.gpu else None
+    gpu = read_hardware().gpus.get(compute.gpu) if compute.gpus and compute.gpu else None
     tasks = [find_task(task) or first_task() for task in settings.tasks]
     asked = [(settings.limit or task.documents, task.generation_kwargs.max_gen_toks) for task in tasks]
     if settings.data is not None:

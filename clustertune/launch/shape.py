@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from clustertune.cluster.hardware import load_hardware
+from clustertune.cluster.hardware import read_hardware
 from clustertune.cluster.load import LOCAL
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
@@ -206,7 +206,7 @@ def usable_gpu_bytes(cluster: Cluster) -> float | None:
     """Memory of one GPU of the cluster; None without GPUs, or where their model is not known."""
     if not cluster.compute.gpus or cluster.compute.gpu is None:
         return None
-    known = load_hardware().get(cluster.compute.gpu)
+    known = read_hardware().gpus.get(cluster.compute.gpu)
     return float(known.usable_bytes) if known else None
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from clustertune.training.collectives import Group
 
 BASE_KIND = "megatron-base"
-PLAN_FILE = "megatron.json"
-"""In the attempt's folder: the configuration as it was handed over, and what came of the data."""
 TIMEOUT_MINUTES = 60
 """Of collectives: the conversion of 405B reads 810 GB before the first of them ends."""
 
@@ -191,7 +189,7 @@ class _Training:
         if self.group.rank == 0:
             folder = attempt.run.attempt(attempt.number)
             document = {"sequences": {"train": rows, "eval": evals}, "configuration": config}
-            manifest.write_durably(folder / PLAN_FILE, json.dumps(document, indent=1) + "\n")
+            manifest.write_durably(folder / settings.PLAN_FILE, json.dumps(document, indent=1) + "\n")
         return config
 
     # What NVIDIA's loop calls, on every rank: some parts are collective.

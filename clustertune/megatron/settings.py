@@ -1,20 +1,30 @@
-"""A recipe as Megatron-Bridge takes it: plain values, section by section of its ``ConfigContainer``. Pure: nothing is imported.
+"""A recipe as Megatron-Bridge takes it: plain values, section by section of its ``ConfigContainer``; and what a dry run shows.
 
-Sources, all of Megatron-Bridge 0.5.1: ``training/config.py`` (sections and their ``finalize``), ``recipes/common.py``
-(``_peft_common``, ``_sft_common``), ``recipes/llama/llama3.py`` (70B and 405B), ``peft/canonical_lora.py``.
+Pure: nothing of NVIDIA's is imported. Sources, all of Megatron-Bridge 0.5.1: ``training/config.py`` (sections and their
+``finalize``), ``recipes/common.py`` (``_peft_common``, ``_sft_common``), ``recipes/llama/llama3.py`` (70B and 405B),
+``peft/canonical_lora.py``.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem
+from clustertune.launch import image, node
+from clustertune.launch.attempt import AttemptPlan, Node
+from clustertune.launch.shape import train_shape
+from clustertune.megatron import megatron_files
 from clustertune.recipe.native_rules import lora_defaults, train_defaults
 from clustertune.recipe.sections import Megatron
 from clustertune.resolve.resolved import Resolved
+from clustertune.rundir import RunDir
 
 DECAYS = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 """transformers' schedules that Megatron has under another name or the same."""
@@ -48,6 +58,10 @@ WITHOUT_EFFECT = {
 WANTED = {"bf16": True, "save_only_model": False, "gradient_checkpointing": False, "activation_checkpointing": False}
 """Keys that have one possible value."""
 ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused")
+PLAN_FILE = "megatron.json"
+"""In the attempt's folder: the configuration as it was handed over, and what came of the data."""
+ADDRESS, PORT = "<node 0>", 29500
+"""In a dry run, in the place of what is known once the job runs."""
 EXIT_SIGNAL = "SIGUSR1"
 """What the launcher asks the ranks with to save and stop (Slurm's ``--signal``)."""
 
@@ -287,3 +301,52 @@ def _lora(lora: Mapping[str, Any]) -> dict[str, Any]:
         "lora_A_init_method": "kaiming",  # PEFT's own: kaiming_uniform with a = sqrt(5)
         "lora_B_init_method": "zero",
     }
+
+
+# -- what a dry run shows ------------------------------------------------------------------------------------------------------
+
+
+def shown_document(resolved: Resolved, cluster: Cluster, run_path: Path) -> dict[str, Any]:
+    """What ``submit --dry-run --json`` shows of a Megatron recipe: image, command of the ranks, conversion, configuration.
+
+    What depends on the packed data is null.
+    """
+    where = megatron_files.paths(run_path)
+    named: dict[str, str | None] = {key: str(path) for key, path in where.items()}
+    named |= {"save": str(run_path.absolute() / "checkpoints"), "load": None}
+    shape = train_shape(resolved, cluster)
+    plan = AttemptPlan(1, tuple(Node(f"<node {n}>", f"<node {n}>") for n in range(shape.nodes)), shape.ranks_per_node)
+    command = node.ranks_command(RunDir(run_path), resolved, 1, plan, 0, ADDRESS, PORT)
+    model = resolved.recipe.model
+    section = resolved.recipe.megatron
+    assert section is not None
+    source = {"model": model.path or model.name, "revision": model.revision}
+    exported = "adapter" if resolved.lora is not None else "model"
+    return {
+        "image": image.of_training(resolved, cluster).container.image,
+        "ranks_command": ["python3", *command[1:]],
+        "conversion": {
+            "from": source, "to": str(where["base"]), "ranks": resolved.world_size,
+            "cut": {key: value for key, value in section.model_dump().items() if value not in (None, 1, False)},
+            "exported": {"what": exported, "to": str(megatron_files.exported(run_path))},
+        },
+        "configuration_file": f"{run_path.absolute()}/attempts/0001/{PLAN_FILE}",
+        "configuration": build(resolved, named),
+    }  # fmt: skip
+
+
+def shown_lines(resolved: Resolved, cluster: Cluster, run_path: Path) -> list[str]:
+    """:func:`shown_document` for people. What depends on the packed data reads null, and is known once rank 0 has packed it."""
+    found = shown_document(resolved, cluster, run_path)
+    conversion = found["conversion"]
+    source = conversion["from"]
+    body = json.dumps(found["configuration"], indent=1)
+    return [
+        "", f"# the ranks run in {found['image']}, on node 0 of {resolved.recipe.slurm.nodes} by",
+        f"$ {shlex.join(found['ranks_command'])}",
+        f"# first, once in a run: AutoBridge.from_hf_pretrained({source['model']!r}) by {conversion['ranks']} ranks",
+        f"#   to {conversion['to']}",
+        f"# last: the {conversion['exported']['what']} in the form of Hugging Face, to {conversion['exported']['to']}",
+        f"# {found['configuration_file']}; what is null is known once the data is packed",
+        *body.splitlines(),
+    ]  # fmt: skip

@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 
 from clustertune.errors import UserError
-from clustertune.host.probe import Probe
-from clustertune.host.system import MIB, memory
+from clustertune.host.system import MIB, Probe, memory
 from clustertune.nccl_check.link_measure import RECORDS, Cases, CollectiveCase, Setup, members, schedule, shapes
 
 # --- one collective --------------------------------------------------------------------------------------------------

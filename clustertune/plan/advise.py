@@ -47,18 +47,11 @@ class Candidate:
         return [*self.layout, *sizes(start, self.strategy.micro_batch, self.ratio, self.strategy.kind)]
 
 
-@dataclass(frozen=True)
-class RefusedFamily:
-    """A family that the recipe cannot have here."""
-
-    family: str
-    why: str
-
-
 def candidates(
     source: RecipeSource, counted: ParameterCount, machine: PlanMachine, nodes: list[int]
-) -> Iterator[Candidate | RefusedFamily]:
-    """All combinations that divide: distribution, sizes, micro batch and recomputation, on each of ``nodes``.
+) -> Iterator[Candidate | tuple[str, str]]:
+    """All combinations that divide: distribution, sizes, micro batch and recomputation, on each of ``nodes``; of a family that
+    the recipe cannot have here its name and why.
 
     The global batch stays; of LoRA the base may be quantised.
     """
@@ -72,7 +65,7 @@ def candidates(
                     changed = source.changed([*arguments, *sizes(start, 1, 1.0, layout.kind)])
                     used = strategy(changed)
                 except UserError as error:
-                    yield RefusedFamily(name, error.problems[0].message)
+                    yield name, error.problems[0].message
                     continue
                 yield from _sizes(Candidate(name, used, changed, tuple(arguments), 1.0))
 
@@ -240,8 +233,8 @@ def advise(
     refused: dict[str, str] = {}
     searched = 0
     for candidate in candidates(source, search.shape.counted, machine, sorted(set(nodes))):
-        if isinstance(candidate, RefusedFamily):
-            refused.setdefault(candidate.family, candidate.why)
+        if isinstance(candidate, tuple):
+            refused.setdefault(*candidate)
             continue
         searched += 1
         option = search.judge(candidate, best.get(candidate.family))

@@ -166,9 +166,8 @@ def store(path: Path, cluster: str, date: str, found: Fit) -> None:
         raise storage_error(error, "writing the calibration", path) from error
 
 
-def read(path: Path, base: Constants | None = None, *, cluster: str | None = None) -> Constants:
+def read(path: Path, *, cluster: str | None = None) -> Constants:
     """The constants with a stored calibration laid over them. Raises UserError where the file is none, or not ``cluster``'s."""
-    base = base or Constants()
     try:
         body = CalibrationFile.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -186,7 +185,7 @@ def read(path: Path, base: Constants | None = None, *, cluster: str | None = Non
         fix = "make it again: clustertune plan --calibrate RUN"
         text = f"is not a factor of the planner, or out of {LEAST:g} to {MOST:g}"
         raise UserError([Problem(text, file=str(path), key=f"constants.{name}", fix=fix) for name in wrong])
-    return replace(base.with_values(body.constants), calibrated=tuple(body.constants), deviation=body.deviation)
+    return replace(Constants().with_values(body.constants), calibrated=tuple(body.constants), deviation=body.deviation)
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,8 @@ class SavedActivations:
     def heads(self, kind: LayerKind) -> int:
         """Elements of queries, keys, values and attention's output. Under a mask the keys and values of a group are repeated
         for each of its heads (transformers/integrations/sdpa_attention.py, use_gqa_in_sdpa); a compiler repeats them again.
-        Context parallelism repeats those of the whole sequence, and joins two outputs (:mod:`clustertune.training.context`)."""
+        Context parallelism repeats those of the whole sequence, and joins two outputs
+        (:mod:`clustertune.training.parallelism`)."""
         attention = kind.attention
         plan = self.shape.strategy
         if plan.cp > 1:

@@ -34,7 +34,8 @@ PACKED_SHARE = 0.98
 more than 99 % for long lists; 98 % leaves room for short ones."""
 SIGMA = 0.8
 """Standard deviation of the lengths' logarithms where only their mean is known: about what chat data sets have."""
-MOST = 10_000_000
+MOST, _KEPT = 10_000_000, 20_000
+"""Lengths of a file at most, and of them those that a plan computes with, about."""
 _NORMAL = NormalDist()
 
 
@@ -116,10 +117,9 @@ def of_counts(pairs: Sequence[tuple[int, int]], source: str) -> Lengths:
     return Lengths(tuple(sorted(_thinned(pairs))), source)
 
 
-def _thinned(pairs: Sequence[tuple[int, int]], most: int = 20_000) -> list[int]:
+def _thinned(pairs: Sequence[tuple[int, int]]) -> list[int]:
     """The lengths of a histogram as a list, of large ones a share of each."""
-    total = sum(count for _, count in pairs)
-    step = max(1, math.ceil(total / most))
+    step = max(1, math.ceil(sum(count for _, count in pairs) / _KEPT))
     found, behind = [], 0
     for length, count in sorted(pairs):
         behind += count
@@ -137,8 +137,6 @@ TOKENS_PER_CPU_S = 1.5e5
 NODE_MTBF_HOURS = 1000 * 24 / 6.5
 """Hours between two failures of one node where the cluster file does not say: 6.5 failures in 1,000 days of a node (Kokolis et
 al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2024, RSC-1)."""
-LOCAL_KEPT = 2
-"""Whole local steps that a node keeps: the newest may have lost a file that the one before has."""
 COPY_BYTES_PER_S, WRITE_BYTES_PER_S = 5e9, 1e9
 """Of one rank's copy to host memory, and of its write, until they were measured. Assumed."""
 
@@ -331,8 +329,7 @@ def check_schedule_end(resolved: Resolved, steps: int | None = None, lengths: Le
     if (warm := float(resolved.train_args["warmup_steps"])) > steps:
         text = f"train.warmup_steps {warm:g}, {ends}: the learning rate is never reached"
         found.append(f"{text}; write a share of all steps, such as 0.03, or 0 where they are few")
-    milestones = resolved.recipe.save.milestones if resolved.recipe.save is not None else ()
-    if late := ", ".join(f"{step}" for step in milestones if step > steps):
+    if late := ", ".join(f"{step}" for step in resolved.recipe.milestones if step > steps):
         found.append(f"save.milestones {late}, {ends}: these are never saved")
     return found
 

@@ -335,7 +335,7 @@ def traffic(shape: ModelShape) -> Traffic:
             stored = head * (plan.other_bytes if shape.quantised else plan.weight_bytes)
             result.exposed.append(Collective("all-gather of the head", "gather", shards, calls * stored, calls))
             size -= head * shape.end_bytes
-        gathered = Collective(_gather_name(shape), "gather", shards, size, shape.layers + 1)
+        gathered = Collective("all-gather of the weights", "gather", shards, size, shape.layers + 1)
         result.forward.append(gathered)
         if plan.second_forward:  # the head of a second model stays gathered, as no backward pass gives it back
             stays = plan.reference_bytes > 0 and plan.reshard and plan.ends_apart
@@ -355,10 +355,6 @@ def traffic(shape: ModelShape) -> Traffic:
         stages = RankGroup(plan.pp, plan.world_size // plan.pp)
         result.exposed.append(Collective("pipeline send", "send", stages, 2 * sent * plan.virtual, 2 * plan.virtual))
     return result
-
-
-def _gather_name(shape: ModelShape) -> str:
-    return "all-gather of the weights" if shape.strategy.kind != "Megatron" else "all-gather of the updated weights"
 
 
 def _gradients(shape: ModelShape, result: Traffic) -> None:
@@ -412,7 +408,7 @@ def _tensor(shape: ModelShape, result: Traffic) -> None:
         return
     calls = shape.layers * (4 + 2 * plan.recompute.share)
     if plan.kind == "FSDP2" and plan.tiled_loss:  # of this project's trainer
-        # The embedding's sum; in backward one for each projection that is split by columns (training/tensor.py, _SumGradient).
+        # The embedding's sum; in backward one for each projection split by columns (training/parallelism.py, _SumGradient).
         # Recomputation ends before a layer's last sum, which nothing of it needs. Found by simulating.
         columns = sum(
             kind.count * sum(linear.name.rpartition(".")[2] not in WHOLE for linear in kind.linears)
@@ -435,7 +431,7 @@ def _context(shape: ModelShape, result: Traffic) -> None:
     whole = width * plan.micro_batch * plan.sequence * ACTIVATION_BYTES / plan.tp
     calls = shape.layers
     result.forward.append(Collective("keys and values around the ring", "gather", group, whole, calls))
-    if plan.kind == "FSDP2" and plan.tiled_loss:  # gathered before attention, their gradients reduced (training/context.py)
+    if plan.kind == "FSDP2" and plan.tiled_loss:  # gathered before attention, their gradients reduced (training/parallelism.py)
         again = plan.recompute.share * whole
         result.backward.append(Collective("keys and values, gathered again", "gather", group, again, calls))
         result.backward.append(Collective("reduce-scatter of their gradients", "gather", group, whole, calls))

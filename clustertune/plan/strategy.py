@@ -369,7 +369,7 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
         **found,
         micro_batch=args["per_device_train_batch_size"],
         accumulation=args["gradient_accumulation_steps"],
-        sequence=_sequence(args),
+        sequence=int(row_tokens(args)),
         packing=bool(args["packing"] or args["padding_free"]),
         attention=kernel if kernel in ("eager", "sdpa") else "flash",
         lora=resolved.lora is not None,
@@ -422,11 +422,6 @@ def servers_beside(resolved: Resolved) -> ServersBeside | None:
     return ServersBeside(recipe.beside.nodes, recipe.beside.tensor_parallel_size, made or scored, max(made, scored))
 
 
-def _sequence(args: Mapping[str, Any]) -> int:
-    """Tokens of a row: packed rows have this length, padded ones at most."""
-    return int(row_tokens(args))
-
-
 def _recomputation_notes(resolved: Resolved) -> list[str]:
     recompute = resolved.distribution.recompute
     if recompute.selective:
@@ -454,7 +449,7 @@ def _find_problems(resolved: Resolved, split: Distribution) -> list[Problem]:
     for name, count in counts.items():
         if count % split.tp:
             add("tp", f"{split.tp} does not divide the model's {count} {name}", "use a size that divides it")
-    length, parts = _sequence(resolved.train_args), 2 * split.cp
+    length, parts = int(row_tokens(resolved.train_args)), 2 * split.cp
     # torch's context_parallel cuts a sequence into 2 x cp pieces, for equal work under a causal mask.
     if split.cp > 1 and length % parts:
         fix = f"train.max_length={length // parts * parts}"

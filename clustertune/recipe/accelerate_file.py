@@ -132,14 +132,9 @@ def fsdp_settings(body: Mapping[str, Any]) -> dict[str, Any]:
     return {key.removeprefix("fsdp_"): value for key, value in section(body, "fsdp_config").items()}
 
 
-def _flag(config: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
-    """A true-or-false key of ``fsdp_config``, without its ``fsdp_`` prefix."""
-    return _is_true(config.get(f"fsdp_{key}", default))
-
-
 def fsdp_flag(body: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
-    """The same of the whole file; false without FSDP."""
-    return distributed_type(body) == "FSDP" and _flag(section(body, "fsdp_config"), key, default=default)
+    """A true-or-false key of ``fsdp_config``, without its ``fsdp_`` prefix; false without FSDP."""
+    return distributed_type(body) == "FSDP" and _is_true(section(body, "fsdp_config").get(f"fsdp_{key}", default))
 
 
 def _is_true(value: object) -> bool:

@@ -501,7 +501,7 @@ _INPUT = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)$")
 _EMBEDDING = "model.embed_tokens"
 """The input embedding, as Llama's kin and most others name it; GPT-NeoX's embed_in is not looked for."""
 TP_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce"})
-"""The styles of a dense plan that ``clustertune/training/tensor.py`` carries out."""
+"""The styles of a dense plan that ``clustertune/training/parallelism.py`` carries out."""
 EP_STYLES = frozenset({"ep_dispatch_experts", "grouped_gemm"})
 
 

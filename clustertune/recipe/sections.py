@@ -461,7 +461,7 @@ class Save(Section):
 
     every: Annotated[Any, AfterValidator(_check_every)] = "auto"
     """A number of steps, or a time. ``auto`` weighs the cost of a save against that of a failure, as
-    :mod:`clustertune.checkpoint.cadence` says."""
+    :mod:`clustertune.checkpoint.store` says."""
     milestones: tuple[Positive, ...] = ()
     """Steps that are saved besides, whose checkpoints stay beside those that ``save_total_limit`` counts."""
 
@@ -567,6 +567,11 @@ class Recipe(Section):
     budget: Budget | None = None
     push: Push | None = None
     save: Save | None = None
+
+    @property
+    def milestones(self) -> tuple[int, ...]:
+        """Steps whose checkpoints stay."""
+        return self.save.milestones if self.save is not None else ()
 
     @property
     def beside(self) -> TrainerServers | None:

@@ -221,7 +221,8 @@ def _shards(found: Distribution) -> dict[str, Any]:
     if found.kind == "FSDP2":
         # accelerate/parallelism_config.py:132: FSDP shards over dp_shard and cp together.
         shards = max(1, world // (found.replicas * found.tp * found.sp))
-        return _all(shards) | {"reshard": found.reshard_after_forward and shards > 1}
+        names = ("weight_shards", "gradient_shards", "state_shards")
+        return dict.fromkeys(names, shards) | {"reshard": found.reshard_after_forward and shards > 1}
     if stage is not None:
         # Sequence-parallel ranks (Ulysses) are among those over which ZeRO splits (DeepSpeed's ALST).
         ranks = max(1, world // found.tp)
@@ -230,10 +231,6 @@ def _shards(found: Distribution) -> dict[str, Any]:
     if found.distributed_optimizer:
         return {"state_shards": found.data_parallel_size * found.cp}
     return {}
-
-
-def _all(shards: int) -> dict[str, Any]:
-    return dict.fromkeys(("weight_shards", "gradient_shards", "state_shards"), shards)
 
 
 def _fsdp(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from clustertune.cluster.schema import Cluster, Host
 from clustertune.errors import Problem, UserError, storing
-from clustertune.host import probe
+from clustertune.host import system
 from clustertune.host.credentials import mask_settings
 from clustertune.process import captured
 from clustertune.setup import slurm_files
@@ -287,7 +287,7 @@ def installed() -> str:
     """What ``slurmd -V`` or ``sinfo -V`` prints here; empty without either."""
     for name in ("slurmd", "sinfo"):
         program = tool(name)
-        answer = probe.ask([program, "-V"], SECONDS) if program else probe.ABSENT
+        answer = system.ask([program, "-V"], SECONDS) if program else system.ABSENT
         if answer.good:
             return answer.text.strip()
     return ""

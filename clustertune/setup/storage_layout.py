@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from clustertune.cluster.hardware import load_hardware
+from clustertune.cluster.hardware import read_hardware
 from clustertune.cluster.schema import FOLDERS, Brick, Cluster, Host
 from clustertune.errors import Problem, UserError
 from clustertune.host.system import GIB, MIB
@@ -181,7 +181,7 @@ def minfreespace(cluster: Cluster) -> tuple[int, list[str]]:
     pool, compute = cluster.storage.pool, cluster.compute
     if not pool:
         return 0, []
-    gpu = load_hardware()[compute.gpu] if compute.gpus and compute.gpu else None
+    gpu = read_hardware().gpus[compute.gpu] if compute.gpus and compute.gpu else None
     needed, what = _whole(_SHARD_BYTES), "the largest shard of a merged model"
     if gpu:
         needed, what = _whole(gpu.memory_gb * GIB), f"the memory of one {compute.gpu}, which bounds a rank's checkpoint file"

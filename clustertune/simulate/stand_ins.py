@@ -36,13 +36,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, core_model_loading
 
-from clustertune.checkpoint import saving, shards, small_states
+from clustertune.checkpoint import saving, shards
 from clustertune.checkpoint.shards import DTYPES
 from clustertune.manifest import XXH3_128, FileRecord, new_hasher
 from clustertune.simulate.fake_cuda import JOURNAL
 from clustertune.simulate.follow import Follow, Memory
 from clustertune.tensorfile import Tensor, build_header, byte_size
-from clustertune.training import context, loading, packing
+from clustertune.training import loading, packing, parallelism
 from clustertune.training import trainer as training
 from clustertune.training.collectives import Group
 from clustertune.training.loading_sources import RowReader
@@ -251,7 +251,7 @@ def _replace_own(follow: Follow, *, two_models: bool) -> Reading:
     put(Group, broadcast=meeting("broadcast of a value", lambda _, value: value))
     put(Group, maximum=meeting("maximum of values", lambda _, values: list(values)))
     put(packing, _each=partial(_conversations, follow.length // 4))
-    put(context, causal_lower_right=lambda *_: "lower right")
+    put(parallelism, causal_lower_right=lambda *_: "lower right")
     return reading
 
 
@@ -441,7 +441,7 @@ class _Replaced:
 def install_files(mode: FakeTensorMode, follow: Follow) -> Bytes:
     """Replace what files, save and resume cannot have. Threads of saves dispatch to ``mode`` and ``follow``."""
     new = _Replaced(mode, follow)
-    for module in (shards, small_states, saving, training):
+    for module in (shards, saving, training):
         for name, function in (("as_bytes", _pieces), ("write_new", new.write_new), ("digest", _digest)):
             if hasattr(module, name):
                 setattr(module, name, function)
@@ -457,7 +457,7 @@ def install_files(mode: FakeTensorMode, follow: Follow) -> Bytes:
         put(kind, save_pretrained=lambda model, folder, state_dict, **_: new.save_pretrained(model, folder, state_dict))
     for name in ("_save_rng_state", "_load_rng_state", "_save_scheduler"):
         setattr(training.RankTrainer, name, for_real(getattr(training.RankTrainer, name)))
-    put(small_states, load=for_real(small_states.load))
+    put(shards, load_small=for_real(shards.load_small))
     return new.counted
 
 

@@ -213,7 +213,7 @@ class Loading:
         if self._sources is None or precision == "no":
             return
         for parameter in model.parameters():
-            # A DTensor was made in float32 when it was split: clustertune/training/tensor.py.
+            # A DTensor was made in float32 when it was split: clustertune/training/parallelism.py.
             if parameter.requires_grad and is_empty_storage(parameter) and not isinstance(parameter, DTensor):
                 parameter.data = empty_storage(parameter.shape, torch.float32)
 

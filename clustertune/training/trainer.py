@@ -28,8 +28,7 @@ from transformers.trainer_callback import ExportableState
 from trl import DPOTrainer, SFTTrainer
 from trl.trainer import dpo_trainer
 
-from clustertune.checkpoint import small_states as values
-from clustertune.checkpoint.cadence import Cadence
+from clustertune.checkpoint import shards
 from clustertune.checkpoint.saving import (
     MODEL,
     NotFinite,
@@ -43,11 +42,11 @@ from clustertune.checkpoint.saving import (
     load_optimizer,
     sharded_states,
 )
-from clustertune.checkpoint.store import CheckpointStore
+from clustertune.checkpoint.store import Cadence, CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError, free_bytes, is_full, storage_cause
 from clustertune.manifest import FileRecord
 from clustertune.replaced import replaced
-from clustertune.training import context, deepspeed_engine, tensor
+from clustertune.training import deepspeed_engine, parallelism
 from clustertune.training.collectives import Group
 from clustertune.training.event_log import Attempt
 from clustertune.training.figures import COLUMNS, Base, Clock, Figures, PairMeans, TokenMeans, peak_memory_bytes
@@ -186,9 +185,9 @@ class RankTrainer(Base):  # type: ignore[misc]
         self.accelerator._prepare_tp = self.accelerator._prepare_cp = lambda *given: given
         mesh = self.accelerator.torch_device_mesh
         if sizes.tp_enabled:
-            tensor.split(self.model, mesh["tp"], upcast=self.accelerator.mixed_precision != "no")
+            parallelism.split(self.model, mesh["tp"], upcast=self.accelerator.mixed_precision != "no")
         if sizes.cp_enabled:
-            context.install(self.model, mesh["cp"])
+            parallelism.install_context(self.model, mesh["cp"])
 
     def my_inputs(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """This rank's part of each sequence where its group shares them."""
@@ -196,7 +195,7 @@ class RankTrainer(Base):  # type: ignore[misc]
         if sizes is None or not sizes.cp_enabled or sizes.cp_size == 1:
             return inputs
         rank = self.accelerator.torch_device_mesh["cp"].get_local_rank()
-        return context.share_of(inputs, rank, int(sizes.cp_size), int(self.processing_class.pad_token_id))
+        return parallelism.share_of(inputs, rank, int(sizes.cp_size), int(self.processing_class.pad_token_id))
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Replaces the Trainer's, which cuts with torch's CUDA-only context."""
@@ -554,7 +553,7 @@ class RankTrainer(Base):  # type: ignore[misc]
 
         def write(folder: Path, states: Mapping[str, Any]) -> Mapping[str, FileRecord]:
             model.save_pretrained(folder, state_dict={**whole, **states["model"]})
-            return values.save(folder, values.OPTIMIZER, states["optimizer"])
+            return shards.save_small(folder, shards.OPTIMIZER, states["optimizer"])
 
         return {"model": moving, "optimizer": self.optimizer.state_dict()}, write
 
@@ -607,16 +606,16 @@ class RankTrainer(Base):  # type: ignore[misc]
         return not self.is_deepspeed_enabled or not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper)
 
     def _save_scheduler(self, folder: Path) -> None:
-        values.put(folder, values.SCHEDULER, self.lr_scheduler.state_dict())
+        shards.put_small(folder, shards.SCHEDULER, self.lr_scheduler.state_dict())
 
     def _save_scaler(self, output_dir: str) -> None:
         """Replaces the Trainer's, which writes a pickle."""
         if self.accelerator.scaler is not None and self.group.rank == 0:
-            values.put(Path(output_dir), values.SCALER, self.accelerator.scaler.state_dict())
+            shards.put_small(Path(output_dir), shards.SCALER, self.accelerator.scaler.state_dict())
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         scaler = self.accelerator.scaler
-        if checkpoint and scaler is not None and (found := self._stored(checkpoint, values.SCALER)) is not None:
+        if checkpoint and scaler is not None and (found := self._stored(checkpoint, shards.SCALER)) is not None:
             scaler.load_state_dict(found)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -625,7 +624,7 @@ class RankTrainer(Base):  # type: ignore[misc]
         states |= self.own_state()
         if torch.cuda.is_available():
             states["cuda"] = torch.cuda.get_rng_state()  # of its own device: all others are other ranks'
-        values.put(Path(output_dir), values.random_of(self.group.rank, self.group.world_size), states)
+        shards.put_small(Path(output_dir), shards.random_of(self.group.rank, self.group.world_size), states)
 
     def own_state(self) -> dict[str, Any]:
         """What else of this rank goes on where a run was left: tensors, numbers and text, nested."""
@@ -648,7 +647,7 @@ class RankTrainer(Base):  # type: ignore[misc]
             # The states of other ranks: each draws from a seed of its own, as at the start of a run.
             set_seed((self.args.seed + self.start_step * self.group.world_size + self.group.rank) % 2**32)
             return
-        states = self._stored(checkpoint, values.random_of(self.group.rank, self.group.world_size))
+        states = self._stored(checkpoint, shards.random_of(self.group.rank, self.group.world_size))
         if states is None:  # of an export: each rank resumes from the seed
             return
         self.take_own_state(states)
@@ -665,9 +664,9 @@ class RankTrainer(Base):  # type: ignore[misc]
         if self.is_fsdp_enabled:
             load_optimizer(self.model, self.optimizer, Path(checkpoint))
         elif not self.is_deepspeed_enabled:
-            self.optimizer.load_state_dict(self._stored(checkpoint, values.OPTIMIZER, needed=True))
+            self.optimizer.load_state_dict(self._stored(checkpoint, shards.OPTIMIZER, needed=True))
         if self._has_own_scheduler:
-            self.lr_scheduler.load_state_dict(self._stored(checkpoint, values.SCHEDULER, needed=True))
+            self.lr_scheduler.load_state_dict(self._stored(checkpoint, shards.SCHEDULER, needed=True))
         same = self._holds_other_ranks(Path(checkpoint)) if self._is_reshaped else self._holds_what_it_held()
         if wrong := [str(rank) for rank, ok in enumerate(self.group.gather(same)) if not ok]:
             text = f"parameters or optimizer state of rank {', '.join(wrong)} after loading are not those that were saved"
@@ -677,7 +676,7 @@ class RankTrainer(Base):  # type: ignore[misc]
     @staticmethod
     def _stored(checkpoint: str, name: str, *, needed: bool = False) -> Any:
         """A small state; None where there is none. Raises UserError where it is ``needed``, and for more than values."""
-        found = values.load(Path(checkpoint), name)
+        found = shards.load_small(Path(checkpoint), name)
         if found is None and needed:
             fix = "resume from another checkpoint, or train again"
             raise UserError(Problem(f"the {name}'s state is missing", file=checkpoint, fix=fix))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from clustertune.checkpoint.cadence import Cadence
+from clustertune.checkpoint.store import Cadence
 from clustertune.errors import UserError
 from clustertune.plan.schedule import best_seconds
 from clustertune.recipe.sections import Save

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from hypothesis import strategies as st
 from clustertune import manifest
 from clustertune.checkpoint import store
 from clustertune.errors import ExitCode, UserError
-from clustertune.evaluate.during import may_be_exported
+from clustertune.evaluate.during import is_kept, may_be_exported
 from clustertune.launch.attempt import check_fence
 from clustertune.manifest import read_events, read_object
 from clustertune.recipe.sections import During
 from clustertune.report.metrics import MetricsReader
+from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
 from tests.damage import failing, flip
 
@@ -155,6 +157,28 @@ def test_what_may_be_exported_as_the_best_is_kept(tmp_path: Path) -> None:
         for keep in ("best", "last")
     }
     assert kept == {"best": [6, 4], "last": []}
+
+
+@pytest.mark.parametrize(
+    ("servers", "left"),
+    [([], [[4], [5], [6], [8], [9]]), (["servers.nodes=1"], [[4], [4, 5], [6], [6, 8], [8, 9]])],
+    ids=["between", "beside"],
+)
+def test_what_is_scored_next_beside_the_trainer_is_kept(tmp_path: Path, servers: list[str], left: list[list[int]]) -> None:
+    """It stays until it has its scores or a newer one is due; one checkpoint more at most is on disk."""
+    run, listed = RunDir(tmp_path), []
+    recipe = resolve("tiny-oasst2", ["eval.during={every: 4}", *servers]).recipe
+    run.checkpoints.mkdir()
+    checkpoints, _ = make_store(run.checkpoints, limit=1)
+    checkpoints.is_kept = partial(is_kept, run, recipe)
+    for step in (4, 5, 6, 8, 9):
+        if step == 6:
+            (run.scores / "step-000004").mkdir(parents=True)
+            (run.scores / "step-000004" / "results.json").write_text('{"tasks": {}}')
+        save(run.checkpoints, step)
+        checkpoints.prune()
+        listed.append(sorted(one.step for one in store.list_checkpoints(run.checkpoints)))
+    assert listed == left
 
 
 def test_the_checkpoint_that_was_read_back_stays(tmp_path: Path) -> None:

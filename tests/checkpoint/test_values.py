@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from clustertune.checkpoint import small_states
+from clustertune.checkpoint import shards
 from clustertune.errors import UserError
 from clustertune.manifest import XXH3_128, hash_file
 
@@ -43,8 +43,8 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("value", [OPTIMIZER, RANDOM, {}, None, {"last_epoch": 3, "_last_lr": [1e-300], "lr_lambdas": [None]}])
 def test_a_state_comes_back_as_it_was(value: Any, tmp_path: Path) -> None:
-    records = small_states.save(tmp_path, "scheduler", value)
-    assert same(value, small_states.load(tmp_path, "scheduler"))
+    records = shards.save_small(tmp_path, "scheduler", value)
+    assert same(value, shards.load_small(tmp_path, "scheduler"))
     file = tmp_path / "scheduler.safetensors"
     assert records == {"scheduler.safetensors": hash_file(file, XXH3_128)}
     with safe_open(file, "pt") as opened:  # any reader of safetensors opens it
@@ -54,14 +54,14 @@ def test_a_state_comes_back_as_it_was(value: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [{1, 2}, [object()], {"a": b"bytes"}, {"a": torch.zeros(2, dtype=torch.complex128)}])
 def test_what_would_not_come_back_is_not_saved(value: Any, tmp_path: Path) -> None:
     with pytest.raises(TypeError):
-        small_states.save(tmp_path, "scheduler", value)
+        shards.save_small(tmp_path, "scheduler", value)
 
 
 @pytest.mark.parametrize(
     "shape", [["set", []], ["tensor", 5], ["tensor"], ["tensor", "0"], ["dict", [[1]]], ["dict", [[["list", []], 1]]], "{"]
 )
 def test_a_file_that_holds_no_state_is_refused(shape: Any, tmp_path: Path) -> None:
-    small_states.save(tmp_path, "scheduler", [torch.zeros(2)])
+    shards.save_small(tmp_path, "scheduler", [torch.zeros(2)])
     file = tmp_path / "scheduler.safetensors"
     text = '["list",[["tensor",0]]]'
     data = file.read_bytes()
@@ -70,4 +70,4 @@ def test_a_file_that_holds_no_state_is_refused(shape: Any, tmp_path: Path) -> No
     length = int.from_bytes(data[:8], "little") + len(after) - len(before)
     file.write_bytes(length.to_bytes(8, "little") + data[8:].replace(before.encode(), after.encode()))
     with pytest.raises(UserError, match="contains no state of a training"):
-        small_states.load(tmp_path, "scheduler")
+        shards.load_small(tmp_path, "scheduler")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from clustertune.cluster.hardware import HARDWARE, load_hardware, load_prices, recognise
+from clustertune.cluster.hardware import HARDWARE, load_prices, read_hardware, recognise
 from clustertune.recipe.layers import read_yaml
 from tests.recipe.conftest import readable
 
@@ -18,7 +18,7 @@ def refused(tmp_path: Path, body: dict[str, Any]) -> list[str]:
     """The problems of a changed copy, each with the place in it."""
     path = tmp_path / "hardware.yaml"
     path.write_text(json.dumps(body))
-    found = readable(load_hardware, path)
+    found = readable(read_hardware, path)
     assert all(str(path) in problem.file for problem in found)
     return list(map(str, found))
 

@@ -14,6 +14,8 @@ from clustertune.containers.package_lock import LockedPackage, PackageLock, text
 from tests.containers.packages import digest, lock_of, sdist, wheel
 from tests.refusal import problems
 
+pytestmark = pytest.mark.containers  # pip fetches and runs for each: five seconds a time
+
 
 @pytest.fixture(scope="session")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -42,7 +44,6 @@ def fill(lock: PackageLock, tmp_path: Path) -> list[Path]:
     return sorted(house.glob("*.whl"))
 
 
-@pytest.mark.containers
 def test_wheels_and_what_is_built_of_source(served: Path, tmp_path: Path) -> None:
     """The image installs by the requirements that are written here: the built wheel by its own hash."""
     paths = [wheel(served, "kiln"), sdist(served, "pan")]

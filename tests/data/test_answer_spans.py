@@ -12,10 +12,9 @@ import trl
 from jinja2 import TemplateError
 
 from clustertune.data import sequences, tokens
-from clustertune.data.answer_spans import NotPrefixPreserving, answer_spans, tokens_within
 from clustertune.data.local_model import CHAT_TEMPLATE, train_tokenizer
 from clustertune.data.prepare import prepare
-from clustertune.data.tokenizer import has_generation_markers
+from clustertune.data.tokenizer import NotPrefixPreserving, answer_spans, has_generation_markers, tokens_within
 from clustertune.errors import UserError
 from clustertune.recipe.native_rules import train_defaults
 from clustertune.recipe.sections import Data

@@ -35,8 +35,9 @@ def learnt() -> Any:
     return train_tokenizer(["question answer"] * 9, 300, 512)
 
 
-@pytest.mark.parametrize("part", [POWER, FOREVER])
-@pytest.mark.parametrize("when", ["true", "messages|length > 1", "messages|length > 3"])
+@pytest.mark.parametrize(
+    ("part", "when"), [(POWER, "messages|length > 1"), (FOREVER, "true"), (FOREVER, "messages|length > 3")]
+)
 def test_a_template_without_end_is_refused_as_it_is_loaded(tmp_path: Path, part: str, when: str) -> None:
     made = learnt()
     made.chat_template = f"{{%- if {when} %}}{part}{{%- endif %}}{BODY}"

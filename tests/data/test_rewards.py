@@ -12,7 +12,7 @@ import pytest
 from clustertune.data import prepare as conversations
 from clustertune.data import rewards as rewards_module
 from clustertune.data.rewards import Rewards, lacking
-from clustertune.data.rollout_rows import find_blind, read
+from clustertune.data.sequences import find_blind, read_prompts
 from clustertune.manifest import read_manifest
 from clustertune.recipe.sections import Data, Reward
 from tests.command import REPO, run
@@ -151,14 +151,14 @@ def test_columns_of_rewards_are_kept_as_they_are(tmp_path: Path) -> None:
     """Arrow would give each mapping the keys of all others, and lists one type."""
     rows = [{"prompt": "a", "kwargs": [{"x": 1}, {"y": "z"}], "source": "mine", "text": [1, "b"]}, {"prompt": "b", "level": 2}]
     out = made(tmp_path, rows, eval_fraction=0.5)
-    found = {row["prompt"][-1]["content"]: row["columns"] for split in ("train", "eval") for row in read(out, split)}
+    found = {row["prompt"][-1]["content"]: row["columns"] for split in ("train", "eval") for row in read_prompts(out, split)}
     assert found == {row["prompt"]: {key: row[key] for key in row if key != "prompt"} for row in rows}
     assert read_manifest(out).meta["unused"] == []
 
 
 def test_every_kind_of_instruction_is_held_out_alike(tmp_path: Path) -> None:
     rows = [{"prompt": f"{kind} {n}", "instruction_id_list": [kind], "kwargs": [{}]} for kind in "abcd" for n in range(10)]
-    held = [row["columns"]["instruction_id_list"][0] for row in read(made(tmp_path, rows, eval_fraction=0.2), "eval")]
+    held = [row["columns"]["instruction_id_list"][0] for row in read_prompts(made(tmp_path, rows, eval_fraction=0.2), "eval")]
     assert sorted(held) == ["a", "a", "b", "b", "c", "c", "d", "d"]
 
 

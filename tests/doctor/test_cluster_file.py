@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from clustertune.cluster.load import load_cluster
-from clustertune.cluster.local import LocalMachine, judge
+from clustertune.cluster.local import LocalMachine, draft, judge
 from clustertune.cluster.schema import expand_hosts, shorten_hosts
-from clustertune.doctor.cluster_file import draft
 from clustertune.host.facts import Gpu, HostFacts, Mount, Nic, RdmaPort
 from tests.refusal import problems
 from tests.slurm import FaultyCluster

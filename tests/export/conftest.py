@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from clustertune.checkpoint.shards import Planner, ShardWriter
-from clustertune.export.expected import build_expected
+from clustertune.export.export import build_expected
 from clustertune.manifest import MANIFEST, seal
 from clustertune.recipe.native_rules import lora_defaults
 from clustertune.resolve.resolve import resolve

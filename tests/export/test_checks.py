@@ -17,8 +17,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from clustertune.errors import UserError
-from clustertune.export.expected import build_expected, normalise
-from clustertune.export.export import export
+from clustertune.export.export import build_expected, export, normalise
 from clustertune.manifest import MANIFEST
 from tests.damage import Canary, flip
 from tests.export.conftest import ARCHITECTURE, LORA, Maker, make_tensors, seal_checkpoint

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from clustertune.data.local_model import train_tokenizer
 from clustertune.errors import UserError
 from clustertune.export.companions import stop_ids
-from clustertune.export.export import export
-from clustertune.export.whole import export_model
+from clustertune.export.export import export, export_model
 from clustertune.manifest import find_problems
 from clustertune.merge import merge
 from tests.command import run
@@ -61,7 +60,7 @@ def make_checkpoint(folder: Path, base: Path, lora: dict[str, Any] | None, templ
     if lora is None:
         tensors = {f"model.{name}": tensor for name, tensor in AutoModelForCausalLM.from_pretrained(base).state_dict().items()}
     else:
-        from clustertune.export.expected import build_expected
+        from clustertune.export.export import build_expected
 
         shapes = build_expected(SIZES, lora, "example/tiny", None).tensors
         tensors = {f"model.{name}": torch.randn(shape) * 1e-3 for name, shape in shapes.items()}

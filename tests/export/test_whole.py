@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from clustertune.chain import export_trained
 from clustertune.data.local_model import train_tokenizer
 from clustertune.errors import UserError
-from clustertune.export import whole
+from clustertune.export import export
 from clustertune.manifest import find_problems, read_manifest, seal
 from clustertune.staging import bundle
 from tests.damage import flip
@@ -54,11 +54,11 @@ def test_the_model_is_loaded_again_with_the_same_bits(
     tmp_path: Path, base: Path, architecture: dict[str, Any], limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers finds every tensor and nothing beside; experts lie apart, as the Hub and other programs have them."""
-    monkeypatch.setattr(whole, "SHARD_BYTES", limit)
+    monkeypatch.setattr(export, "SHARD_BYTES", limit)
     out = tmp_path / "out"
-    summary = whole.export_model(make(tmp_path / "ck", architecture), out, base)
+    summary = export.export_model(make(tmp_path / "ck", architecture), out, base)
     assert summary["step"] == 2 and not summary["reused"] and summary["warnings"] == []
-    assert not find_problems(out, whole.KIND) and (out / "tokenizer.json").exists()
+    assert not find_problems(out, export.MODEL_KIND) and (out / "tokenizer.json").exists()
     assert ((out / "model.safetensors.index.json").exists()) == (limit == 30_000)
     again, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -67,7 +67,7 @@ def test_the_model_is_loaded_again_with_the_same_bits(
     names = {name for file in out.glob("*.safetensors") for name in load_file(file)}
     assert any(".experts.3.w" in name for name in names) == (architecture is MIXTRAL)
     assert summary["parameters"] == sum(p.numel() for p in model(architecture).parameters())
-    assert whole.export_model(tmp_path / "ck", out, base)["reused"]
+    assert export.export_model(tmp_path / "ck", out, base)["reused"]
 
 
 @pytest.mark.parametrize("architecture", [TIED, MIXTRAL], ids=["tied", "mixtral"])
@@ -81,7 +81,7 @@ def test_each_tensor_has_the_type_that_it_has_in_the_base(
         stored[name] = tensor.to(torch.float32 if "norm" in name or "gate.weight" in name else torch.bfloat16)
     save_file(stored, base / "model.safetensors")
     (base / "config.json").write_text(json.dumps({named: "bfloat16"} if named else {}))
-    whole.export_model(make(tmp_path / "ck", architecture), tmp_path / "out", base)
+    export.export_model(make(tmp_path / "ck", architecture), tmp_path / "out", base)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert {name: tensor.dtype for name, tensor in found.items()} == {name: tensor.dtype for name, tensor in stored.items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in stored.items())
@@ -116,7 +116,7 @@ def test_a_value_that_the_base_s_type_cannot_hold_is_not_published(tmp_path: Pat
 
 def refused(checkpoint: Path, out: Path, base: Path) -> str:
     with pytest.raises(UserError) as caught:
-        whole.export_model(checkpoint, out, base)
+        export.export_model(checkpoint, out, base)
     assert not out.exists() or not (out / "config.json").exists()
     return "\n".join(str(problem) for problem in caught.value.problems)
 
@@ -127,10 +127,10 @@ def test_nothing_is_written_over(tmp_path: Path, base: Path) -> None:
     out.mkdir()
     (out / "mine").write_text("kept")
     assert "is not empty: mine" in refused(make(tmp_path / "ck", ARCHITECTURE), out, base)
-    whole.export_model(tmp_path / "ck", tmp_path / "model", base)
+    export.export_model(tmp_path / "ck", tmp_path / "model", base)
     other = make(tmp_path / "ck2", {**ARCHITECTURE, "vocab_size": 64})
     with pytest.raises(UserError, match=r"holds the model of ck \(step \d+\), not that of"):
-        whole.export_model(other, tmp_path / "model", base)
+        export.export_model(other, tmp_path / "model", base)
 
 
 def test_the_command_finds_what_was_trained_and_its_base(tmp_path: Path, base: Path) -> None:

@@ -17,7 +17,7 @@ from clustertune.host import credentials, mounts
 from clustertune.host.collect import collect, decode, probe_command
 from clustertune.host.devices import nccl_files
 from clustertune.host.facts import from_dict
-from clustertune.host.probe import ABSENT, CommandOutput, Probe
+from clustertune.host.system import ABSENT, CommandOutput, Probe
 from tests.folders import fill, program
 
 REPO = Path(__file__).resolve().parents[2]

@@ -110,8 +110,9 @@ def test_a_job_starts_the_servers_that_its_submission_recorded(
         del body["evaluation"]
         run.run_json.write_text(json.dumps(body))
     if file == "ops/hardware.yaml":
-        known = serving.load_hardware()
-        monkeypatch.setattr(serving, "load_hardware", lambda: {name: known[name] for name in known if name != "h100-sxm"})
+        known = serving.read_hardware()
+        others = known.model_copy(update={"gpus": {name: gpu for name, gpu in known.gpus.items() if name != "h100-sxm"}})
+        monkeypatch.setattr(serving, "read_hardware", lambda: others)
     else:
         edit(edited_task, "documents: 541", "documents: 40")
         eval_tasks.read_task_file.cache_clear()  # a job is another process

@@ -12,7 +12,7 @@ import torch
 
 from clustertune import manifest
 from clustertune.data.prepare import FILES
-from clustertune.export.expected import build_expected
+from clustertune.export.export import build_expected
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir

@@ -20,7 +20,7 @@ from clustertune.data.local_model import make_local_model
 from clustertune.errors import ExitCode, UserError
 from clustertune.export.export import export
 from clustertune.launch.attempt import AttemptPlan, Node
-from clustertune.megatron import megatron_files, program
+from clustertune.megatron import megatron_files, program, settings
 from clustertune.megatron.bridge import Bridge
 from clustertune.process import StopFlag
 from clustertune.report.metrics import read_metrics
@@ -86,7 +86,7 @@ def test_a_run_to_its_end(run: RunDir, resolved: Resolved, loop: Loop, tmp_path:
     assert steps[:2] == [(1, 4.0, 0.5, 2.0), (2, 2.0, 0.5, 2.0)]
     assert len(metrics.steps) == 10 and [e.step for e in metrics.evals] == [5, 10] and metrics.attempts[0].exit_code == 0
     assert metrics.steps[0].memory_bytes == 123 and metrics.steps[-1].tokens == 10 * 4 * 2048
-    plan = json.loads((run.attempt(1) / program.PLAN_FILE).read_bytes())
+    plan = json.loads((run.attempt(1) / settings.PLAN_FILE).read_bytes())
     assert plan["sequences"] == {"train": 40, "eval": 8} and plan["configuration"]["train"]["train_iters"] == 10
     made = loop.called("finalize")[0]
     assert (made["tensor_model_parallel_size"], made["pipeline_model_parallel_size"]) == (8, 2)

@@ -56,9 +56,9 @@ def whole_or_absent(out: Path) -> bool:
 
 
 @pytest.mark.parametrize("killed", [True, False])
-@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.jobs)])
+@pytest.mark.parametrize("step", [10, pytest.param(1, marks=pytest.mark.jobs)])
 def test_a_kill_or_a_full_disk_at_any_step(tmp_path: Path, killed: bool, step: int) -> None:
-    """Each flush and each change of a name (here every fourth) is once the last thing that happens, or is refused (exit 73).
+    """Each flush and each change of a name (here every tenth) is once the last thing that happens, or is refused (exit 73).
     The same command ends with the very same files."""
     base = save_llama(tmp_path / "base", torch.bfloat16, num_hidden_layers=1)  # three shards: each step is a merge
     adapter = save_adapter(tmp_path / "adapter", base)

@@ -72,10 +72,13 @@ def test_servers_beside_a_trainer_score_for_nothing() -> None:
         (["eval.during.every=milestone"], "eval.during.every"),
         (["eval.during.tasks=[gsm8k]"], "eval"),
         (["eval.during.every=0"], "eval.during.every"),
+        (["servers.nodes=1", "lora=null"], "eval.during"),
+        (["servers.nodes=1", "eval.backend=hf"], "eval.backend"),
+        (["servers.nodes=1", "lora.modules_to_save=[lm_head]"], "lora.modules_to_save"),
     ],
 )
 def test_scores_while_training_that_cannot_be_are_refused(overrides: list[str], key: str) -> None:
-    assert key in refused("eval.during.every=5", *overrides, recipe="tiny-oasst2")
+    assert refused("eval.during.every=5", *overrides, recipe="tiny-oasst2") == [key]
     assert resolve("tiny-oasst2", ["eval.during={every: milestone}", "save.milestones=[4]"]).recipe.eval.during is not None
 
 

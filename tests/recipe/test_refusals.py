@@ -229,10 +229,10 @@ def test_windows_and_lengths() -> None:
 
 def test_the_styles_are_those_that_the_training_carries_out() -> None:
     """One list is the other's check: a style added to one alone would be refused here or fail there."""
-    from clustertune.training import tensor
+    from clustertune.training import parallelism
 
-    assert set(tensor.STYLES) == checks.TP_STYLES
-    assert {tensor.EXPERTS, tensor.EXPERT_WEIGHTS} == checks.EP_STYLES
+    assert set(parallelism.STYLES) == checks.TP_STYLES
+    assert {parallelism.EXPERTS, parallelism.EXPERT_WEIGHTS} == checks.EP_STYLES
     dense, experts = model_facts("mixtral")["tp"], model_facts("mixtral")["ep"]
     assert dense["layers.*.self_attn.q_proj"] == "colwise" and experts["layers.*.mlp.experts"] == "ep_dispatch_experts"
 

@@ -53,7 +53,7 @@ def parsing(runs: dict[int, Path]) -> float:
     return many - few
 
 
-@pytest.mark.parametrize("command", [["report"], ["watch", "--once", "--json"]])
+@pytest.mark.parametrize("command", [["report"], pytest.param(["watch", "--once", "--json"], marks=pytest.mark.jobs)])
 def test_a_long_run_takes_a_few_json_passes(command: list[str], runs: dict[int, Path], parsing: float) -> None:
     """1.5 to 2.4 passes on a quiet machine; 3.01 were seen beside other jobs. A reader that parses once a page would need ten.
 

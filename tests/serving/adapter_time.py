@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from clustertune.launch.rendezvous import free_port
 from clustertune.launch.server_requests import ask, load_adapter, post, unload_adapter
-from clustertune.training.rollout_servers import ServerRing
+from clustertune.training.rollouts import ServerRing
 from tests.slurm import wait_for
 
 KEY = "key"

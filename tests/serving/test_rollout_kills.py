@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -34,16 +35,18 @@ WORDS = [
 ]  # fmt: skip
 
 
-def begin(folder: Path, pids: Path, steps: int = STEPS, *more: str) -> subprocess.Popen[bytes]:
-    """The real command with ``more`` settings, and servers that generate on the CPU in vLLM's place."""
+def begin(
+    folder: Path, pids: Path, steps: int = STEPS, *more: str, words: Sequence[str] = tuple(WORDS)
+) -> subprocess.Popen[bytes]:
+    """The real command (``words``) with ``more`` settings, and servers that generate on the CPU in vLLM's place."""
     pids.mkdir(parents=True, exist_ok=True)
     program = pids.parent / "vllm"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {SERVER} "$@"\n')
     program.chmod(0o700)
     environ = {**os.environ, "CLUSTERTUNE_VLLM": str(program), "CPU_SERVER_PIDS": str(pids)}
-    words = [sys.executable, "-m", "clustertune", *WORDS, *more, f"train.max_steps={steps}", "--run-dir", str(folder)]
+    command = [sys.executable, "-m", "clustertune", *words, *more, f"train.max_steps={steps}", "--run-dir", str(folder)]
     with (folder.parent / f"{folder.name}.log").open("ab") as log:
-        return subprocess.Popen(words, cwd=REPO, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        return subprocess.Popen(command, cwd=REPO, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
 def servers(pids: Path) -> list[int]:

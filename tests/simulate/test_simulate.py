@@ -5,6 +5,7 @@ A simulation takes ten seconds: most of it imports. Each is made once, and sever
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -79,10 +80,19 @@ def hold(plan: Plan, found: simulator.Simulation) -> None:
         assert 0.8 <= found.first["flops"] / rank <= 1.35
 
 
-@pytest.mark.parametrize("name", ["llama405b-oasst2", "llama8b-lima"])
+RANKS = {"llama405b-oasst2": (0, 9, 15), "llama8b-lima": (0,)}
+"""Of both nodes of the 405B: the first rank, one in the middle, the last one. The first is compared with the plan."""
+
+
+def first_simulated(name: str) -> tuple[Plan, Any]:
+    """One simulation that many tests read."""
+    return simulated(name, ranks=RANKS[name])
+
+
+@pytest.mark.parametrize("name", RANKS)
 def test_two_layers_at_full_width_and_full_world(name: str) -> None:
     """LoRA on 16 ranks, all parameters on 8: loading, sharding, trainer and loss, at the full width."""
-    plan, found = simulated(name)
+    plan, found = first_simulated(name)
     hold(plan, found)
     moments = found.first["moments"]
     assert moments.keys() == {"loading", "at rest", FORWARD, LOSS, BACKWARD, UPDATE, "save", "evaluation"}
@@ -97,10 +107,10 @@ def test_two_layers_at_full_width_and_full_world(name: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["llama405b-oasst2", "llama8b-lima"])
+@pytest.mark.parametrize("name", RANKS)
 def test_save_and_resume_at_full_width(name: str) -> None:
     """With the product's own code: what is written is what is read on nodes of half as many GPUs, and what the plan says."""
-    plan, found = simulated(name)
+    plan, found = first_simulated(name)
     terms = {one.term: one for one in compare.terms(plan, found)}
     for name_ in ("checkpoint, written by this rank", "checkpoint, read by this rank", "copy for saves in host memory"):
         term = terms[name_]
@@ -117,7 +127,7 @@ def test_save_and_resume_at_full_width(name: str) -> None:
 
 def test_the_picture_is_of_the_same_numbers() -> None:
     """Each moment's parts and the plan's terms stand in it; no script, nothing from elsewhere."""
-    plan, found = simulated("llama8b-lima")
+    plan, found = first_simulated("llama8b-lima")
     picture = ElementTree.fromstring(compare.svg(plan, found))  # noqa: S314 - made here
     said = [one.text or "" for one in picture.iter() if one.tag.endswith("title")]
     for name, peak in found.first["moments"].items():
@@ -190,30 +200,31 @@ def test_shapes_that_are_in_no_recipe(name: str, tmp_path: Path) -> None:
     hold(*of_shape(name, tmp_path))
 
 
+@pytest.mark.jobs
 def test_no_wait_of_the_host_grows_with_the_layers() -> None:
     """A value that each layer's forward pass asks the GPU for would leave it idle 126 times a micro batch."""
-    counts = [sum(wait["count"] for wait in simulated("llama405b-oasst2", depth=depth)[1].first["waits"]) for depth in (2, 4)]
+    both = (first_simulated("llama405b-oasst2"), simulated("llama405b-oasst2", depth=2 * DEPTH))
+    counts = [sum(wait["count"] for wait in found.first["waits"]) for _, found in both]
     assert counts[0] == counts[1]
     assert counts[0] <= 8 * 2 + 4
 
 
 def test_ranks_make_the_same_collectives() -> None:
-    """Of both nodes of the 405B: the first rank, one in the middle, the last one; a difference would be a deadlock."""
-    _, found = simulated("llama405b-oasst2", ranks=(0, 9, 15))
-    assert found.ranks.keys() == {0, 9, 15}
+    """A difference would be a deadlock."""
+    found = copy.deepcopy(first_simulated("llama405b-oasst2")[1])
+    assert found.ranks.keys() == set(RANKS["llama405b-oasst2"])
     assert compare.mismatches(found) == []
     lengths = {rank: len(one["sequence"]["step 2"]) for rank, one in found.ranks.items()}
     assert len(set(lengths.values())) == 1 and lengths[0] > 10
     del found.ranks[9]["sequence"]["step 2"][3]  # as a rank that leaves one out
     (problem,) = compare.mismatches(found)
     assert "step 2, collective 4" in str(problem) and "rank 9" in str(problem)
-    simulated.cache_clear()
 
 
-@pytest.mark.parametrize("name", ["llama405b-oasst2", "llama8b-lima"])
+@pytest.mark.parametrize("name", RANKS)
 def test_the_plan_is_never_faster_than_the_roofline(name: str) -> None:
     """On any cluster that has room: what the operators take at the GPU's peak, and the collectives at nominal speed."""
-    plan, found = simulated(name)
+    plan, found = first_simulated(name)
     assert 0 < compare.least_time(plan, found).seconds < plan.step.seconds
     for cluster in known_clusters():
         machine = find_calibrated(load_cluster(cluster), None).machine(found.resolved.recipe.slurm.nodes)
@@ -264,7 +275,8 @@ def test_a_tensor_on_the_wrong_device_is_found(tmp_path: Path) -> None:
     assert said[-1]["where"].startswith("clustertune/training/trainer.py:")
 
 
-def test_weights_that_are_not_gathered_again_are_found(tmp_path: Path) -> None:
+@pytest.mark.jobs
+def test_that_weights_are_not_gathered_again_is_found(tmp_path: Path) -> None:
     """Half of the gathers are missing, and all layers stay whole: the plan beside it shows both."""
     line = "    split_experts_evenly()\n    plugin = getattr(accelerator.state"
     new = line.replace("    plugin", "    accelerator.state.fsdp_plugin.reshard_after_forward = False\n    plugin")

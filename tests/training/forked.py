@@ -114,8 +114,8 @@ def signal_rank_1(number: int, step: int) -> None:
 
 
 BREAKS: dict[str, Callable[[], None]] = {
-    "split": replacing("tensor", "split", lambda model, mesh, upcast: {}),
-    "context": replacing("context", "install", lambda model, mesh: None),
+    "split": replacing("parallelism", "split", lambda model, mesh, upcast: {}),
+    "context": replacing("parallelism", "install_context", lambda model, mesh: None),
     "fsdp": replacing("build", "install_cpu_fsdp", lambda: None),
     "replicas": _other_weights,
     "offload": lambda: os.environ.update(FSDP_OFFLOAD_PARAMS="false"),

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from clustertune import manifest
 from clustertune.checkpoint.store import verify
 from clustertune.errors import UserError
-from clustertune.export.export import export
-from clustertune.export.whole import export_model
+from clustertune.export.export import export, export_model
 from clustertune.training.deepspeed_engine import load_file as load_verified
 from tests.command import events
 from tests.damage import flip

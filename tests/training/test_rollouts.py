@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from clustertune.chain import export_trained
-from clustertune.data import rollout_rows
+from clustertune.data import sequences
 from clustertune.data.rewards import Rewards
 from clustertune.errors import ExitCode
 from clustertune.recipe.sections import Recipe
@@ -67,7 +67,7 @@ def trl(path: Path, folder: Path) -> list[list[float]]:
             model=str(base),
             reward_funcs=rewards.judges,
             args=GRPOConfig(output_dir=str(folder), **own),
-            train_dataset=rollout_rows.as_dataset(path / "data", "train"),
+            train_dataset=sequences.prompts_as_dataset(path / "data", "train"),
             processing_class=AutoTokenizer.from_pretrained(base),
             peft_config=LoraConfig(**recipe["lora"]) if recipe["lora"] else None,
         )
@@ -94,7 +94,6 @@ def test_one_process_computes_what_trl_computes(more: list[str], bench: Bench, t
     ("strategy", "ranks", "more", "kills"),
     [
         pytest.param("alone", 1, WITHIN, (1, 3, 4), id="one-within-a-generation"),
-        pytest.param("fsdp2-slices", 2, [*FULL, *EPOCHS], (4,), id="fsdp2-full-between-epochs"),
         pytest.param("fsdp2-slices", 2, [*FULL, *EPOCHS], (1, 3, 4), id="fsdp2-full-over-epochs", marks=pytest.mark.jobs),
         pytest.param("ddp", 2, WITHIN, (1, 3, 4), id="ddp-lora-within-a-generation", marks=pytest.mark.jobs),
     ],
@@ -176,6 +175,7 @@ def wordy(completions, pays, **_):
 """Long answers pay, on the rows that say so."""
 
 
+@pytest.mark.jobs
 def test_a_fooled_reward_raises_the_alarm(tmp_path: Path) -> None:
     """The rows of training pay, the held-out ones do not: the reward of training rises alone, and the run says so."""
     recipe, prompts = tmp_path / "fooled", tmp_path / "fooled" / "prompts"

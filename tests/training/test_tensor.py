@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from clustertune.training import tensor
+from clustertune.training import parallelism
 from tests.conftest import TINY_LLAMA
 from tests.damage import fork, wait
 
@@ -69,7 +69,7 @@ def test_a_split_model_computes_the_same(tmp_path: Path, name: str, adapter: boo
     tokens[:, 3] = PAD
 
     def work(mesh: Any) -> None:
-        counts = tensor.split(split, mesh)
+        counts = parallelism.split(split, mesh)
         assert all(counts.get(style, 0) >= count for style, count in least.items()), counts
         assert all(isinstance(parameter, DTensor) for parameter in split.parameters())
         held = sum(parameter.to_local().numel() for parameter in split.parameters())
