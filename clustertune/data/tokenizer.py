@@ -15,13 +15,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Self
 
 from clustertune import bounded
 from clustertune.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 PADS = ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|vision_pad|>", "<unk>")
 """Tokens that no text uses, which serve as padding where a tokenizer names none but EOS (Llama 3.1, Llama 2, Qwen2.5, ...)."""
@@ -375,6 +375,8 @@ def tokens_within(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[npt
 
     Raises NotPrefixPreserving where the tokenizer does not say which characters a token is.
     """
+    import numpy as np
+
     if not tokenizer.is_fast:
         raise NotPrefixPreserving(f"{type(tokenizer).__name__} does not say which characters a token is made of")
     made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
