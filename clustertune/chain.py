@@ -28,12 +28,11 @@ from clustertune.checkpoint import store
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say, show_error
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_cause, storage_error
-from clustertune.launch import image, progress
+from clustertune.launch import container, judge
 from clustertune.launch.agent import Agent, measured
 from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.judge import Outcome, conclude
-from clustertune.launch.node import ranks_command
-from clustertune.launch.rendezvous import first_port
+from clustertune.launch.node import first_port, ranks_command
 from clustertune.launch.serving import beside_serving
 from clustertune.manifest import hash_file
 from clustertune.megatron import megatron_files
@@ -230,7 +229,7 @@ class Chain:
         if missing:
             raise UserError(f"not finished in this run: {', '.join(missing)}", key="--from", fix=f"--from {missing[0]}")
         ours = self.resolved.recipe.megatron is None and self.run.stage("train") is None and "train" in wanted
-        if ours and (problems := image.lacking_here(self.resolved.train_args, gpus=visible_gpus() > 0)):
+        if ours and (problems := container.lacking_here(self.resolved.train_args, gpus=visible_gpus() > 0)):
             raise UserError(problems)
         if "train" in wanted and self.run.stage("train") is None and self.resolved.recipe.server_nodes:
             self.server_nodes()  # before a stage runs in vain
@@ -408,7 +407,7 @@ class Chain:
                 break
             step = newest.step if newest else 0
             if self.job is not None:
-                progress.check(self.run.path, self.job, step)
+                judge.check_progress(self.run.path, self.job, step)
             if not earlier:
                 self.get_ready()
                 self._serve(stack)

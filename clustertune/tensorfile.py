@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, raise_if, storage_error
-from clustertune.events import once
+from clustertune.manifest import once
 
 BITS = {
     **dict.fromkeys(("F4",), 4),
