@@ -381,6 +381,7 @@ def test_the_document_and_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the guard ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.jobs
 @needs_compiler
 def test_the_guard_is_built_once_and_never_taken_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
