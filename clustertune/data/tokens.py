@@ -5,8 +5,8 @@
 ``train-00000.u32``, ...     one little-endian uint32 per token, conversations in the order of ``train.jsonl``; the top bit says
                              that the token carries a label. At most :data:`PART_BYTES` and one shard each, so that readers can
                              share out the digests; no conversation is cut by the end of a file
-``train.index.npy``          one record per conversation (:data:`clustertune.data.INDEX`)
-``train-KEY.pieces.npy``, ``train-KEY.begins.npy``   the rows (:func:`clustertune.data.make_rows`)
+``train.index.npy``          one record per conversation (:data:`INDEX`)
+``train-KEY.pieces.npy``, ``train-KEY.begins.npy``   the rows (:func:`make_rows`)
 
 Two keys say what they were made from. The tokens': data, tokenizer, template, labels, versions. The rows': that and
 ``max_length``, packing, seed; other rows are another index, and nothing is tokenised for them. Number of processes, paths,
