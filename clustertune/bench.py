@@ -17,8 +17,8 @@ from typing import Any
 from clustertune import chain
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.events import read_events
 from clustertune.host.system import GIB
+from clustertune.manifest import read_events
 from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.plan.schedule import SIGMA, Lengths

@@ -28,12 +28,11 @@ from clustertune.checkpoint import store
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say, show_error
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_cause, storage_error
-from clustertune.launch import image, progress
+from clustertune.launch import container, judge
 from clustertune.launch.agent import Agent, measured
 from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.judge import Outcome, conclude
-from clustertune.launch.node import ranks_command
-from clustertune.launch.rendezvous import first_port
+from clustertune.launch.node import first_port, ranks_command
 from clustertune.launch.serving import beside_serving
 from clustertune.manifest import hash_file
 from clustertune.megatron import megatron_files
@@ -230,7 +229,7 @@ class Chain:
         if missing:
             raise UserError(f"not finished in this run: {', '.join(missing)}", key="--from", fix=f"--from {missing[0]}")
         ours = self.resolved.recipe.megatron is None and self.run.stage("train") is None and "train" in wanted
-        if ours and (problems := image.lacking_here(self.resolved.train_args, gpus=visible_gpus() > 0)):
+        if ours and (problems := container.lacking_here(self.resolved.train_args, gpus=visible_gpus() > 0)):
             raise UserError(problems)
         if "train" in wanted and self.run.stage("train") is None and self.resolved.recipe.server_nodes:
             self.server_nodes()  # before a stage runs in vain
@@ -408,7 +407,7 @@ class Chain:
                 break
             step = newest.step if newest else 0
             if self.job is not None:
-                progress.check(self.run.path, self.job, step)
+                judge.check_progress(self.run.path, self.job, step)
             if not earlier:
                 self.get_ready()
                 self._serve(stack)
@@ -549,16 +548,21 @@ class Chain:
 
     def server_nodes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Where they run, and the GPUs of each that they take: here, those that no rank has. Raises UserError where these are
-        fewer than one server takes.
+        fewer than one server takes, and without vLLM.
         """
+        from clustertune.evaluate.servers import PROGRAM, find_program
+
         count, ranks, recipe = visible_gpus(), self.resolved.world_size, self.resolved.recipe
         wide = recipe.beside.tensor_parallel_size if recipe.beside is not None else 1
+        key, without = "servers", "servers=null: the training then stops for each score"
+        if recipe.rollout == "servers":
+            key, without = "rollout", f"rollout=colocate{' servers=null' if recipe.servers is not None else ''}"
         if 0 < count < ranks + wide:
             text = f"{count} GPUs here, of which {ranks} ranks leave {max(0, count - ranks)}, and a server takes {wide}"
-            if recipe.rollout == "servers":
-                raise UserError(text, key="rollout", fix="--ranks with fewer, or rollout=colocate")
-            fix = "--ranks with fewer; or servers=null: the training then stops for each score, which all GPUs answer"
-            raise UserError(text, key="servers", fix=fix)
+            raise UserError(text, key=key, fix=f"--ranks with fewer; or {without}")
+        if find_program() is None:
+            fix = f"set {PROGRAM} to the program of an environment of its own; or {without}"
+            raise UserError("vLLM is not installed here, and servers beside the trainer are its", key=key, fix=fix)
         return ("127.0.0.1",), tuple(map(str, range(ranks, count)))
 
     def scratch(self) -> str:

@@ -22,14 +22,14 @@ from clustertune.containers import pins
 from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, UserError, raise_if
 from clustertune.evaluate.servers import GIVEN, JOB, START_SECONDS, ServingJob, note_end
-from clustertune.events import read_object
-from clustertune.launch import cluster_paths, container, image, progress, serving, shape, slurm, srun
+from clustertune.launch import cluster_paths, container, judge, serving, shape, slurm, srun
 from clustertune.launch.agent import stop_request_file
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.environment import Setting, environment
 from clustertune.launch.judge import Outcome, any_node_failed
-from clustertune.launch.rendezvous import first_port
+from clustertune.launch.node import first_port
+from clustertune.manifest import read_object
 from clustertune.nccl_check import link_check
 from clustertune.process import STOP_SIGNALS, Stopped, end
 from clustertune.resolve.resolved import Resolved
@@ -72,7 +72,7 @@ class JobInputs:
         return self._on_nodes(staging_step.step_command(self.path, attempt), options=["--kill-on-bad-exit=0"])
 
     def _on_nodes(self, command: Sequence[str], **how: Any) -> list[str]:
-        inside = image.of_training(self.resolved, self.cluster)
+        inside = container.of_training(self.resolved, self.cluster)
         return srun.in_job(command, inside, self.allocation, binds=container.paths_of(self.resolved, self.path), **how)
 
     def settings(self, traces: str | None = None) -> list[Setting]:
@@ -174,7 +174,7 @@ class JobChain(chain.Chain):
 
     def still_mine(self) -> bool:
         """Whether no later start of this job works in the run folder."""
-        return progress.still_mine(self.run.path, self.allocation.job_id, self.allocation.restart)
+        return judge.still_mine(self.run.path, self.allocation.job_id, self.allocation.restart)
 
     def run_stage(self, stage: str) -> None:
         """In the cluster's container where it has one; the training starts one on every node by itself."""
@@ -304,33 +304,33 @@ def check_image(run: RunDir, inputs: JobInputs) -> None:
     resolved, allocation = inputs.resolved, inputs.allocation
     gpus = bool(allocation.gpus_per_node)
 
-    def look(of: Cluster) -> tuple[image.Image, list[str], image.Stack] | None:
+    def look(of: Cluster) -> tuple[container.Image, list[str], container.Stack] | None:
         """The image of a cluster, what to warn of, and what it has installed. Raises UserError where it does not start."""
-        found, notes = image.look(of.container)
+        found, notes = container.look(of.container)
         if found is None:
             return None
-        command, binds = [sys.executable, "-m", image.MODULE], [run.path.resolve()]
+        command, binds = [sys.executable, "-m", container.MODULE], [run.path.resolve()]
         started = srun.on_first_node(command, of, binds=binds, host=allocation.nodes[0], gpus=gpus, environ=os.environ)
-        return found, notes, image.ask(started, found.image)
+        return found, notes, container.ask(started, found.image)
 
     if (looked := look(inputs.cluster)) is None:
         return
     (found, notes, seen), pinned = looked, pins.read()
-    problems, warnings = image.judge(seen, pinned, found.image)
-    problems += image.lacking(seen, resolved.train_args, found.image, gpus=gpus)
-    for text in filter(None, (*notes, image.changed(run.read().get("container"), found), *warnings)):
+    problems, warnings = container.judge(seen, pinned, found.image)
+    problems += container.lacking(seen, resolved.train_args, found.image, gpus=gpus)
+    for text in filter(None, (*notes, container.changed(run.read().get("container"), found), *warnings)):
         say(f"warning: {text}")
     raise_if(problems)
     say(f"container: {found.image}, sha256 {(found.sha256 or 'unknown')[:16]}, Python {seen.python}")
-    run.update(container={**found.as_json(), **image.record(seen, pinned)})
-    inner = image.of_training(resolved, inputs.cluster)
+    run.update(container={**found.as_json(), **container.record(seen, pinned)})
+    inner = container.of_training(resolved, inputs.cluster)
     if inner is inputs.cluster or (looked := look(inner)) is None:  # the ranks of a Megatron recipe run in another image
         return
     found, notes, seen = looked
     for text in notes:
         say(f"warning: {text}")
-    raise_if(image.judge_megatron(seen, found.image))
-    versions = {name: seen.packages[name] for name in image.MEGATRON_NEEDED}
+    raise_if(container.judge_megatron(seen, found.image))
+    versions = {name: seen.packages[name] for name in container.MEGATRON_NEEDED}
     say(f"container of the ranks: {found.image}, Megatron-Bridge {versions['megatron-bridge']}")
     run.update(megatron_container={**found.as_json(), "python": seen.python, "packages": versions})
 
@@ -348,7 +348,7 @@ def run(inputs: JobInputs, command: Sequence[str]) -> dict[str, dict[str, Any]]:
     keep_private(cluster)
     with contextlib.ExitStack() as stack:  # the run folder stays this job's until it is back in the queue
         try:
-            stack.enter_context(progress.taken_over(RunDir(path), allocation.job_id, allocation.restart, slurm.is_running))
+            stack.enter_context(judge.taken_over(RunDir(path), allocation.job_id, allocation.restart, slurm.is_running))
             began = True
             opened = chain.open_run(resolved, path, command)
             opened.describe(resolved, cluster, None, inputs.evaluation)
@@ -375,11 +375,11 @@ def _requeue(allocation: Allocation, path: Path, signals: Sequence[int]) -> None
     for number in STOP_SIGNALS:  # Slurm ends what it requeues, and may end it meanwhile; what is left to do is here
         signal.signal(number, signal.SIG_IGN)
     job = allocation.handle
-    if not progress.still_mine(path, allocation.job_id, allocation.restart):
+    if not judge.still_mine(path, allocation.job_id, allocation.restart):
         return
     if any(number != signal.SIGUSR1 for number in signals) and not _may_requeue(job):
         return
-    progress.check_requeue(path, allocation.job_id)
+    judge.check_requeue(path, allocation.job_id)
     if (refused := _ask_for_requeue(job)) is not None:
         fix = "submit it again: it resumes from the newest whole checkpoint"
         say(f"note: job {job} could not be requeued: {refused.problems[0].message} -> {fix}")
@@ -449,7 +449,7 @@ def begun(job: str, folders: Iterable[Path]) -> Path | None:
 
     Recipe and cluster file may have been edited since: another recipe would be another run, from its first step.
     """
-    return next((one for one in folders if read_object(one / progress.OWNER).get("job") == job and _is_recorded(one)), None)
+    return next((one for one in folders if read_object(one / judge.OWNER).get("job") == job and _is_recorded(one)), None)
 
 
 def _is_recorded(folder: Path) -> bool:

@@ -8,6 +8,8 @@ Digests are SHA-256, with two exceptions: the weights of a merged model are safe
 made faster than SHA-256 runs on a core without instructions for it (0.4 GB/s on a Xeon of 2.5 GHz, XXH3-128: over 3). Their
 records carry XXH3-128, which finds every kind of damage but not a forger. So do the tensors of a checkpoint. Its other files
 may be pickles, where a forged file is foreign code: there any other digest than SHA-256 makes the manifest unreadable.
+
+Files without a manifest, of processes that may be killed while they write, have readers here that take what is whole.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import re
 import secrets
 import stat
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -570,3 +572,52 @@ def require_whole(folder: Path, ranks: Ranks | None = None, *, only: Collection[
     except UserError as error:
         problems = error.problems
     agree(problems, ranks)
+
+
+# --- files of processes that may be killed while they write: one JSON object a line, or one a file --------------------
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON file, for ``object_pairs_hook``. Raises ValueError where a key appears twice: readers differ in
+    which one counts."""
+    body = dict[str, Any]()
+    for key, value in pairs:
+        if key in body:
+            raise ValueError(f"{key!r} appears twice")
+        body[key] = value
+    return body
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file in its order. Other lines (a killed writer's last) and missing files are skipped."""
+    if not path.is_file():  # who opens a pipe waits without end
+        return
+    try:
+        lines = path.open("rb")
+    except OSError:
+        return
+    with lines:
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(event, dict):
+                yield event
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds; empty where there is no such file, or something else in it."""
+    try:
+        body = json.loads(path.read_bytes()) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def read_text(path: Path) -> str:
+    """What a file holds, bytes that are not UTF-8 replaced; empty where it cannot be read (yet)."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from clustertune import lock
 from clustertune.errors import UserError
-from clustertune.events import read_object
-from clustertune.manifest import write_durably
+from clustertune.manifest import read_object, write_durably
 
 if TYPE_CHECKING:
     from clustertune.cluster.schema import Cluster

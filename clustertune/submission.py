@@ -16,7 +16,7 @@ from clustertune.cluster.load import reference
 from clustertune.cluster.schema import Cluster
 from clustertune.console import aligned, duration, emit_json, reply, say
 from clustertune.errors import Problem, UserError
-from clustertune.launch import bill, cluster_paths, container, image, serving, shape
+from clustertune.launch import bill, cluster_paths, container, serving, shape
 from clustertune.launch import stage_jobs as launch
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import newest_attempt
@@ -102,10 +102,10 @@ def plan_submission(
     return SubmissionPlan(resolved, cluster, path, stages, jobs, variables, shapes, evaluation, notes)
 
 
-def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], image.Image | None, list[str]]:
+def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], container.Image | None, list[str]]:
     """Everything that keeps it from being submitted, at once; the cluster's image as it is here, and what to warn of."""
     problems = shape.find_problems(plan.resolved, plan.cluster) if plan.trains else []
-    problems += image.megatron_problems(plan.resolved, plan.cluster)
+    problems += container.megatron_problems(plan.resolved, plan.cluster)
     if plan.resolved.recipe.megatron is not None:
         problems += settings.find_problems(plan.resolved)
     problems += find_obstacles(plan.resolved) + _base_problems(plan)
@@ -113,7 +113,7 @@ def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], image.
     wrong = bundle.find_problems(plan.resolved)
     problems += wrong
     if plan.trains and plan.cluster.container.runtime == "none" and plan.resolved.recipe.megatron is None:
-        problems += image.lacking_here(plan.resolved.train_args, gpus=False)
+        problems += container.lacking_here(plan.resolved.train_args, gpus=False)
     there = next(path for path in (plan.path, *plan.path.parents) if path.exists())
     fix = "give another --run-dir, or correct storage.runs in the cluster file"
     if not there.is_dir():
@@ -140,8 +140,7 @@ def _not_reached(plan: SubmissionPlan) -> list[Problem]:
     recipe, internet = plan.resolved.recipe, plan.cluster.network.internet
     if internet == "all" or plan.resolved.tiny or recipe.staged:
         return []
-    cache = {setting.name: Path(setting.value) for setting in plan.variables if setting.name.startswith("HF_H")}
-    hub = cache.get("HF_HUB_CACHE") or cache.get("HF_HOME", Path.home() / ".cache" / "huggingface") / "hub"
+    hub = needs.hub_cache({setting.name: setting.value for setting in plan.variables})
     from_hub = recipe.model.weights == "hub" and recipe.model.path is None
     asked = [("models", recipe.model.name, recipe.model.revision)] if from_hub else []
     asked += [("datasets", part.name, part.revision) for _, part in recipe.data.keyed_parts() if part.input is None]
@@ -176,14 +175,14 @@ def _base_problems(plan: SubmissionPlan) -> list[Problem]:
     return []
 
 
-def _image_problems(plan: SubmissionPlan) -> tuple[list[Problem], image.Image | None, list[str]]:
+def _image_problems(plan: SubmissionPlan) -> tuple[list[Problem], container.Image | None, list[str]]:
     """What keeps the jobs from the cluster's image: it is not what its sum says, or cannot be shown the run; and the image."""
     if plan.cluster.container.runtime == "none":
         return [], None, []
     caches = cluster_paths.binds({setting.name: setting.value for setting in plan.variables})
     problems = container.unbindable([ROOT, *container.paths_of(plan.resolved, plan.path), *caches])
     try:
-        return problems, *image.look(plan.cluster.container)
+        return problems, *container.look(plan.cluster.container)
     except UserError as error:
         return [*problems, *error.problems], None, []
 
@@ -332,13 +331,13 @@ def _site_lines(plan: SubmissionPlan) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def send(plan: SubmissionPlan, found: image.Image | None, as_json: bool) -> None:
+def send(plan: SubmissionPlan, found: container.Image | None, as_json: bool) -> None:
     """Submit, or say why not."""
     keep_private(plan.cluster)
     opened = chain.open_run(plan.resolved, plan.path, chain.command_line(), take=False)
     folder = plan.path / "jobs"
     if found is not None:
-        if note := image.changed(opened.read().get("container"), found):
+        if note := container.changed(opened.read().get("container"), found):
             say(f"warning: {note}")
         opened.update(container=found.as_json())
     with lock.held(folder / "lock", "submits this run", shown=plan.path, fix="wait for it"):

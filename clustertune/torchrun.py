@@ -23,7 +23,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import node
 from clustertune.launch.agent import await_object, await_records
 from clustertune.launch.attempt import OUTCOME, AttemptPlan, Node
-from clustertune.launch.rendezvous import interface_to, network_environment
+from clustertune.launch.node import interface_to, network_environment
 from clustertune.rundir import RunDir
 
 PORT = 29400

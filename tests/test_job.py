@@ -16,7 +16,7 @@ import pytest
 from clustertune import chain, job, manifest
 from clustertune.cluster.schema import Container, Doctor, Storage
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import judge, progress, slurm
+from clustertune.launch import judge, slurm
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.judge import Outcome
@@ -76,9 +76,9 @@ def test_a_killed_rank_begins_again_in_the_same_allocation(
 ) -> None:
     """Back in the queue the job might wait for days. Each time it is asked whether the job gets anywhere."""
     asked: list[tuple[str, int]] = []
-    monkeypatch.setattr(progress, "check", lambda path, job, step: asked.append((job, step)))
+    monkeypatch.setattr(judge, "check", lambda path, job, step: asked.append((job, step)))
     counted = attempts(KILLED, Outcome(ExitCode.FAILED, [Problem("NCCL")]), Outcome(ExitCode.OK))
-    with progress.taken_over(RunDir(tmp_path), "7", 0, lambda job: False):
+    with judge.taken_over(RunDir(tmp_path), "7", 0, lambda job: False):
         assert links_of(tmp_path).train() == {"checkpoint": "step-000008"}
         assert links_of(tmp_path).train() == {"checkpoint": "step-000008"}, "nothing is left to train"
     assert counted == [1, 2, 3] and asked == [("7", 0)] * 3
@@ -180,8 +180,8 @@ def test_a_start_that_was_followed_by_another_requeues_nothing(
     """It would pull the job from under the feet of its own successor."""
 
     def another_start(_: job.JobChain) -> None:
-        monkeypatch.setattr(progress, "WAIT_SECONDS", 0.0)
-        with progress.taken_over(RunDir(tmp_path), "7", 1, lambda job: False):
+        monkeypatch.setattr(judge, "WAIT_SECONDS", 0.0)
+        with judge.taken_over(RunDir(tmp_path), "7", 1, lambda job: False):
             raise ENDED
 
     chain_ends(monkeypatch, tmp_path, another_start)
@@ -243,7 +243,7 @@ def test_a_warning_before_the_first_stage_is_heeded(
 def test_a_job_refused_for_another_is_not_requeued(tmp_path: Path, requeued: list[str], by: str) -> None:
     """It would come again and again for as long as the other job, or a person's command, works there."""
     run = RunDir(tmp_path)
-    with progress.taken_over(run, "6", 0, lambda job: False) if by == "job 6" else run.lock():
+    with judge.taken_over(run, "6", 0, lambda job: False) if by == "job 6" else run.lock():
         run_job(tmp_path, match=f"{by}.* works")
     assert requeued == []
 

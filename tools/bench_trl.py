@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from clustertune import secrets
 from clustertune.chain import Chain
+from clustertune.console import say
 from clustertune.process import end
 from clustertune.rundir import RunDir
 
@@ -254,11 +255,6 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--work", type=Path, help="new folder of the runs, for the logs; default: a temporary one")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser.parse_known_args(arguments)
-
-
-def say(text: str) -> None:
-    """To the person at the terminal."""
-    sys.stderr.write(text + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

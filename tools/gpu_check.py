@@ -25,8 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from clustertune.events import read_object
-from clustertune.manifest import write_durably
+from clustertune.manifest import read_object, write_durably
 from clustertune.testbed.inside import end_descendants
 
 REPO = Path(__file__).resolve().parent.parent

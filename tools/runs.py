@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from clustertune.events import read_events
+from clustertune.manifest import read_events
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:

@@ -35,10 +35,9 @@ def chat(
     generation_config.json.
     """
     from clustertune.evaluate import chat as chatting
-    from clustertune.evaluate import serve_model
     from clustertune.launch.cluster_paths import merged_or_model
 
-    facts = serve_model.facts(merged_or_model(model), max_new_tokens)
+    facts = chatting.facts(merged_or_model(model), max_new_tokens)
     with facts.within_limits() as tokenizing:
         chatting.converse(chatting.Talk(facts, tokenizing, device, max_new_tokens, greedy), facts.folder, prompt, system)
 
@@ -53,10 +52,10 @@ def serve(
     """Uses vLLM if it is installed, else transformers' own server. Requests name the model "model" with vLLM, and its folder
     with transformers.
     """
-    from clustertune.evaluate import serve_model
+    from clustertune.evaluate.chat import server_command
     from clustertune.launch.cluster_paths import merged_or_model
 
-    command, environ = serve_model.server_command(merged_or_model(model), port)
+    command, environ = server_command(merged_or_model(model), port)
     if dry_run:
         typer.echo(shlex.join(command))
         return

@@ -33,7 +33,7 @@ from clustertune.console import emit_json, reply, say, show
 from clustertune.data import prepare
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.host.system import GIB
-from clustertune.launch import across, bill, serving
+from clustertune.launch import bill, serving
 from clustertune.manifest import replace_ours
 from clustertune.plan import advise as advisor
 from clustertune.plan import calibration, explanation, schedule
@@ -156,17 +156,17 @@ def _compare_clusters(args: PlanArguments, known: Lengths | None) -> None:
     from clustertune.plan import tables
     from clustertune.report import comparison as runs_page
 
-    found = across.choices(args.names[0], args.overrides, across.clusters(args.clusters or "", args.gpus), lengths=known)
+    found = bill.choices(args.names[0], args.overrides, bill.clusters(args.clusters or "", args.gpus), lengths=known)
     document = {"recipe": args.names[0], "clusters": [one.as_json() for one in found]}
-    rows = across.cells(found)
-    reply(args.as_document, document, lambda: tables.clusters(args.names[0], across.COLUMNS, rows, console.stdout))
+    rows = bill.cells(found)
+    reply(args.as_document, document, lambda: tables.clusters(args.names[0], bill.COLUMNS, rows, console.stdout))
     if args.out is not None:
         bills = [(one.cluster.name, one.whole) for one in found if one.whole]
         notes = list(dict.fromkeys(whole.source for _, whole in bills if whole.source))
         notes += [f"{name}: {whole.saving}" for name, whole in bills if whole.saving]
         title = f"What {shlex.join([*args.names, *args.overrides])} takes on each cluster"
         out = path_argument(args.out)
-        replace_ours(out, runs_page.table_page(title, across.page_columns(), rows, notes), runs_page.PAGE_MARK)
+        replace_ours(out, runs_page.table_page(title, bill.page_columns(), rows, notes), runs_page.PAGE_MARK)
         say(f"in {out}")
     _end(any(one.fits for one in found))
 

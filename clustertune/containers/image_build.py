@@ -29,10 +29,11 @@ from typing import Any
 
 from clustertune.containers import package_lock as locks
 from clustertune.containers import pins
-from clustertune.containers.package_lock import LockedPackage, LockSpec, PackageLock, file_digest, text_digest
+from clustertune.containers.package_lock import LockedPackage, LockSpec, PackageLock, text_digest
 from clustertune.containers.pins import FOLDER, TOOL
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storing
 from clustertune.lock import in_turn
+from clustertune.manifest import hash_file
 from clustertune.process import captured
 from clustertune.tree import ROOT
 
@@ -439,11 +440,11 @@ def _publish(part: Path, out: Path, lock: PackageLock, given: Gathered, say: Say
     """The image in its place, and beside it the SBOM and, last, the sum: who finds the sum finds a whole image."""
     total = out.with_name(out.name + ".sha256")
     total.unlink(missing_ok=True)
-    digest, size = locks.file_digest(part), part.stat().st_size
+    record = hash_file(part)
     part.replace(out)
-    made: dict[str, Any] = {"file": str(out), "sha256": digest, "bytes": size, "base": given.base.name}
+    made: dict[str, Any] = {"file": str(out), "sha256": record.sha256, "bytes": record.size, "base": given.base.name}
     made |= _write_bill(out, lock, given, say)
-    total.write_text(f"{digest}  {out.name}\n")
+    total.write_text(f"{record.sha256}  {out.name}\n")
     return made
 
 
@@ -547,7 +548,7 @@ def _build_wheel(
             what = f"its source builds {[wheel.name for wheel in wheels]}, not one wheel of plain Python"
             raise UserError(Problem(what, f"containers/{lock.name}.lock", entry.name, "take a version that comes as a wheel"))
         wheel = wheels[0].replace(folder / wheels[0].name)
-    return LockedPackage(entry.name, entry.version, (file_digest(wheel),))
+    return LockedPackage(entry.name, entry.version, (hash_file(wheel).sha256,))
 
 
 # --- a stand-in for the base image ------------------------------------------------------------------------------------

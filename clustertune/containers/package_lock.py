@@ -23,6 +23,7 @@ from typing import Any
 from clustertune.containers import pins
 from clustertune.containers.pins import BUILD, DEV, EXTRA, FOLDER, PY, REF, TOOL, Pins, normal
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if
+from clustertune.manifest import hash_file
 from clustertune.process import captured
 
 # --- the files --------------------------------------------------------------------------------------------------------
@@ -38,12 +39,6 @@ _PACKAGE = re.compile(r"^(\S+)==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$
 def path_of(name: str) -> Path:
     """The file of a lock."""
     return FOLDER / f"{name}.lock"
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def text_digest(text: str) -> str:
@@ -314,7 +309,7 @@ def cpu_torch(version: str, present: PackageLock | None) -> LockedPackage:
             text = f"pip finds no torch {version} for Python {python}"
             fix = "name an index that has it: PIP_EXTRA_INDEX_URL=<url> make lock"
             raise UserError(text, file=path_of("train-cpu").name, key="torch", fix=fix)
-        return LockedPackage("torch", version, (file_digest(wheels[0]),))
+        return LockedPackage("torch", version, (hash_file(wheels[0]).sha256,))
 
 
 def make_all(found: Pins, say: Callable[[str], None], *, keep: bool = False) -> dict[str, PackageLock]:

@@ -21,16 +21,19 @@ from clustertune import console, manifest
 from clustertune.console import duration
 from clustertune.data.prompts import OwnPrompts, read_prompts
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
-from clustertune.evaluate import generation, inputs, servers, tasks
+from clustertune.evaluate import servers, tasks
 from clustertune.evaluate.answers import AnswerLog, RecordedLM, hold
 from clustertune.evaluate.model import (
     ROOM,
     Backend,
     ModelFacts,
     check_adapter,
+    check_answers,
     check_device,
     check_model,
     pick_device,
+    refused,
+    settings_of,
     trained_on,
     weight_bytes,
 )
@@ -144,7 +147,7 @@ def _prepared(
         with collect_problems(problems):
             asked = read_prompts(prompts, EVAL_DATA) if prompts is not None else None
         with collect_problems(problems):
-            own = inputs.read_inputs(settings.tasks, data, benchmark)
+            own = tasks.read_inputs(settings.tasks, data, benchmark)
             loaded, places = tasks.load(settings.tasks, own.write_tasks(settings, scratch / TASK), settings, asked)
             problems += _check_marks(loaded, settings)
             problems += own.find_differences(loaded["tasks"])
@@ -197,7 +200,7 @@ class _Evaluation:
     """Where each data set came from: a commit of the Hub, or a description."""
     prompts: str
     """Digest of all requests."""
-    own: inputs.Inputs
+    own: tasks.Inputs
     why: str
     """Why this backend."""
     device: str = "cpu"
@@ -523,16 +526,16 @@ def load_lm(folder: Path, device: str, batch_size: int, adapter: Path | None = N
     with out_of_memory(folder), _watched() as reports:
         try:
             words = AutoTokenizer.from_pretrained(str(tokenizer or folder), trust_remote_code=False)
-            parts["generation_config"] = generation.settings_of(folder, words)
+            parts["generation_config"] = settings_of(folder, words)
             lm = HFLM(pretrained=str(folder), dtype="auto", batch_size=batch_size, **parts, **placing)
         except (UserError, torch.OutOfMemoryError):
             raise
         # Whatever a foreign configuration makes a library raise: KeyError, ImportError, ZeroDivisionError, AssertionError, ...
         except Exception as error:
             _judge(folder, reports)
-            raise generation.refused(error, folder, "transformers does not load it") from error
+            raise refused(error, folder, "transformers does not load it") from error
         _judge(folder, reports)
-        generation.check_answers(lm.model, folder)
+        check_answers(lm.model, folder)
     return lm
 
 

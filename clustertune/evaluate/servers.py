@@ -29,7 +29,7 @@ from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.evaluate.model import Backend, ModelFacts, weight_bytes
 from clustertune.host.devices import addresses
-from clustertune.launch.rendezvous import first_port, free_port
+from clustertune.launch.node import first_port, free_port
 from clustertune.launch.server_requests import ask, load_adapter, unload_adapter
 from clustertune.launch.serving import ModelSize, Serving, deadline_seconds, serving, start_seconds
 from clustertune.manifest import write_durably

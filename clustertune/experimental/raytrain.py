@@ -31,10 +31,10 @@ from clustertune.chain import Chain
 from clustertune.checkpoint import store
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import node, progress, rendezvous
+from clustertune.launch import node
 from clustertune.launch.agent import Agent, await_object, await_records, launcher_pid_file, log_file, monitored, of_ranks
 from clustertune.launch.attempt import OUTCOME, AttemptPlan, Node, newest_attempt
-from clustertune.launch.judge import Outcome, conclude, how_ended, judge
+from clustertune.launch.judge import Outcome, check_progress, conclude, how_ended, judge
 from clustertune.manifest import write_durably
 from clustertune.process import handled
 from clustertune.rundir import RunDir
@@ -108,7 +108,7 @@ def train_loop(config: dict[str, Any]) -> None:
         "GROUP_RANK": str(context.get_node_rank()),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
-        **rendezvous.network_environment(rendezvous.interface_to(address)[1]),
+        **node.network_environment(node.interface_to(address)[1]),
     }
     program = node.rank_program(run.path, attempt, quiet=bool(config["quiet"]))
     agent.run_rank([sys.executable, "-m", "clustertune", *program], environment, Path(config["stop"]), quiet=config["quiet"])
@@ -129,7 +129,7 @@ def _begin(run: RunDir, config: dict[str, Any]) -> int | None:
     if not (run.attempt(first) / "plan.json").exists():
         return first
     try:
-        progress.check(run.path, str(config["job"]), store.newest_step(run.checkpoints) or 0)
+        check_progress(run.path, str(config["job"]), store.newest_step(run.checkpoints) or 0)
     except UserError:
         return None
     return run.new_attempt()
@@ -143,8 +143,8 @@ def _agree_on_port(run: RunDir, attempt: int, config: dict[str, Any], world_size
     step, job = store.newest_step(run.checkpoints) or 0, str(config["job"])
     plan = AttemptPlan(attempt, nodes, ranks_per_node=1, launcher="ray", node_per_rank=True, job=job, from_step=step)
     plan.write(folder)
-    port = rendezvous.free_port(rendezvous.first_port(os.getpid(), attempt))
-    rendezvous.publish(folder, nodes[0].address, port)
+    port = node.free_port(node.first_port(os.getpid(), attempt))
+    node.publish(folder, nodes[0].address, port)
     return nodes[0].address, port
 
 
@@ -319,7 +319,7 @@ class RayChain(Chain):
             with contextlib.suppress(OSError):
                 outcome.write(folder)
         if outcome.code in (ExitCode.AGAIN, ExitCode.FAILED) and not outcome.stop_requested:
-            progress.check(self.run.path, self.job, store.newest_step(self.run.checkpoints) or 0)
+            check_progress(self.run.path, self.job, store.newest_step(self.run.checkpoints) or 0)
         return outcome
 
 

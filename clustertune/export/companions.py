@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError, raise_if
-from clustertune.events import once
-from clustertune.manifest import agree, find_problem, find_records
+from clustertune.manifest import agree, find_problem, find_records, once
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model*", "special_tokens_map.json", "added_tokens.json", "vocab.*",

@@ -17,9 +17,8 @@ from typing import Any
 
 from clustertune import secrets
 from clustertune.errors import ExitCode, Problem
-from clustertune.events import read_object, read_text
 from clustertune.launch.attempt import AttemptPlan, newest_attempt
-from clustertune.manifest import write_durably
+from clustertune.manifest import read_object, read_text, write_durably
 from clustertune.process import handled, start, stop_signals
 from clustertune.rundir import RunDir
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.events import read_object
-from clustertune.manifest import write_durably
+from clustertune.manifest import read_object, write_durably
 
 PLAN = "plan.json"
 RENDEZVOUS = "rendezvous.json"

@@ -27,7 +27,7 @@ from clustertune.cluster.schema import Cluster
 from clustertune.console import escape, make_table, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.host.system import GIB, MIB
-from clustertune.launch import rendezvous, srun, stage_jobs
+from clustertune.launch import node, srun, stage_jobs
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import environment
 from clustertune.launch.shape import JobShape
@@ -142,7 +142,7 @@ def make_setup(target: CheckTarget, options: CheckOptions) -> Setup:
         **stated,
         hosts=target.hosts,
         address=target.address,
-        port=rendezvous.free_port(rendezvous.first_port(target.job or os.getpid(), 1)),
+        port=node.free_port(node.first_port(target.job or os.getpid(), 1)),
         start_seconds=min(patience, most / 2),
         case_seconds=min(max(least, min(longest, options.seconds / 4)), most / 2),
         environment={setting.name: setting.value for setting in settings},

@@ -38,7 +38,7 @@ from clustertune.check.rule import (
 )
 from clustertune.host.devices import has_nvlink
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
-from clustertune.nccl_check.nccl_log import FOLLOWS, OTHER, TABLE, Log, LoggedDevice, read
+from clustertune.nccl_check.nccl_log import FOLLOWS, OTHER, TABLE, Log, LoggedDevice
 
 # --- what rules look at ---------------------------------------------------------------------------------------------------
 
@@ -672,17 +672,12 @@ def ranked() -> list[Check]:
     return sorted(asked, key=lambda one: VERDICT.index(one.rule.id) if one.rule.id in VERDICT else len(VERDICT))
 
 
-def judge(document: Mapping[str, Any], logs: Mapping[str, str]) -> list[Finding]:
+def judge_log(document: Mapping[str, Any], log: Log) -> list[Finding]:
     """What is wrong with a cluster's collectives, worst first; every rule that applies says what it saw.
 
-    ``document`` as in :mod:`clustertune.nccl_check.link_measure`, every key optional: what is absent is unknown.
-    ``logs``: NCCL's logs by name, of any version. Never raises.
+    ``document`` as in :mod:`clustertune.nccl_check.link_measure`, every key optional: what is absent is unknown. ``log``: what
+    NCCL's logs say together. Never raises.
     """
-    return judge_log(document, read(logs.values()))
-
-
-def judge_log(document: Mapping[str, Any], log: Log) -> list[Finding]:
-    """As :func:`judge`, of logs that were read already."""
     context = LinkContext(document, log)
     several = JobNodes(context.machines)
     findings: list[Finding] = []

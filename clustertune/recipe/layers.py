@@ -22,7 +22,7 @@ import yaml
 from yaml.composer import Composer
 
 from clustertune.errors import Problem, UserError, collect_problems
-from clustertune.events import once
+from clustertune.manifest import once
 from clustertune.recipe.sections import NAME, named_bases
 from clustertune.tree import ROOT
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +13,11 @@ from clustertune import manifest
 from clustertune.console import duration, say
 from clustertune.errors import ExitCode, Problem, UserError, storing
 from clustertune.evaluate.scores import BETTER, FEW, SAME, WORSE, read_result, shown
-from clustertune.events import read_object
-from clustertune.manifest import MANIFEST, require_whole, write_durably
+from clustertune.manifest import MANIFEST, read_object, require_whole, write_durably
 from clustertune.nccl_check.link_check import FOLDER, RESULT
 from clustertune.nccl_check.link_measure import SCHEMA
 from clustertune.report import content, cost, plots
-from clustertune.report.content import UNKNOWN, get, moment, number, percent, plain, size
+from clustertune.report.content import UNKNOWN, get, is_number, moment, number, percent, plain, size
 from clustertune.report.cost import AttemptCost, Cost, Expense
 from clustertune.report.metrics import TELEMETRY, History, Metrics, TelemetryReader, read_metrics
 from clustertune.report.state import read_stages, state_of
@@ -240,7 +238,7 @@ class _ReportedRun:
 
 
 def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+    return value if is_number(value) else None
 
 
 def _data(run: RunDir, meta: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from clustertune.report.content import number
+from clustertune.report.content import is_number, number
 
 INK, FAINT, FIRST, SECOND = "#010203", "#010204", "#010205", "#010206"
 WARN, STRONG, GOOD = "#010207", "#010208", "#010209"
@@ -154,12 +153,12 @@ def bars(
     """
     from matplotlib.ticker import MaxNLocator
 
-    known = [value for values in groups.values() for value in values if value is not None and _finite(value)]
+    known = [value for values in groups.values() for value in values if value is not None and is_number(value)]
     if not known:
         return None
     styles, each = (FIRST, SECOND, GOOD, WARN, INK), 0.16
     longest = limit or max([*known, *(mark for mark in marks if mark is not None), 1e-9])
-    drawn = [[row for row, values in enumerate(groups.values()) if _finite(values[at])] for at in range(len(labels))]
+    drawn = [[row for row, values in enumerate(groups.values()) if is_number(values[at])] for at in range(len(labels))]
     height = each * sum(len(rows) + 1.6 for rows in drawn)
     with _figure(height + (0.57 if len(groups) > 1 else 0.32)) as (figure, axes):
         top = 0.0
@@ -171,11 +170,11 @@ def bars(
                 end = float(values[position] or 0.0)
                 axes.barh(top, end, height=each * 0.86, color=styles[row % len(styles)], alpha=0.75, label=name)
                 of_group = (errors or {}).get(name) or ()
-                if of_group and (error := of_group[position]) is not None and _finite(error):
+                if of_group and (error := of_group[position]) is not None and is_number(error):
                     axes.errorbar(end, top, xerr=error, color=STRONG, capsize=2.5, linewidth=1.2)
                     end += error
                 mark = marks[position] if marks else None
-                if mark is not None and _finite(mark):
+                if mark is not None and is_number(mark):
                     axes.plot([mark, mark], [top - each * 0.5, top + each * 0.5], color=STRONG, linewidth=1.6)
                     end = mark if end < mark < end + longest * 0.15 else end
                 axes.text(end + longest * 0.015, top, form(values[position]), va="center", fontsize=8.5)
@@ -201,10 +200,6 @@ def bars(
     if marks:
         rows, heads = [[*row, form(mark)] for row, mark in zip(rows, marks, strict=True)], [*heads, "#mark"]
     return Plot(title, svg, heads, rows)
-
-
-def _finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
 
 
 @contextmanager

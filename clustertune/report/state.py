@@ -9,10 +9,10 @@ from typing import Any
 
 from clustertune.checkpoint.store import newest_step
 from clustertune.errors import ExitCode, UserError
-from clustertune.events import read_object
 from clustertune.launch import slurm
 from clustertune.launch.attempt import read_attempts
 from clustertune.launch.stage_jobs import is_ours, read_jobs
+from clustertune.manifest import read_object
 from clustertune.recipe.sections import parse_minutes
 from clustertune.report.cost import AttemptCost
 from clustertune.report.metrics import Metrics

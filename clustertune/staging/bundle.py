@@ -354,13 +354,13 @@ def load_model(resolved: Resolved) -> str:
 
 def load_tasks(resolved: Resolved, scratch: Path) -> str:
     """lm-eval's tasks on the prompts that the chain will score."""
-    from clustertune.evaluate import inputs, run, tasks
+    from clustertune.evaluate import run, tasks
 
     evaluation, published = resolved.recipe.eval, resolved.recipe.model.weights == "hub"
     benchmark = prompts(resolved)
     texts = []
     with run.quiet():
-        own = inputs.read_inputs(evaluation.tasks, benchmark, published)
+        own = tasks.read_inputs(evaluation.tasks, benchmark, published)
         asked = read_prompts(path, EVAL_DATA) if (path := eval_data(resolved)) else None
         loaded, _ = tasks.load(evaluation.tasks, own.write_tasks(evaluation, scratch / "task"), evaluation, asked)
         for rows in own.rows.values():

@@ -18,9 +18,8 @@ from clustertune.console import say
 from clustertune.data.prompts import read_prompts
 from clustertune.data.sources import snapshot as cached_data
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storing
-from clustertune.evaluate.inputs import TaskRows, fetch_benchmark
-from clustertune.evaluate.tasks import data_sets
-from clustertune.launch import image as images
+from clustertune.evaluate.tasks import TaskRows, data_sets, fetch_benchmark
+from clustertune.launch import container as images
 from clustertune.launch.container import enroot_name
 from clustertune.manifest import SHA256, FileRecord
 from clustertune.recipe.eval_tasks import reader_of, with_rows

@@ -81,18 +81,17 @@ class StagingCache:
         return TreeLock(self.lock_file(key), fd)
 
     @contextlib.contextmanager
-    def alone(self, key: str, *, wait: Callable[[str], None] | None) -> Iterator[TreeLock | None]:
+    def alone(self, key: str, *, wait: Callable[[str], None] | None) -> Iterator[bool]:
         """Hold a tree alone; the key ``""``: be the one who fills the cache. ``wait``: called once with who holds it; None:
-        gives None at once where it is held."""
+        gives False at once where it is held."""
         fd = lock.take(self.lock_file(key), fcntl.LOCK_EX, wait, in_cache=True)
         if isinstance(fd, str):
-            yield None
+            yield False
             return
-        taken = TreeLock(self.lock_file(key), fd)
         try:
-            yield taken
+            yield True
         finally:
-            taken.close()
+            os.close(fd)
 
     def make_room(self, key: str, size: int, say: Callable[[str], None]) -> list[CachedTree]:
         """Have room for ``size`` bytes of a tree; what was used longest ago goes. Returns what went.
@@ -126,7 +125,7 @@ class StagingCache:
     def remove(self, tree: CachedTree, say: Callable[[str], None], why: str) -> bool:
         """Remove a tree that is not in use; False where it is. The manifest goes first: half a tree never counts."""
         with self.alone(tree.key, wait=None) as taken:
-            if taken is None:
+            if not taken:
                 return False
             say(f"removes {self.folder(tree.key)} ({amount(tree.bytes)}) {why}")
             discard(self.folder(tree.key))
@@ -293,7 +292,7 @@ class Stager:
                     return StagedTree(source, folder / source.name, size, len(files), copied, seconds, removed, lease)
                 lease.close()
                 with self._cache.alone("", wait=waits), self._cache.alone(key, wait=None if wrong else waits) as mine:
-                    if mine is None:
+                    if not mine:
                         fix = "the shared storage is read until that job has ended"
                         raise UserError("is damaged, and another job reads from it", file=str(folder), fix=fix)
                     if wrong or self._find_wrong(folder, source, files, deep=False) != []:

@@ -18,11 +18,10 @@ from typing import Any
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say
 from clustertune.errors import UserError
-from clustertune.events import read_object
 from clustertune.host.mounts import own_mounts
 from clustertune.launch.agent import ask_anew
 from clustertune.launch.attempt import AttemptPlan
-from clustertune.manifest import MANIFEST, write_durably
+from clustertune.manifest import MANIFEST, read_object, write_durably
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 from clustertune.staging import cache, hashed_copy, needs

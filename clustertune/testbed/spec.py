@@ -26,6 +26,9 @@ from clustertune.testbed import inside
 
 LOGIN = "ctl"
 """Name of the login node, which is the controller's host too."""
+SUBNET = "10.99.0"
+"""Of the nodes, inside of the cluster's own network: it clashes with no other."""
+LOGIN_ADDRESS = f"{SUBNET}.254"
 MAX_NODES = 16
 NODE_NAME = NAME.replace("63}", "47}")
 """Shorter than other names: slurmd's sockets hold the node's name, and a socket's path has 107 bytes (unix(7))."""
@@ -173,17 +176,13 @@ class GivenFiles:
     dbd_conf: str | None = None
     """``slurmdbd.conf``: a database and slurmdbd are started too. None: no accounting."""
     partition: str = "gpu"
-    user: str = ""
-    """The user that the daemons run as; empty: the user who starts them."""
 
-    def moved(
-        self, root: Path, *, names: Sequence[str], addresses: Sequence[str], login: str, login_address: str
-    ) -> dict[str, str]:
+    def moved(self, root: Path, *, names: Sequence[str], addresses: Sequence[str]) -> dict[str, str]:
         """File name to text. ``names`` are the nodes that are started; others of the file stay down."""
-        me = self.user or pwd.getpwuid(os.getuid()).pw_name
+        me = pwd.getpwuid(os.getuid()).pw_name
         places = {
             # Who and where: addresses, users, sockets, folders.
-            "SlurmctldHost": f"{login}({login_address})",
+            "SlurmctldHost": f"{LOGIN}({LOGIN_ADDRESS})",
             "SlurmUser": me,
             "SlurmdUser": me,
             "CommunicationParameters": None,
@@ -201,7 +200,7 @@ class GivenFiles:
             "SlurmdParameters": "config_overrides",
         }
         if self.dbd_conf is not None:
-            places |= {"AccountingStorageHost": login, "AccountingStoragePass": f"{root}/run/munge.sock"}
+            places |= {"AccountingStorageHost": LOGIN, "AccountingStoragePass": f"{root}/run/munge.sock"}
         known = dict(zip(names, addresses, strict=True))
         listed = {word for line in self.hosts.splitlines() for word in line.split()[1:]}
         others = "".join(f"{known[name]} {name}\n" for name in names if name not in listed)  # a name server knows them
@@ -209,13 +208,13 @@ class GivenFiles:
             "slurm.conf": move_conf(self.slurm_conf, places, addresses=False),
             "gres.conf": move_gres(self.gres_conf, f"{root}/dev", cores=True),
             "cgroup.conf": "CgroupPlugin=cgroup/v1\n",
-            "hosts": f"127.0.0.1 localhost\n{login_address} {login}\n{move_hosts(self.hosts, known)}{others}",
+            "hosts": f"127.0.0.1 localhost\n{LOGIN_ADDRESS} {LOGIN}\n{move_hosts(self.hosts, known)}{others}",
         }
         if self.dbd_conf is not None:
             database = {
                 "AuthInfo": f"socket={root}/run/munge.sock",
-                "DbdHost": login,
-                "DbdAddr": login_address,
+                "DbdHost": LOGIN,
+                "DbdAddr": LOGIN_ADDRESS,
                 "SlurmUser": me,
                 "StorageUser": me,
                 "LogFile": f"{root}/log/slurmdbd.log",
@@ -262,10 +261,6 @@ class GivenFiles:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 # slurm.conf, gres.conf, names, a key. A comment says what each is for.
-
-SUBNET = "10.99.0"
-"""Of the nodes, inside of the cluster's own network: it clashes with no other."""
-LOGIN_ADDRESS = f"{SUBNET}.254"
 
 _SLURM_CONF = """\
 ClusterName=rehearsal
@@ -364,7 +359,7 @@ class ClusterFolder:
         }
         hosts = [("127.0.0.1", "localhost"), (LOGIN_ADDRESS, LOGIN), *zip(self.addresses, self.names, strict=True)]
         if given is not None:
-            moved = given.moved(self.root, names=self.names, addresses=self.addresses, login=LOGIN, login_address=LOGIN_ADDRESS)
+            moved = given.moved(self.root, names=self.names, addresses=self.addresses)
             body["daemons"] = given.daemons(self.root)
             return {"cluster.json": json.dumps(body), **moved, "nsswitch.conf": _names_from_files_only()}
         return {

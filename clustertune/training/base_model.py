@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError
-from clustertune.events import read_object
+from clustertune.manifest import read_object
 from clustertune.recipe import quantization
 from clustertune.recipe.architecture import contradictions
 from clustertune.resolve.resolved import Resolved

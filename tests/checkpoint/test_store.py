@@ -19,8 +19,8 @@ from clustertune import manifest
 from clustertune.checkpoint import store
 from clustertune.errors import ExitCode, UserError
 from clustertune.evaluate.during import is_kept, may_be_exported
-from clustertune.events import read_events, read_object
 from clustertune.launch.attempt import check_fence
+from clustertune.manifest import read_events, read_object
 from clustertune.recipe.sections import During
 from clustertune.report.metrics import MetricsReader
 from clustertune.resolve.resolve import resolve

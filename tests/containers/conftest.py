@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from clustertune import lock
-from clustertune.containers import image_build
 from clustertune.containers import image_build as images
 from clustertune.errors import UserError
+from clustertune.manifest import hash_file
 from tests.conftest import common_folder
 
 
@@ -92,7 +92,7 @@ def cpu_sif(request: pytest.FixtureRequest, started: Started) -> dict[str, Any]:
     # Where pytest was not started on this folder it never heard of the option.
     if given := request.config.getoption("--sif", default=None):
         file = given.absolute()
-        digest = image_build.file_digest(file)
+        digest = hash_file(file).sha256
         return {"file": str(file), "sha256": digest, "bytes": file.stat().st_size, "sbom": f"{file}.cdx.json"}
     return started("build-sif").result()
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from clustertune.errors import UserError
-from clustertune.evaluate import generation
+from clustertune.evaluate import model
 from clustertune.evaluate.model import check_model
 from clustertune.evaluate.run import load_lm
 
@@ -51,7 +51,7 @@ def answer(folder: Path) -> list[int]:
 def test_the_greedy_answer_does_not_depend_on_odd_settings(
     odd: dict[str, Any], tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = changed(tiny_model, tmp_path / "odd", generation.FILE, **odd)
+    folder = changed(tiny_model, tmp_path / "odd", model.FILE, **odd)
     assert answer(folder) == answer(tiny_model)
     assert next(iter(odd)) in capsys.readouterr().err
 

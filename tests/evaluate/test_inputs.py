@@ -11,7 +11,7 @@ import yaml
 from huggingface_hub import constants
 
 from clustertune.errors import UserError
-from clustertune.evaluate import inputs as room
+from clustertune.evaluate import tasks as room
 from clustertune.evaluate.run import quiet
 from clustertune.recipe.eval_tasks import read_task_file
 from tests.evaluate.conftest import IFEVAL, forbid_network

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from clustertune.checkpoint.saving import sharded_states
 from clustertune.checkpoint.shards import Planner, ShardWriter
-from clustertune.launch.rendezvous import free_port
+from clustertune.launch.node import free_port
 from clustertune.training import build
 from tests.export.conftest import ARCHITECTURE, LORA
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clustertune.cluster.load import load_cluster, of_gpus
-from clustertune.launch import across
+from clustertune.launch import bill as bills
 from clustertune.launch.bill import bill, of_recipe
 from clustertune.plan.predict import Plan
 from clustertune.resolve.resolve import resolve
@@ -103,7 +103,7 @@ def test_a_row_a_cluster_the_cheapest_first() -> None:
 def test_what_does_not_fit_has_a_reason_and_no_hours() -> None:
     """Too little memory, too few nodes, a mesh that the nodes do not carry."""
     small, few = (of_gpus(text) for text in ("2x8xl40s", "1x8xh100-sxm"))
-    found = {one.cluster.name: one.as_json() for one in across.choices("llama405b-oasst2", [], [small, few])}
+    found = {one.cluster.name: one.as_json() for one in bills.choices("llama405b-oasst2", [], [small, few])}
     assert "GiB a GPU" in found["2x8xl40s"]["why_not"] and "it has 1" in found["1x8xh100-sxm"]["why_not"]
     assert all(row["hours"] is row["total"] is row["step_s"] is None for row in found.values())
     done = run("plan", "llama405b-oasst2", "--clusters", "", "--gpus", "2x8xl40s")
@@ -117,11 +117,11 @@ def test_slurm_is_asked_when_it_would_start(tmp_path: Path, monkeypatch: pytest.
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     cluster = load_cluster(CLUSTER)
-    monkeypatch.setattr(across, "load_cluster", lambda _name: cluster)
-    assert across.choices(RECIPE, [], [cluster])[0].start == "2031-02-03T04:05:06"
-    assert across.choices(RECIPE, [], [load_cluster("dgx-h100")])[0].start is None
+    monkeypatch.setattr(bills, "load_cluster", lambda _name: cluster)
+    assert bills.choices(RECIPE, [], [cluster])[0].start == "2031-02-03T04:05:06"
+    assert bills.choices(RECIPE, [], [load_cluster("dgx-h100")])[0].start is None
     program.write_text("#!/bin/sh\nexit 1\n")
-    assert across.choices(RECIPE, [], [cluster])[0].start is None
+    assert bills.choices(RECIPE, [], [cluster])[0].start is None
 
 
 def test_the_page_replaces_its_own_and_nothing_else(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from clustertune.cluster.load import load_cluster
 from clustertune.cluster.schema import Container
 from clustertune.containers import pins
 from clustertune.errors import UserError
-from clustertune.launch import image
+from clustertune.launch import container
 from clustertune.submission import SubmissionPlan, check, plan_submission, send
 from tests.command import REPO, run
 
@@ -48,41 +48,46 @@ def test_another_image_than_its_sum_says_is_refused(sif: Path, text: str, messag
     """Altered, copied in part, or a sum of something else: with what to do."""
     sif.with_name("train.sif.sha256").write_text(text)
     with pytest.raises(UserError) as caught:
-        image.look(settings(sif))
+        container.look(settings(sif))
     (problem,) = caught.value.problems
     assert message in problem.message and problem.fix and "sha256sum train.sif" in problem.fix
 
 
 def test_a_changed_image_is_noticed(sif: Path) -> None:
     """Each look reads the file: a copy that keeps size and time (cp -p, rsync -t) is no other's sum."""
-    image.look(settings(sif))
+    container.look(settings(sif))
     before = sif.stat()
     sif.write_bytes(CONTENT[::-1])
     os.utime(sif, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(UserError, match="its SHA-256 is"):
-        image.look(settings(sif))
+        container.look(settings(sif))
 
 
 def test_no_image(sif: Path, tmp_path: Path) -> None:
     """A missing one, a folder, none asked for, and one of a registry."""
     sif.unlink()
     with pytest.raises(UserError, match="no such image"):
-        image.look(settings(sif))
+        container.look(settings(sif))
     sif.mkdir()
     with pytest.raises(UserError, match="is not a file"):
-        image.look(settings(sif))
-    assert image.look(Container()) == (None, [])
+        container.look(settings(sif))
+    assert container.look(Container()) == (None, [])
     digest = "ab" * 32
-    found, notes = image.look(Container(runtime="pyxis", image=f"docker://a/b@sha256:{digest}"))
+    found, notes = container.look(Container(runtime="pyxis", image=f"docker://a/b@sha256:{digest}"))
     assert found is not None and (found.sha256, found.checked, notes) == (digest, True, [])
 
 
 def test_a_run_that_goes_on_in_another_image_says_so(sif: Path) -> None:
     """After an update of the image in its place a restarted job would mix two stacks unnoticed."""
-    found, _ = image.look(settings(sif))
+    found, _ = container.look(settings(sif))
     assert found is not None
-    assert image.changed(None, found) == image.changed(found.as_json(), found) == image.changed({"sha256": None}, found) == ""
-    assert "another image" in image.changed({"sha256": "0" * 64}, found)
+    assert (
+        container.changed(None, found)
+        == container.changed(found.as_json(), found)
+        == container.changed({"sha256": None}, found)
+        == ""
+    )
+    assert "another image" in container.changed({"sha256": "0" * 64}, found)
 
 
 def test_submit_tells_of_an_image_before_anything_is_queued(sif: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,14 +117,14 @@ def test_submit_tells_of_an_image_before_anything_is_queued(sif: Path, tmp_path:
 # --- what it has installed ------------------------------------------------------------------------------------------------
 
 
-def seen(**changes: str | None) -> image.Stack:
+def seen(**changes: str | None) -> container.Stack:
     """An image as locked, but for ``changes`` (None: missing)."""
     packages = {**PINNED[pins.PY], **{name.replace("_", "-"): version for name, version in changes.items()}}
-    return image.Stack("3.12.3", {name: version for name, version in packages.items() if version is not None})
+    return container.Stack("3.12.3", {name: version for name, version in packages.items() if version is not None})
 
 
-def judge(found: image.Stack) -> tuple[list[str], list[str]]:
-    problems, warnings = image.judge(found, PINNED, "train.sif")
+def judge(found: container.Stack) -> tuple[list[str], list[str]]:
+    problems, warnings = container.judge(found, PINNED, "train.sif")
     return [problem.message for problem in problems], warnings
 
 

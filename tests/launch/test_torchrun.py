@@ -19,7 +19,7 @@ import pytest
 from clustertune import chain, torchrun
 from clustertune.cli.jobs import resolve_for_nodes
 from clustertune.errors import ExitCode, UserError
-from clustertune.launch import rendezvous
+from clustertune.launch import node
 from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.node import ranks_command
 from clustertune.resolve.resolve import resolve
@@ -28,7 +28,7 @@ from clustertune.torchrun import RendezvousServer, TorchrunCall
 from tests.command import REPO, SHORT, Done, rank_pid
 from tests.slurm import wait_for
 
-PORT = rendezvous.free_port(rendezvous.first_port(os.getpid(), 1))
+PORT = node.free_port(node.first_port(os.getpid(), 1))
 
 
 def call(run: Path, node: int = 0, *, nodes: int = 2, ranks: int = 1, wait: float = 20) -> TorchrunCall:
@@ -151,21 +151,21 @@ def test_the_interface_is_the_one_that_leads_to_the_master(monkeypatch: pytest.M
     """Debian's /etc/hosts gives a machine's own name as 127.0.1.1: gloo would listen where nobody comes."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "bond0")
-    assert rendezvous.interface_to("127.0.0.1") == ("127.0.0.1", "lo")
-    assert rendezvous.network_environment("lo") == {"GLOO_SOCKET_IFNAME": "lo"}, "the caller's own choice stays"
+    assert node.interface_to("127.0.0.1") == ("127.0.0.1", "lo")
+    assert node.network_environment("lo") == {"GLOO_SOCKET_IFNAME": "lo"}, "the caller's own choice stays"
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     plan = AttemptPlan(attempt=1, nodes=(Node("a", "127.0.0.1"), Node("b", "localhost")), ranks_per_node=1, launcher="slurm")
-    for node in (0, 1):  # without network.interface of the cluster file, under every launcher
+    for number in (0, 1):  # without network.interface of the cluster file, under every launcher
         expected = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
-        assert rendezvous.environment_between(plan, node) == expected, "exactly this one"
-    assert rendezvous.environment_between(replace(plan, interface="bond0"), 0) == {}
-    assert rendezvous.environment_between(replace(plan, nodes=plan.nodes[:1]), 0) == {}
+        assert node.environment_between(plan, number) == expected, "exactly this one"
+    assert node.environment_between(replace(plan, interface="bond0"), 0) == {}
+    assert node.environment_between(replace(plan, nodes=plan.nodes[:1]), 0) == {}
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "bond0")
     with pytest.raises(UserError, match="--master"):
-        rendezvous.interface_to("no-such-host.invalid")
-    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", lambda *a, **k: [(2, 2, 17, "", ("127.0.1.1", 9))])
+        node.interface_to("no-such-host.invalid")
+    monkeypatch.setattr(node.socket, "getaddrinfo", lambda *a, **k: [(2, 2, 17, "", ("127.0.1.1", 9))])
     with pytest.raises(UserError, match="loopback"):
-        rendezvous.interface_to("node1")
+        node.interface_to("node1")
 
 
 @pytest.mark.parametrize(
@@ -246,9 +246,9 @@ PLAN = AttemptPlan(attempt=1, nodes=(Node("a", "a"), Node("b", "b")), ranks_per_
 
 
 def test_the_others_learn_it_from_the_run_folder(tmp_path: Path) -> None:
-    thread = threading.Timer(0.5, rendezvous.publish, (tmp_path, "10.0.0.1", 21_000))
+    thread = threading.Timer(0.5, node.publish, (tmp_path, "10.0.0.1", 21_000))
     thread.start()
-    assert rendezvous.await_published(tmp_path, PLAN, lambda: False) == ("10.0.0.1", 21_000)
+    assert node.await_published(tmp_path, PLAN, lambda: False) == ("10.0.0.1", 21_000)
 
 
 def test_the_launcher_leaves_nothing_in_tmp(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from clustertune.errors import UserError
 from clustertune.evaluate.run import progress
-from clustertune.events import read_object
 from clustertune.launch.attempt import AttemptPlan, Node
+from clustertune.manifest import read_object
 from clustertune.monitor import live
 from clustertune.monitor.sampler import TelemetryWriter
 from clustertune.monitor.status import Alert, Watcher, draw, openmetrics, text

@@ -12,7 +12,7 @@ import pytest
 from clustertune.check.machines import machine_findings
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, exit_code, worst
 from clustertune.host.system import MIB
-from clustertune.nccl_check.link_rules import VERDICT, headline_of, judge, judge_log, ranked
+from clustertune.nccl_check.link_rules import VERDICT, headline_of, judge_log, ranked
 from clustertune.nccl_check.nccl_log import Log, read
 from tests.doctor.machine_cases import machine
 from tests.nccl_check.healthy import (
@@ -396,7 +396,7 @@ HEALTHY = {
 def test_no_false_alarm(name: str) -> None:
     """A check that cries wolf is switched off."""
     document, log = HEALTHY[name]
-    findings = judge(document, log)
+    findings = judge_log(document, read(log.values()))
     assert [item for item in findings if item.status in (WARN, FAIL)] == [] and exit_code(findings) == 0
     assert headline_of(document, read(log.values()), findings).startswith("PASS: " if findings else "UNKNOWN: ")
 
@@ -413,7 +413,9 @@ def test_small_sizes_are_no_verdict() -> None:
     document = copied(INFINIBAND)
     for item in document["results"]:
         item.update(bytes=item["bytes"] // 2**20, busbw_gb_s=1.0, median_s=1e-4)
-    found = [item for item in judge(document, logs(INFINIBAND_JOB)) if item.rule in ("intra-speed", "inter-speed")]
+    found = [
+        item for item in judge_log(document, read(logs(INFINIBAND_JOB).values())) if item.rule in ("intra-speed", "inter-speed")
+    ]
     assert [item.status for item in found] == [UNKNOWN, UNKNOWN]
 
 
@@ -421,11 +423,11 @@ def test_a_busy_machine_is_no_slow_node() -> None:
     """Where repetitions differ as much as nodes do, a difference between nodes means nothing."""
     document = copied(INFINIBAND)
     pair_speeds({"ab": 340, "ba": 200, "ac": 340, "ca": 340, "bc": 200, "cb": 340})(document)
-    slow = {item.rule for item in judge(document, {}) if item.status in (WARN, FAIL)}
+    slow = {item.rule for item in judge_log(document, Log()) if item.status in (WARN, FAIL)}
     assert slow == {"slow-node"}
     for item in document["per_pair"]:
         item["spread"] = 0.7
-    assert worst(judge(document, {})) == PASS
+    assert worst(judge_log(document, Log())) == PASS
 
 
 def test_gloo_is_held_to_what_a_cpu_does() -> None:
@@ -434,9 +436,9 @@ def test_gloo_is_held_to_what_a_cpu_does() -> None:
     document.update(
         nodes=2, expected={"network": {"kind": "ethernet", "gbit": 100}, "inter": {"expected_gb_s": 5.6, "nominal_gb_s": 12.5}}
     )
-    assert worst(judge(document, {})) == PASS
+    assert worst(judge_log(document, Log())) == PASS
     document["results"] = [*results("world", 0.05, 4), *results("intra", 1.1, 2)]
-    found = next(item for item in judge(document, {}) if item.rule == "inter-speed")
+    found = next(item for item in judge_log(document, Log()) if item.rule == "inter-speed")
     assert found.status == FAIL and "0.05 GB/s between nodes, 0.4 % of nominal" in found.found
 
 
@@ -452,7 +454,7 @@ def test_lines_that_carry_what_they_should_are_not_slow(ways: tuple[float, ...],
     )
     document["results"] = results("world", 0.03, 2)
     document["per_pair"] = [{**way, "busbw_gb_s": gb_s} for way, gb_s in zip(pairs(1.0), ways, strict=False)]
-    (found,) = [item for item in judge(document, {}) if item.rule == "inter-speed"]
+    (found,) = [item for item in judge_log(document, Log()) if item.rule == "inter-speed"]
     assert found.status == status, found
 
 
@@ -464,6 +466,6 @@ def test_nccl_check_and_doctor_agree(rule: str, status: str, values: dict[str, i
     """One machine cannot be well for one command and broken for the other."""
     document = copied(INFINIBAND)
     all_facts(**values)(document)
-    statuses = {item.status for item in judge(document, logs(INFINIBAND_JOB)) if item.rule == rule}
+    statuses = {item.status for item in judge_log(document, read(logs(INFINIBAND_JOB).values())) if item.rule == rule}
     doctor = {item.status for item in machine_findings(machine(values)) if item.rule == rule}
     assert statuses == doctor == {status}

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from clustertune.host.system import MIB
-from clustertune.launch.rendezvous import free_port
+from clustertune.launch.node import free_port
 from clustertune.nccl_check import link_measure
 from clustertune.nccl_check import link_rank as measure
 from clustertune.nccl_check.link_measure import (

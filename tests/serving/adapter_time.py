@@ -18,7 +18,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from clustertune.launch.rendezvous import free_port
+from clustertune.launch.node import free_port
 from clustertune.launch.server_requests import ask, load_adapter, post, unload_adapter
 from clustertune.training.rollouts import ServerRing
 from tests.slurm import wait_for

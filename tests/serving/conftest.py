@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from clustertune.evaluate.servers import Servers, ServingJob
 from clustertune.launch.agent import process_state
-from clustertune.launch.rendezvous import free_port
+from clustertune.launch.node import free_port
 from clustertune.launch.serving import Serving
 from tests.slurm import wait_for
 

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from clustertune.evaluate.inputs import TaskRows, Wrong
+from clustertune.evaluate.tasks import TaskRows, Wrong
 
 BENCHMARK_PROMPTS, BENCHMARK_INSTRUCTIONS, KINDS = 541, 834, 25
 """The size of google/IFEval: prompts, instructions in them, kinds of instruction (arXiv:2311.07911 and its data file)."""
