@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensor
 
-from clustertune.simulate.child import Guard
+from clustertune.simulate.guard import Guard
 
 
 class DeviceJournal:

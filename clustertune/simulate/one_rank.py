@@ -37,9 +37,9 @@ from clustertune.manifest import read_manifest
 from clustertune.plan.memory import BACKWARD, FORWARD, LOSS, REFERENCE, UPDATE
 from clustertune.resolve.resolved import Resolved
 from clustertune.simulate import fake_cuda, stand_ins
-from clustertune.simulate.child import Guard
 from clustertune.simulate.fake_cuda import JOURNAL
 from clustertune.simulate.follow import EVALUATION, LOADING, REST, RESUME, SAVE, Counted, Curve, Follow, Memory
+from clustertune.simulate.guard import Guard
 from clustertune.training import build, figures, packing, recompute, sharding
 from clustertune.training.collectives import Group
 from clustertune.training.figures import Startup

@@ -27,7 +27,7 @@ from clustertune.plan.step import RankGroup, traffic
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
 from clustertune.resolve.resolved import Resolved
-from clustertune.simulate import child
+from clustertune.simulate import guard
 
 CAPABILITY = {"volta": (7, 0), "turing": (7, 5), "ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0),
               "blackwell-gddr": (12, 0)}  # fmt: skip
@@ -119,7 +119,7 @@ def simulate(
     Raises UserError: what cannot be simulated, and what failed, with the line of the project that is nearest to it.
     """
     raise_if(refusals(resolved))
-    library, why = child.build_guard()
+    library, why = guard.build()
     with tempfile.TemporaryDirectory(prefix="clustertune-simulate-") as folder:
         found = _run(Path(folder), specification(resolved, machine, ranks, library), tell)
     note = "" if library is not None else f"{why}: tensors are called cpu, and a wrong device is not found"

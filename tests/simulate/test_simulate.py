@@ -29,11 +29,11 @@ from clustertune.plan.schedule import Lengths
 from clustertune.plan.step import flops
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
-from clustertune.simulate import child, simulator
+from clustertune.simulate import guard, simulator
 from tests.tree import REPO
 
 pytestmark = pytest.mark.timeout(900)
-needs_compiler = pytest.mark.skipif(shutil.which(child.COMPILER) is None, reason="a wrong device needs the guard")
+needs_compiler = pytest.mark.skipif(shutil.which(guard.COMPILER) is None, reason="a wrong device needs the guard")
 DEPTH = 2
 MANY = {"llama70b-tp-fsdp2": "8x8xh100-sxm", "mixtral8x7b-tulu3": "4x8xh100-sxm", "qwen2.5-72b-tulu3": "16x4xh100-sxm"}
 """Recipes of more nodes than the example cluster has."""
@@ -247,7 +247,7 @@ def damaged(tmp_path: Path, *changes: tuple[str, str, str], rank: int = 0) -> li
         assert text.count(old) == 1
         path.write_text(text.replace(old, new))
     resolved = recipe("tiny-oasst2", depth=None)
-    library, _ = child.build_guard()
+    library, _ = guard.build()
     spec = tmp_path / "spec.json"
     spec.write_text(json.dumps(simulator.specification(resolved, plan_of(resolved).machine, [rank], library)))
     done = subprocess.run(
@@ -369,7 +369,7 @@ def test_ranks_by_name() -> None:
 
 def test_the_document_and_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without g++: the same run on tensors called cpu, and a line that says so."""
-    monkeypatch.setattr(child, "COMPILER", "no-such-compiler")
+    monkeypatch.setattr(guard, "COMPILER", "no-such-compiler")
     done = call("tiny-oasst2", "--cluster", "dgx-h100", "--simulate", "--json")
     assert done.exit_code == 0, done.output
     body = json.loads(done.stdout)["simulation"]
@@ -384,13 +384,13 @@ def test_the_document_and_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_compiler
 def test_the_guard_is_built_once_and_never_taken_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library, why = child.build_guard()
+    library, why = guard.build()
     assert library is not None and not why
     made = library.stat().st_mtime_ns
-    assert child.build_guard() == (library, "") and library.stat().st_mtime_ns == made
+    assert guard.build() == (library, "") and library.stat().st_mtime_ns == made
     library.write_bytes(b"something else")
-    again, _ = child.build_guard()
+    again, _ = guard.build()
     assert again == library and library.read_bytes() != b"something else"
     library.parent.chmod(0o777)
-    found, why = child.build_guard()
+    found, why = guard.build()
     assert found is None and "others may write" in why
