@@ -548,16 +548,21 @@ class Chain:
 
     def server_nodes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Where they run, and the GPUs of each that they take: here, those that no rank has. Raises UserError where these are
-        fewer than one server takes.
+        fewer than one server takes, and without vLLM.
         """
+        from clustertune.evaluate.servers import PROGRAM, find_program
+
         count, ranks, recipe = visible_gpus(), self.resolved.world_size, self.resolved.recipe
         wide = recipe.beside.tensor_parallel_size if recipe.beside is not None else 1
+        key, without = "servers", "servers=null: the training then stops for each score"
+        if recipe.rollout == "servers":
+            key, without = "rollout", f"rollout=colocate{' servers=null' if recipe.servers is not None else ''}"
         if 0 < count < ranks + wide:
             text = f"{count} GPUs here, of which {ranks} ranks leave {max(0, count - ranks)}, and a server takes {wide}"
-            if recipe.rollout == "servers":
-                raise UserError(text, key="rollout", fix="--ranks with fewer, or rollout=colocate")
-            fix = "--ranks with fewer; or servers=null: the training then stops for each score, which all GPUs answer"
-            raise UserError(text, key="servers", fix=fix)
+            raise UserError(text, key=key, fix=f"--ranks with fewer; or {without}")
+        if find_program() is None:
+            fix = f"set {PROGRAM} to the program of an environment of its own; or {without}"
+            raise UserError("vLLM is not installed here, and servers beside the trainer are its", key=key, fix=fix)
         return ("127.0.0.1",), tuple(map(str, range(ranks, count)))
 
     def scratch(self) -> str:

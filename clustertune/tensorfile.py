@@ -7,10 +7,12 @@ mapped pages count as resident memory.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import struct
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,3 +180,38 @@ def build_header(tensors: Iterable[Tensor], metadata: Mapping[str, str] | None =
     text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+class CutShort(OSError):
+    """A file ends before the bytes that were to be read."""
+
+
+class OpenFiles:
+    """Files of which any bytes are read plainly, opened once each for all threads, until :meth:`close`."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+        self.guard = threading.Lock()
+
+    def descriptor(self, path: Path) -> int:
+        """Of the open file. Raises OSError."""
+        with self.guard:
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._descriptors[path]
+
+    def read(self, path: Path, view: memoryview, offset: int) -> None:
+        """Fill ``view`` from ``offset`` on. Raises OSError, :class:`CutShort` (EIO) where the file ends before."""
+        descriptor, done = self.descriptor(path), 0
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+            if not count:
+                raise CutShort(errno.EIO, f"the file ends at byte {offset + done}, while it was being read")
+            done += count
+
+    def close(self) -> None:
+        """Close all files."""
+        with self.guard:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()

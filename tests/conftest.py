@@ -19,8 +19,9 @@ from clustertune import lock
 from tests import parallel
 from tests.command import SHORT, Done, run
 from tests.slurm import slurm, slurm_session
+from tests.slurm_job import quiet
 
-__all__ = ["slurm", "slurm_session"]
+__all__ = ["quiet", "slurm", "slurm_session"]
 
 # Machines are shared: how long an example takes says nothing about the code. CI takes --hypothesis-profile=full.
 for profile, examples in (("local", 40), ("full", 200)):

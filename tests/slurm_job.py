@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO, events
@@ -26,6 +28,8 @@ SETTINGS = [
 SHAPE = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=2", "--mem=8G", "--time=01:00:00"]
 PATIENCE = 400.0
 """Seconds for a whole job with its restarts on a loaded machine."""
+CANARY = ("CANARY_TOKEN", "canary-1f9c")
+"""A variable of the shell that submits the job that nothing happens to."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -74,13 +78,6 @@ class Job:
 
         wait_for(holds, what, PATIENCE)
 
-    def until_new_steps(self, count: int = 3) -> None:
-        """Wait until an attempt that is younger than now has done some steps."""
-        known = self.attempts()
-        self.until(
-            lambda: len(self.steps(self.attempts())) >= count and (self.attempts() > known or known <= 1), f"{count} steps"
-        )
-
     def rank(self, node: int) -> int:
         """The process of the rank on a node, by its id out here."""
         found = [
@@ -115,3 +112,15 @@ class Job:
     def plan(self, attempt: int = 1) -> dict[str, Any]:
         body: dict[str, Any] = json.loads((self.run / "attempts" / f"{attempt:04d}" / "plan.json").read_bytes())
         return body
+
+
+@pytest.fixture(scope="session")
+def quiet(slurm_session: TemporaryCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """A job that nothing happens to. Read only."""
+    job = Job(slurm_session, tmp_path_factory.mktemp("slurm") / "quiet")
+    with pytest.MonkeyPatch.context() as patch:  # what a login shell may hold must not reach the job
+        patch.setenv(*CANARY)
+        job.submit()
+    found = job.end()
+    assert found["JobState"] == "COMPLETED" and found["ExitCode"] == "0:0", job.text
+    yield job

@@ -14,7 +14,7 @@ import copy
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,6 @@ import torch.distributed.checkpoint as dcp
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -180,10 +179,10 @@ class StateWriter:
         """Whether this rank's part of ``states`` is what a checkpoint's folders of these names hold, however it was sharded."""
         for name, state in states.items():
             stored = self._stager.stage(state)
-            for part in _tensors(stored):
+            for part in _leaves(stored):
                 part.zero_()
             load(stored, folder / name, self._group)
-            if not all(torch.equal(one.cpu(), other) for one, other in zip(_tensors(state), _tensors(stored), strict=True)):
+            if not all(torch.equal(one.cpu(), other) for one, other in zip(_leaves(state), _leaves(stored), strict=True)):
                 return False
         return True
 
@@ -312,13 +311,6 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _with_values_of(state: Any, copied: Any) -> Any:
     """The tensors of ``copied``, of an earlier save, among the other values of ``state``, such as the learning rate."""
     return tree_map(lambda one, other: other if isinstance(one, torch.Tensor) else copy.deepcopy(one), state, copied)
-
-
-def _tensors(state: Any) -> Iterator[torch.Tensor]:
-    """This rank's part of each tensor of a state."""
-    for value in flatten_state_dict(state)[0].values():
-        if isinstance(value, torch.Tensor):
-            yield value.to_local() if hasattr(value, "to_local") else value
 
 
 # --- the two states of a sharded model ----------------------------------------------------------------------------------

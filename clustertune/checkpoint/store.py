@@ -183,7 +183,7 @@ class CheckpointStore:
         """
         damaged: list[Path] = []
         while True:
-            chosen = self._on_first(lambda: self._choose(damaged))
+            chosen = self.on_first(lambda: self._choose(damaged))
             if chosen is None:
                 return None
             if not (found := self._compare(chosen)):
@@ -201,7 +201,7 @@ class CheckpointStore:
             self.tell(f"checkpoint {bad.path.name} is incomplete or damaged and is skipped: {problems[0]}")
         return checkpoint.path if checkpoint is not None else None
 
-    def _on_first(self, act: Callable[[], Any]) -> Any:
+    def on_first(self, act: Callable[[], Any]) -> Any:
         """What rank 0 does, for all ranks: its value, or the OSError or UserError that it met, raised on each of them alike."""
         value: Any = None
         failure: tuple[Any, ...] | None = None
@@ -254,7 +254,7 @@ class CheckpointStore:
             path.mkdir()
             close(path)
 
-        self._on_first(make)
+        self.on_first(make)
         return path
 
     def change(self, path: Path, **meta: Any) -> None:
@@ -266,7 +266,7 @@ class CheckpointStore:
             found = manifest.read_manifest(path, KIND)
             manifest.seal(path, KIND, {**found.meta, **meta}, found.files)
 
-        self._on_first(seal)
+        self.on_first(seal)
 
     def commit(self, path: Path, meta: Mapping[str, Any], records: Mapping[str, manifest.FileRecord] | None = None) -> int:
         """Make the folder whole: rank 0 writes the manifest last. Returns bytes.
@@ -300,7 +300,7 @@ class CheckpointStore:
 
     def check_fence(self) -> None:
         """Ask rank 0's fence, for all ranks."""
-        self._on_first(self.fence)
+        self.on_first(self.fence)
 
     def _own(self, names: list[str]) -> list[str]:
         return [name for name in names if self._owner(name) == self.ranks.rank]

@@ -280,13 +280,6 @@ class Price(GpuPrices):
     currency: str
     date: str
 
-    @property
-    def warning(self) -> str | None:
-        """What looks wrong without being impossible."""
-        if self.on_demand is not None and self.spot is not None and self.spot > self.on_demand:
-            return f"spot {self.spot:g} is above on-demand {self.on_demand:g}: are they swapped?"
-        return None
-
 
 def price(gpu: str, path: Path | None = None) -> Price | None:
     """The price of a GPU of ops/hardware.yaml per GPU-hour; None without one, or without a file.

@@ -398,25 +398,29 @@ def _numbers(inside: str, expression: str) -> list[str]:
 
 def shorten_hosts(names: Sequence[str]) -> list[tuple[str, int]]:
     """Names as few lists, ``gpu[01-32]``, each with how many it means; only neighbours that count up are joined."""
-    found: list[tuple[str, int, int, str, int]] = []
+    runs: list[list[str]] = []
     for name in names:
-        match = re.fullmatch(r"(.*?)(\d+)(\D*)", name)
-        if match is None:
-            found.append((name, -1, 0, "", 0))
-            continue
-        before, digits, after = match.groups()
-        last = found[-1] if found else None
-        if last and last[1] >= 0 and (last[0], last[3], last[4]) == (before, after, len(digits)) and int(digits) == last[2] + 1:
-            found[-1] = (before, last[1], int(digits), after, len(digits))
+        if runs and _following(runs[-1][-1]) == name:
+            runs[-1].append(name)
         else:
-            found.append((before, int(digits), int(digits), after, len(digits)))
-    shown = []
-    for before, first, last_one, after, width in found:
-        if first < 0 or first == last_one:
-            shown.append((before if first < 0 else f"{before}{first:0{width}d}{after}", 1))
-        else:
-            shown.append((f"{before}[{first:0{width}d}-{last_one:0{width}d}]{after}", last_one - first + 1))
-    return shown
+            runs.append([name])
+    return [(_as_list(run[0], run[-1]) if len(run) > 1 else run[0], len(run)) for run in runs]
+
+
+_NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
+
+
+def _following(name: str) -> str | None:
+    """The name with the next number, of as many digits; None where there is none."""
+    match = _NUMBERED.fullmatch(name)
+    number = f"{int(match[2]) + 1:0{len(match[2])}d}" if match else ""
+    return f"{match[1]}{number}{match[3]}" if match and len(number) == len(match[2]) else None
+
+
+def _as_list(first: str, last: str) -> str:
+    one, other = _NUMBERED.fullmatch(first), _NUMBERED.fullmatch(last)
+    assert one is not None and other is not None
+    return f"{one[1]}[{one[2]}-{other[2]}]{one[3]}"
 
 
 def expand_nodes(nodes: object) -> tuple[list[Any], list[int]]:

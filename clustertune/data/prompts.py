@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from clustertune.bounded import StandingChild, allow
-from clustertune.data import answer_rules, chats
+from clustertune.bounded import StandingChild
+from clustertune.data import chats, rewards
 from clustertune.data.rows import KINDS, KNOWN, BadRow, RowLocation, kind_of, read_file
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import hash_file
@@ -28,8 +28,8 @@ that it is JSON of."""
 ANSWER = "answer"
 """Beside ``prompt``, another name of TRL's ``completion``."""
 _READ = KNOWN | {ANSWER, *RULES}
-JUDGE_SECONDS, JUDGE_MEMORY = 5.0, 1 << 30
-"""For one answer, of CPU time; and bytes. A foreign pattern can go back again and again for years."""
+JUDGE_MEMORY = 1 << 30
+"""Bytes that the rule of one answer may take."""
 FORM = "a row has prompt, or messages; where there is one, completion (the answer); and contains, regex or json_schema"
 _ROWS = (("messages", "messages"), ("conversations", "sharegpt"), ("instruction", "alpaca"))
 """The column by which another format is known."""
@@ -169,7 +169,7 @@ def _check_rules(prompt: OwnPrompt, judge: Judge) -> Iterator[tuple[str, str, st
     if not isinstance(texts, str) and not (isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)):
         wrong = True
         yield "contains", "is neither a text nor a list of texts", "write the text that must stand in the answer"
-    if "regex" in rules and (fault := answer_rules.wrong_pattern(rules["regex"])) is not None:
+    if "regex" in rules and (fault := rewards.wrong_pattern(rules["regex"])) is not None:
         wrong = True
         yield "regex", fault, "a sign such as ( or + is written \\( or \\+ if it is meant"
     if "json_schema" in rules and (schema_fault := _wrong_schema(rules["json_schema"])):
@@ -187,13 +187,13 @@ def _wrong_schema(schema: Any) -> tuple[str, str] | None:
     """What is wrong with a JSON schema, and what to do; None: nothing."""
     if find_spec("jsonschema") is None:
         return "the package jsonschema is not installed", "pip install jsonschema, or use contains or regex"
-    if (fault := answer_rules.wrong_schema(schema)) is None:
+    if (fault := rewards.wrong_schema(schema)) is None:
         return None
     return fault, 'write a JSON object, or a text that holds one, such as {"type": "object", "required": ["name"]}'
 
 
 class Judge:
-    """Whether answers keep rules; each is judged in a child that ends at a limit of CPU time. Use as a context."""
+    """Whether answers keep rules; a reward's child judges each, with its limit of CPU time. Use as a context."""
 
     def __init__(self) -> None:
         self._child: StandingChild | None = None
@@ -206,24 +206,15 @@ class Judge:
             self._child.close()
 
     def __call__(self, rule: str, expected: Any, answer: str) -> bool | None:
-        """Whether an answer keeps a rule; None where that cannot be said within :data:`JUDGE_SECONDS`."""
+        """Whether an answer keeps a rule; None where that cannot be said within :data:`~clustertune.data.rewards.SECONDS`."""
         if rule == "exact_match":
-            return answer_rules.is_equal(answer, expected)
+            return rewards.is_equal(answer, expected)
         if rule == "contains":
             return all(text in answer for text in ([expected] if isinstance(expected, str) else expected))
         if self._child is None or self._child.ended:
-            self._child = StandingChild(_judge, JUDGE_MEMORY)
-        found = self._child.ask({"rule": rule, "expected": expected, "answer": answer}).found
-        return None if found is None else bool(found["keeps"])
-
-
-def _judge(work: Any) -> dict[str, Any]:
-    """Of a regular expression or a JSON schema; in a child."""
-    rule, expected, answer = work["rule"], work["expected"], work["answer"]
-    allow(JUDGE_SECONDS)
-    if rule == "regex":
-        return {"keeps": answer_rules.matches(answer, expected)}
-    try:
-        return {"keeps": answer_rules.fits_schema(answer, expected)}
-    except Exception:  # the schema refers to nothing: jsonschema and referencing have no common error
-        return {"keeps": False}
+            self._child = StandingChild(rewards.judge_one, JUDGE_MEMORY)
+        told = {"pattern" if rule == "regex" else "schema": expected}
+        found = self._child.ask([rule, told, "", answer, {}]).found
+        if rule == "json_schema" and found is not None and "raised" in found:  # it refers to nothing
+            return False
+        return bool(found["reward"]) if found is not None and "reward" in found else None

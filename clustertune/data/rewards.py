@@ -1,7 +1,12 @@
-"""Rewards of a model's answers: ours, from 0 to 1, and those that a recipe brings as Python functions.
+"""Rewards of a model's answers: ours, from 0 to 1, and those that a recipe brings as Python functions; and the rules of ours.
 
-Ours run what others wrote (patterns and schemas of a data set, lm-eval's checkers with a row's keywords) on what a model wrote.
-They do so in a child with a limit of time for each answer: a pattern that goes back again and again would hold up all ranks.
+Ours run what others wrote (patterns and schemas of a data set, lm-eval's checkers with a row's keywords) on what a model
+wrote. They do so in a child with a limit of time for each answer: a pattern that goes back again and again would hold up all
+ranks. Own prompts are evaluated by the same rules.
+
+IFEval's rules count sentences. NLTK's English sentence splitter is shipped in ``nltk_data/``: the official parameters, so that
+scores are the official ones. lm-eval downloads ``punkt_tab`` when its scorer is imported; without a network it continues and
+fails after the last prompt (EleutherAI/lm-evaluation-harness#2266). Here the data is there before the import.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.util
+import json
 import math
 import re
 import time
@@ -16,15 +22,17 @@ import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from clustertune.bounded import StandingChild, allow
 from clustertune.console import say
-from clustertune.data import answer_rules
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.recipe.layers import did_you_mean
 from clustertune.recipe.sections import Reward
 
+NLTK_DATA = Path(__file__).with_name("nltk_data")
+"""Its NOTICE says where the parameters are from."""
 SECONDS = 5.0
 """Of CPU for one answer. It is then worth 0."""
 TRIES = 3
@@ -33,9 +41,71 @@ RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_ex
 """What TRL gives a reward function beside the columns of the data."""
 PACKAGES = {"ifeval": "lm_eval", "json_schema": "jsonschema"}
 """What some of ours need that not every training has."""
-
 Judge = Callable[..., list[float | None]]
 """A reward function of TRL's form: ``prompts``, ``completions`` and columns as keyword arguments, a reward for each answer."""
+
+
+# --- rules that an answer keeps or not -------------------------------------------------------------------------------------
+
+
+def is_equal(answer: str, expected: Any) -> bool:
+    """Whether both have the same words, white space aside."""
+    return answer.split() == str(expected).split()
+
+
+def fits_schema(answer: str, schema: Any) -> bool:
+    """Whether the answer is JSON, with or without a Markdown fence around it, and valid by the schema.
+
+    Nothing is fetched for a ``$ref``. Answer and schema are foreign: to be called in a child with a limit of time. Raises an
+    error of jsonschema or referencing where the schema refers to nothing.
+    """
+    import jsonschema
+    import referencing
+
+    found = as_value(schema)
+    fenced = re.fullmatch(r"\s*```(?:json)?\n(.*)\n```\s*", answer, re.DOTALL)
+    try:
+        value = json.loads(fenced[1] if fenced else answer)
+    except (ValueError, RecursionError):
+        return False
+    kind = jsonschema.validators.validator_for(found, default=jsonschema.Draft202012Validator)
+    return bool(kind(found, registry=referencing.Registry()).is_valid(value))
+
+
+def wrong_pattern(pattern: Any) -> str | None:
+    """What is wrong with a regular expression; None: nothing."""
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError, RecursionError, OverflowError) as error:
+        return f"is not a regular expression of Python's re: {error}"
+    return None
+
+
+def wrong_schema(schema: Any) -> str | None:
+    """What is wrong with a JSON schema, or a text that holds one; None: nothing."""
+    import jsonschema
+
+    try:
+        found = as_value(schema)
+        jsonschema.validators.validator_for(found, default=jsonschema.Draft202012Validator).check_schema(found)
+    except (ValueError, RecursionError) as error:
+        return f"is not JSON: {error}"
+    except (jsonschema.SchemaError, AttributeError, TypeError) as error:
+        return f"is no JSON schema: {str(error).partition(chr(10))[0]}"
+    return None
+
+
+def as_value(value: Any) -> Any:
+    """A value of JSON, or a text that holds one, as tables have it."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def use_shipped_punkt() -> None:
+    """Make NLTK find the shipped parameters before any others, in this process and those that it forks."""
+    import nltk
+
+    if str(NLTK_DATA) not in nltk.data.path[:1]:
+        nltk.data.path.insert(0, str(NLTK_DATA))
 
 
 # --- ours: of one answer --------------------------------------------------------------------------------------------------
@@ -45,7 +115,7 @@ def _ifeval(text: str, row: Mapping[str, Any], prompt: str, _told: Mapping[str, 
     """Share of the prompt's instructions that the answer follows, by lm-eval's strict checkers."""
     from lm_eval.tasks.ifeval.utils import InputExample, test_instruction_following_strict
 
-    names, arguments = answer_rules.as_value(row["instruction_id_list"]), answer_rules.as_value(row["kwargs"])
+    names, arguments = as_value(row["instruction_id_list"]), as_value(row["kwargs"])
     found = test_instruction_following_strict(InputExample(0, names, prompt, arguments), text).follow_instruction_list
     return float(sum(found) / len(found))
 
@@ -57,18 +127,18 @@ def _exact_match(text: str, row: Mapping[str, Any], _prompt: str, told: Mapping[
         if not places:
             return 0.0
         text = places[-1][places[-1].re.groups and 1] or ""
-    return float(answer_rules.is_equal(text, row[told.get("column", "answer")]))
+    return float(is_equal(text, row[told.get("column", "answer")]))
 
 
 def _regex(text: str, row: Mapping[str, Any], _prompt: str, told: Mapping[str, Any]) -> float:
     """Whether the pattern is found in the answer (``re.search``)."""
     pattern = told["pattern"] if "pattern" in told else row[told.get("column", "pattern")]
-    return float(answer_rules.matches(text, pattern))
+    return float(re.search(pattern, text) is not None)
 
 
 def _json_schema(text: str, row: Mapping[str, Any], _prompt: str, told: Mapping[str, Any]) -> float:
     """Whether the answer is JSON and valid by the schema."""
-    return float(answer_rules.fits_schema(text, told["schema"] if "schema" in told else row[told.get("column", "schema")]))
+    return float(fits_schema(text, told["schema"] if "schema" in told else row[told.get("column", "schema")]))
 
 
 def _length(text: str, _row: Mapping[str, Any], _prompt: str, told: Mapping[str, Any]) -> float:
@@ -116,9 +186,9 @@ def lacking(reward: Reward, row: Mapping[str, Any]) -> Iterator[tuple[str, str, 
             fix = f"write it in the row, or name another column: {{function: {reward.function}, column: NAME}}"
             yield column, f"missing, and {reward.function} reads it", fix
         elif reward.function == "regex":
-            if (fault := answer_rules.wrong_pattern(str(row[column]))) is not None:
+            if (fault := wrong_pattern(str(row[column]))) is not None:
                 yield column, fault, None
-        elif reward.function == "json_schema" and (fault := answer_rules.wrong_schema(row[column])) is not None:
+        elif reward.function == "json_schema" and (fault := wrong_schema(row[column])) is not None:
             yield column, fault, "json-schema.org says what one is"
 
 
@@ -127,7 +197,7 @@ def _lacking_instructions(row: Mapping[str, Any]) -> Iterator[tuple[str, str, st
     found = {}
     for column in ("instruction_id_list", "kwargs"):
         try:
-            found[column] = answer_rules.as_value(row.get(column))
+            found[column] = as_value(row.get(column))
         except ValueError:
             found[column] = None
         if not isinstance(found[column], list) or not found[column]:
@@ -186,10 +256,10 @@ class Rewards:
             import langdetect
 
             langdetect.DetectorFactory.seed = 0  # else the language of one answer is another every time
-            answer_rules.use_shipped_punkt()
+            use_shipped_punkt()
             _instructions()  # the import looks for the splitter
         if any(reward.module is None for reward in self.rewards):
-            self._child = StandingChild(_judge_one)
+            self._child = StandingChild(judge_one)
         self._stack.callback(self._end)
         return self
 
@@ -216,7 +286,7 @@ class Rewards:
         for _ in range(TRIES):
             assert self._child is not None
             if self._child.ended:
-                self._child = StandingChild(_judge_one)
+                self._child = StandingChild(judge_one)
             began = time.monotonic()
             found = self._child.ask([reward.function, reward.options, prompt, answer, dict(row)]).found
             if found is not None or time.monotonic() - began >= SECONDS:
@@ -240,7 +310,7 @@ class Rewards:
         return [judge(**given, completion_ids=[[] for _ in answers]) for judge in self.judges]
 
 
-def _judge_one(request: Sequence[Any]) -> Mapping[str, Any]:
+def judge_one(request: Sequence[Any]) -> Mapping[str, Any]:
     """In the child: one answer, with the time that it may take."""
     function, told, prompt, answer, row = request
     allow(SECONDS)

@@ -402,8 +402,8 @@ def _parquet(
 
     try:
         with pq.ParquetFile(stream) as table:
-            columns = _known(table.schema_arrow.names, wanted, unused)
-            yield from _batches(table.iter_batches(batch_size=BATCH_ROWS, columns=columns), location)
+            columns = chosen_columns(table.schema_arrow.names, wanted, unused)
+            yield from table_records(table.iter_batches(batch_size=BATCH_ROWS, columns=columns), location)
     except pa.ArrowException as error:
         raise UserError(f"damaged Parquet file: {error}", file=shown, fix="fetch the file again") from None
 
@@ -417,13 +417,13 @@ def _arrow(stream: Any, location: RowLocation, shown: str, wanted: frozenset[str
         stream.seek(0)
         table = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
         batches = (table.get_batch(n) for n in range(table.num_record_batches)) if is_file else table
-        columns = _known(table.schema.names, wanted, unused)
-        yield from _batches((batch.select(columns) for batch in batches), location)
+        columns = chosen_columns(table.schema.names, wanted, unused)
+        yield from table_records((batch.select(columns) for batch in batches), location)
     except pa.ArrowException as error:
         raise UserError(f"damaged Arrow file: {error}", file=shown, fix="fetch the file again") from None
 
 
-def _known(names: list[str], wanted: frozenset[str] | None, unused: set[str]) -> list[str]:
+def chosen_columns(names: list[str], wanted: frozenset[str] | None, unused: set[str]) -> list[str]:
     """The columns to read; where none is ours all of them: they show what the format is."""
     if wanted is None:
         return names
@@ -431,7 +431,8 @@ def _known(names: list[str], wanted: frozenset[str] | None, unused: set[str]) ->
     return [name for name in names if name in wanted] or names
 
 
-def _batches(batches: Any, location: RowLocation) -> Iterator[Record]:
+def table_records(batches: Any, location: RowLocation) -> Iterator[Record]:
+    """The rows of Arrow batches or tables, numbered through all of them."""
     row = 0
     for batch in batches:
         for value in arrow_rows(batch):

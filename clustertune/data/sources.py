@@ -9,12 +9,22 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from clustertune.console import byte_progress
-from clustertune.data.rows import BATCH_ROWS, KINDS, KNOWN, PACKED, Record, RowLocation, arrow_rows, kind_of, read_file
+from clustertune.data.rows import (
+    BATCH_ROWS,
+    KINDS,
+    KNOWN,
+    PACKED,
+    Record,
+    RowLocation,
+    chosen_columns,
+    kind_of,
+    read_file,
+    table_records,
+)
 from clustertune.errors import UserError, storage_error
 from clustertune.manifest import MANIFEST, hash_file, require_whole
 from clustertune.recipe.sections import Data, DataSource, is_address
@@ -292,12 +302,9 @@ class HubDataset:
 
     def records(self) -> Iterator[Record]:
         for name, split, rows in self._splits:
-            wanted = wanted_columns(self._part) or frozenset(rows.column_names)
-            self.unused |= set(rows.column_names) - wanted
-            known = rows.select_columns([column for column in rows.column_names if column in wanted] or rows.column_names)
-            tables = known.with_format("arrow").iter(BATCH_ROWS)
-            for number, row in enumerate(chain.from_iterable(map(arrow_rows, tables)), 1):
-                yield RowLocation(f"{self.name}/{name}", number, split, number), row
+            columns = chosen_columns(rows.column_names, wanted_columns(self._part), self.unused)
+            tables = rows.select_columns(columns).with_format("arrow").iter(BATCH_ROWS)
+            yield from table_records(tables, RowLocation(f"{self.name}/{name}", 1, split))
 
 
 def _has_splits(splits: set[str | None], shown: str) -> bool:

@@ -701,12 +701,6 @@ def _head(ids: npt.NDArray[Any], mask: npt.NDArray[Any]) -> tuple[npt.NDArray[An
     return np.where(mask, ids | LABEL, ids), (len(ids), first, last, len(places))
 
 
-def look(example: Mapping[str, Any], tokenizer: Any, train_args: Mapping[str, Any]) -> tuple[int, int]:
-    """Tokens of one example, and how many of them carry a label. Raises UserError."""
-    found = [head for _, head in Encoder.of(tokenizer, train_args).encode([example])]
-    return sum(head[0] for head in found), sum(head[3] for head in found)
-
-
 @dataclass
 class Tried:
     """What came of examples with a tokenizer and its chat template."""

@@ -45,7 +45,7 @@ from clustertune.checkpoint import store
 from clustertune.cluster.hardware import read_hardware
 from clustertune.doctor.recipe_context import RecipeContext
 from clustertune.errors import UserError
-from clustertune.host.mounts import lies_elsewhere
+from clustertune.host.mounts import lies_elsewhere, mount_of
 from clustertune.host.system import GIB
 from clustertune.launch import serving, shape
 from clustertune.plan.predict import Plan
@@ -577,9 +577,9 @@ def disk_space(context: RecipeContext) -> Iterator[Seen]:
 
 def _free(context: RecipeContext, path: Path) -> float | None:
     """Bytes that a user may still write where ``path`` lies: what was collected of its mount, else what the system says."""
-    for mount in sorted(context.facts.mounts if context.facts else [], key=lambda m: -len(m.point)):
-        if path.is_relative_to(mount.point) and mount.free_bytes is not None and mount.point != "/":
-            return float(mount.free_bytes)
+    known = [one for one in (context.facts.mounts if context.facts else ()) if one.free_bytes is not None and one.point != "/"]
+    if mount := mount_of(str(path), known):
+        return float(mount.free_bytes or 0)
     with contextlib.suppress(OSError):
         return float(shutil.disk_usage(path).free)
     return None

@@ -33,9 +33,12 @@ def is_scored(run: RunDir, name: str) -> bool:
 def export_adapter(run: RunDir, checkpoint: Checkpoint, base: Path) -> Path | None:
     """The folder of a checkpoint's adapter, for its scores; None where the ranks have removed the checkpoint meanwhile.
 
-    Raises UserError as the export does.
+    One of a checkpoint that was passed over since is removed. Raises UserError as the export does.
     """
     adapter = run.scores / f"adapter-{checkpoint.path.name}"
+    for other in run.scores.glob("adapter-*"):
+        if other != adapter:
+            shutil.rmtree(other)
     try:
         export(checkpoint.path, adapter, base)
     except UserError:

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from clustertune.data import answer_rules
+from clustertune.data import rewards
 from clustertune.data.prompts import OwnPrompts
 from clustertune.data.rows import BadRow, RowLocation, read_file
 from clustertune.data.sources import snapshot
@@ -398,7 +398,7 @@ def read_inputs(names: Sequence[str], data: Path | None, benchmark: bool) -> Inp
     """What the tasks ``names`` need; ``data``: a file of rows for the one task that reads some, None: see
     :func:`choose_source`. Raises UserError.
     """
-    answer_rules.use_shipped_punkt()
+    rewards.use_shipped_punkt()
     reading = eval_tasks.with_rows(names)
     if data is not None:
         eval_tasks.reader_of(names, data, "--data")

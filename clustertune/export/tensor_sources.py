@@ -175,14 +175,6 @@ _NAMES: list[Any] = [
 """All that DeepSpeed's files refer to beside tensors and plain values, each by what takes its place."""
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """Where a tensor's elements lie: the group, and its first element in it (stage 3: in each rank's piece of the group)."""
-
-    group: int
-    start: int
-
-
 def is_zero(manifest: Manifest) -> bool:
     """Whether a checkpoint was written by DeepSpeed."""
     return any(_MODEL.fullmatch(name) for name in manifest.files)
@@ -202,7 +194,8 @@ class ZeroSource:
         self._verify(self._model_file)
         self._model = self._load(self._model_file)
         self._groups: list[list[torch.Tensor]] | None = None
-        self._places: dict[str, _Slot] = {}
+        self._places: dict[str, tuple[int, int]] = {}
+        """A tensor's group, and its first element in it (stage 3: in each rank's piece of the group)."""
         self._stage = 0
         self.stored: list[StoredTensor] = []
         if self._states:
@@ -222,7 +215,7 @@ class ZeroSource:
             start = 0
             for name, shape in shapes.items():
                 size = math.prod(shape)
-                self._places[f"{_PREFIX}{name}"] = _Slot(number, start)
+                self._places[f"{_PREFIX}{name}"] = number, start
                 self.stored.append(StoredTensor(f"{_PREFIX}{name}", tuple(shape), "torch.float32", floating=True))
                 start += -(-size // len(self._states)) if self._stage == 3 else size
 
@@ -304,14 +297,14 @@ class ZeroSource:
                 raise UserError(text, file=str(self.checkpoint))
 
     def _gather(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
-        slot, size = self._places[key], math.prod(shape)
+        (number, start), size = self._places[key], math.prod(shape)
         assert self._groups is not None
-        pieces = [groups[slot.group] for groups in self._groups]
+        pieces = [groups[number] for groups in self._groups]
         if self._stage == 3:
             each = -(-size // len(pieces))
-            flat = torch.cat([piece[slot.start : slot.start + each] for piece in pieces])[:size]
+            flat = torch.cat([piece[start : start + each] for piece in pieces])[:size]
         else:
-            flat = torch.cat(list(_cut(pieces, slot.start, size)))
+            flat = torch.cat(list(_cut(pieces, start, size)))
         return flat.reshape(shape).clone()
 
 

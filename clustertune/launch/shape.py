@@ -243,7 +243,8 @@ def size_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
         problems.append(Problem(message, file=resolved.name, key=key, fix=fix))
 
     if (nodes := nodes + resolved.recipe.server_nodes) > have:
-        fix = f"slurm.nodes={have}, or --cluster NAME for another cluster" if have else "--cluster NAME for another cluster"
+        left = have - resolved.recipe.server_nodes
+        fix = f"{f'slurm.nodes={left}, or ' if left > 0 else ''}--cluster NAME for another cluster"
         add("slurm.nodes", f"the recipe needs {nodes} nodes; {called} has {have} compute node{'s' if have != 1 else ''}", fix)
     if compute.gpus and ranks > compute.gpus:
         fix = f"slurm.gpus_per_node={compute.gpus}"

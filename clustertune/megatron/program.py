@@ -156,15 +156,16 @@ class _Training:
 
     def _begin_anew(self, folder: Path) -> None:
         """Make a folder empty, for all ranks. Raises UserError (exit 73) on all of them where it cannot be written."""
-        fault = None
-        if self.group.rank == 0:
-            try:
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir(parents=True)
-            except OSError as error:
-                fault = str(error.strerror or error)
-        if fault := self.group.broadcast(fault):
-            raise UserError(Problem(f"cannot be written: {fault}", file=str(folder)), ExitCode.STORAGE)
+
+        def make() -> None:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+
+        try:
+            self.store.on_first(make)
+        except OSError as error:
+            text = f"cannot be written: {error.strerror or error}"
+            raise UserError(Problem(text, file=str(folder)), ExitCode.STORAGE) from None
 
     def _configure(self, latest: tuple[Path, dict[str, Any]] | None) -> dict[str, dict[str, Any]]:
         """The sections, complete: the steps are known once rank 0 has packed the data. Each attempt keeps what it ran."""

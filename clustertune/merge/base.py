@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from clustertune.errors import Problem, UserError, collect_problems, raise_if
@@ -109,7 +108,6 @@ def check_tensors(folder: Path) -> list[Problem]:
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from clustertune.training.loading_sources import Unfollowed, find, survey
@@ -127,10 +125,9 @@ def check_tensors(folder: Path) -> list[Problem]:
         text = " ".join(str(error).split())
         return [Problem(f"transformers does not accept it: {text}", file=str(folder / "config.json"))]
     files, named, _ = find_shards(folder)
-    rules = SimpleNamespace(weight_mapping=get_model_conversion_mapping(model), dtype_plan=None)
     tensors = survey(files, named or None)  # vLLM loads what the index names, transformers all that the files hold
     try:
-        found = find(model, {n: t for n, t in tensors.items() if not named or n in named}, rules, model.state_dict())
+        found = find(model, {n: t for n, t in tensors.items() if not named or n in named})
         return [*_surplus_layers(found.extra, config, folder), *_without_scales(tensors, model.state_dict())]
     except UserError as error:
         more = len(error.problems) - SHOWN

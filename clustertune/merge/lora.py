@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -230,7 +229,6 @@ class _Fit:
         """
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.conversion_mapping import get_model_conversion_mapping
 
         from clustertune.training.loading_sources import Unfollowed, find
 
@@ -238,8 +236,7 @@ class _Fit:
         try:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**base.config))
-            rules = SimpleNamespace(weight_mapping=get_model_conversion_mapping(model), dtype_plan=None)
-            sources = find(model, base.tensors, rules, model.state_dict()).by_name
+            sources = find(model, base.tensors).by_name
         except UserError as error:
             self.problems += error.problems
             return

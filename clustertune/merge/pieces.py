@@ -17,7 +17,7 @@ from typing import Any
 from clustertune.errors import UserError, storage_error
 from clustertune.manifest import XXH3_128, FileRecord, fsync_path, new_hasher
 from clustertune.merge.lora import EXPONENTS, Adapter, Update, is_finite
-from clustertune.tensorfile import BITS, FLOATS, Tensor, build_header
+from clustertune.tensorfile import BITS, FLOATS, OpenFiles, Tensor, build_header
 
 
 @dataclass(frozen=True)
@@ -299,48 +299,22 @@ _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM}
 """What fallocate(2) answers where the filesystem cannot do it."""
 
 
-def read_exactly(fd: int, view: memoryview, offset: int) -> None:
-    """Fill ``view`` from ``offset`` on. Raises OSError, EIO where the file ends before."""
-    done = 0
-    while done < len(view):
-        got = os.preadv(fd, [view[done:]], offset + done)
-        if got == 0:
-            raise OSError(errno.EIO, f"the file ends at byte {offset + done}, while it was being read")
-        done += got
-
-
-class InputFiles:
-    """The input files, opened once each for all threads. A failing read names the file."""
-
-    def __init__(self) -> None:
-        self._fds: dict[Path, int] = {}
-        self._guard = threading.Lock()
-
-    def _fd(self, path: Path) -> int:
-        with self._guard:
-            if path not in self._fds:
-                self._fds[path] = os.open(path, os.O_RDONLY)
-            return self._fds[path]
+class InputFiles(OpenFiles):
+    """The input files. A failing read is a UserError (exit 73) that names the file."""
 
     def read(self, path: Path, view: memoryview, offset: int) -> None:
-        """Fill ``view`` from ``path``. Raises UserError (exit 73) where the file cannot be read."""
+        """Fill ``view`` from ``path``."""
         try:
-            read_exactly(self._fd(path), view, offset)
+            super().read(path, view, offset)
         except OSError as error:
             raise storage_error(error, "reading", path) from error
 
     def announce(self, path: Path, offset: int, size: int) -> None:
         """Have the kernel read what follows soon: threads that take turns look to it like random access."""
         try:
-            os.posix_fadvise(self._fd(path), offset + _AHEAD, size, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(self.descriptor(path), offset + _AHEAD, size, os.POSIX_FADV_WILLNEED)
         except OSError as error:
             raise storage_error(error, "reading", path) from error
-
-    def close(self) -> None:
-        """Close all files."""
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
 
 
 def _reserve(fd: int, size: int) -> None:

@@ -120,20 +120,9 @@ class CheckFile(StrictSection):
     (:mod:`clustertune.nccl_check.link_measure`); a plan does not need it."""
 
 
-@dataclass(frozen=True)
-class MeasuredLinks:
+class MeasuredLinks(CheckFile):
     """What a plan takes from a check."""
 
-    cluster: str
-    date: str
-    nodes: int
-    gpus_per_node: int
-    backend: str
-    transport: str
-    intra_gb_s: float | None
-    """Bus bandwidth of an all-gather inside a node, GB/s per GPU; None: not measured."""
-    inter_gb_s: float | None
-    """Over all nodes, GB/s per node and direction; None: not measured."""
     source: str
     """The file."""
 
@@ -141,6 +130,16 @@ class MeasuredLinks:
     def world(self) -> int:
         """GPUs that took part."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def intra_gb_s(self) -> float | None:
+        """Bus bandwidth of an all-gather inside a node, GB/s per GPU; None: not measured."""
+        return _bandwidth(self.results, ("intra",))
+
+    @property
+    def inter_gb_s(self) -> float | None:
+        """Over all nodes, GB/s per node and direction; None: not measured."""
+        return _bandwidth(self.results, ("world", "inter")) if self.nodes > 1 else None
 
 
 def read_measured(path: str | Path) -> MeasuredLinks:
@@ -150,17 +149,7 @@ def read_measured(path: str | Path) -> MeasuredLinks:
     if not isinstance(data, dict):
         raise UserError(Problem("contains no nccl-check result", file=shown, fix=f"give a file with schema {SCHEMA}"))
     check = read_model(CheckFile, Document(shown, data), _contradictions)
-    return MeasuredLinks(
-        cluster=check.cluster,
-        date=check.date,
-        nodes=check.nodes,
-        gpus_per_node=check.gpus_per_node,
-        backend=check.backend,
-        transport=check.transport,
-        intra_gb_s=_bandwidth(check.results, ("intra",)),
-        inter_gb_s=_bandwidth(check.results, ("world", "inter")) if check.nodes > 1 else None,
-        source=shown,
-    )
+    return MeasuredLinks.model_construct(**vars(check), source=shown)
 
 
 def find_measured(cluster: Cluster) -> MeasuredLinks | None:

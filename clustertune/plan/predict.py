@@ -297,7 +297,8 @@ def check_room(resolved: Resolved, used: Strategy, machine: PlanMachine) -> None
         text = (
             f"{used.nodes}{f' and {beside} of servers' if beside else ''}, and {machine.name} has {machine.nodes} compute nodes"
         )
-        fix = f"slurm.nodes={machine.nodes}, or name more in a cluster file"
+        left = machine.nodes - beside
+        fix = f"{f'slurm.nodes={left}' if left > 0 else 'a smaller servers.nodes'}, or name more in a cluster file"
         problems.append(Problem(text, file=resolved.name, key="slurm.nodes", fix=fix))
     if used.ranks_per_node > machine.gpus_per_node:
         text = f"{used.ranks_per_node}, and a node of {machine.name} has {machine.gpus_per_node} GPUs"

@@ -9,6 +9,7 @@ import html
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from clustertune.errors import Problem
@@ -166,7 +167,7 @@ def mismatches(simulation: Simulation) -> list[Problem]:
     for rank, other in others:
         for stage in {**one["sequence"], **other["sequence"]}:
             mine, theirs = one["sequence"].get(stage, []), other["sequence"].get(stage, [])
-            at = _first_difference(mine, theirs)
+            at = next((at for at, calls in enumerate(zip_longest(mine, theirs)) if calls[0] != calls[1]), None)
             if at is None:
                 continue
             said = [_describe(calls[at]) if at < len(calls) else "nothing more" for calls in (mine, theirs)]
@@ -174,13 +175,6 @@ def mismatches(simulation: Simulation) -> list[Problem]:
             problems.append(Problem(text, file="--ranks", fix="ranks of one group must make the same collectives in one order"))
             break
     return problems
-
-
-def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> int | None:
-    for at, (mine, theirs) in enumerate(zip(one, other, strict=False)):
-        if mine != theirs:
-            return at
-    return min(len(one), len(other)) if len(one) != len(other) else None
 
 
 def _describe(call: Sequence[Any]) -> str:

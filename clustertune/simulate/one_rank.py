@@ -9,7 +9,7 @@ import os
 import resource
 import time
 import traceback
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -443,21 +443,14 @@ class _Simulated:
 
 def _sums(calls: list[Any]) -> list[dict[str, Any]]:
     """Calls and bytes by kind and group."""
-    count: Counter[tuple[str, int, int]] = Counter()
-    size: Counter[tuple[str, int, int]] = Counter()
+    sums: dict[tuple[str, int, int], list[int]] = defaultdict(lambda: [0, 0])
     for call in calls:
-        key = (call.kind, call.ranks, call.stride)
-        count[key] += call.times
-        size[key] += call.bytes * call.times
+        row = sums[call.kind, call.ranks, call.stride]
+        row[0] += call.times
+        row[1] += call.bytes * call.times
     return [
-        {
-            "kind": kind,
-            "ranks": ranks,
-            "stride": stride,
-            "calls": count[kind, ranks, stride],
-            "bytes": size[kind, ranks, stride],
-        }
-        for kind, ranks, stride in sorted(count)
+        {"kind": kind, "ranks": ranks, "stride": stride, "calls": count, "bytes": size}
+        for (kind, ranks, stride), (count, size) in sorted(sums.items())
     ]
 
 

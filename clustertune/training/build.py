@@ -18,6 +18,7 @@ from typing import Any
 
 from clustertune.errors import Problem, UserError
 from clustertune.recipe import accelerate_file as acc
+from clustertune.replaced import in_place_of
 from clustertune.resolve import kernels
 from clustertune.resolve.resolved import Distribution, Resolved
 
@@ -80,15 +81,10 @@ def install_cpu_fsdp() -> None:
     from accelerate.utils import DistributedType
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    original = state.AcceleratorState.__init__
-    if getattr(original, "runs_fsdp_on_cpu", False):
-        return
-
-    def init(
-        self: Any, mixed_precision: str | None = None, cpu: bool = False, *args: Any, fsdp_plugin: Any = None, **kwargs: Any
-    ) -> None:
+    @in_place_of(state.AcceleratorState, "__init__")
+    def init(original: Any, self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
         fresh = not state.AcceleratorState._shared_state
-        original(self, mixed_precision, cpu, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fresh and fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
             self.distributed_type = DistributedType.FSDP
             if self._mixed_precision != "no":
@@ -98,9 +94,6 @@ def install_cpu_fsdp() -> None:
                 fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
             self.fsdp_plugin = fsdp_plugin
             state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-    init.runs_fsdp_on_cpu = True  # type: ignore[attr-defined]
-    state.AcceleratorState.__init__ = init
 
 
 def leave_shapes_to_torch(distribution: Distribution) -> list[str]:

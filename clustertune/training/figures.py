@@ -11,7 +11,7 @@ events, one a part and then the sum, are all written by rank 0 at the end of the
     {"event": "startup", "part": "total", "seconds": 41.2, "read_bytes": [...], "host_bytes": [...], "loading": "slices"}
 
 ``seconds`` of the parts add up to the total's, but for rounding. ``read_bytes`` is what each rank read of the weights,
-``host_bytes`` its peak resident memory, both in rank order; ``loading`` says how (:data:`HOW`).
+``host_bytes`` its peak resident memory, both in rank order; ``loading`` says how (:attr:`Startup.loading`).
 
 An evaluation says the same on every mesh: the mean over the labelled tokens of the eval split, each row once. transformers
 5.23 takes the mean of the batches' means over ranks, and cuts the last, padded batch by counting ranks as rows: under tp or
@@ -69,10 +69,6 @@ START_PARTS = (
 ``model``: built without weights, LoRA added, trainer made.
 ``reading``: weights from storage to where they stay. ``first step``: compilation included.
 ``evaluation``: the one before the first step."""
-HOW = {
-    "slices": "each rank read its own slices",
-    "whole": "transformers read the files, whole",
-}
 IGNORED_LABEL = -100
 """What a label is where no loss is taken."""
 Base: Any = object
@@ -99,7 +95,7 @@ class Startup:
         self.read_bytes = 0
         """Bytes of weights that this rank read."""
         self.loading = "whole"
-        """A key of :data:`HOW`."""
+        """``slices``: each rank read its own; ``whole``: transformers read the files, whole."""
         self.done = False
 
     def _turn(self) -> None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
-import threading
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -23,7 +21,7 @@ import torch
 
 from clustertune.checkpoint.shards import DTYPES
 from clustertune.errors import Problem, UserError, raise_if, storage_error
-from clustertune.tensorfile import FETCH, Tensor, read_headers
+from clustertune.tensorfile import FETCH, CutShort, OpenFiles, Tensor, read_headers
 
 _NO_WEIGHTS = {"C64", "U16", "U32", "U64"}
 """Types of a checkpoint's values that weights do not have: packed integers would be read as numbers."""
@@ -42,13 +40,10 @@ def survey(paths: Iterable[Path], index: Mapping[str, str] | None = None) -> dic
     return found
 
 
-class RowReader:
-    """Reads rows and counts bytes; files stay open until :meth:`close`. May be used by several threads."""
+class RowReader(OpenFiles):
+    """Reads rows and counts bytes, which stay when the files are closed. May be used by several threads."""
 
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._open: dict[Path, int] = {}
-        self._lock = threading.Lock()
+    bytes = 0
 
     def rows(self, tensor: Tensor, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """Rows ``begin`` to ``end`` of the first dimension (all of them by default), in the file's dtype, on the CPU.
@@ -69,34 +64,18 @@ class RowReader:
         return raw.view(DTYPES[tensor.dtype])
 
     def _fill(self, raw: torch.Tensor, tensor: Tensor, skip: int) -> None:
-        done, size = 0, raw.numel()
+        size = raw.numel()
         # Not through numpy: torch never resizes the storage of a tensor that numpy has seen, and FSDP frees by resizing.
         view = memoryview((ctypes.c_ubyte * size).from_address(raw.data_ptr())).cast("B")
         try:
-            descriptor = self._descriptor(tensor.file)
-            while done < size:
-                count = os.preadv(descriptor, [view[done:]], tensor.offset + skip + done)
-                if not count:
-                    text = "the file ends before this tensor: it was cut since its header was read"
-                    raise UserError(Problem(text, file=str(tensor.file), key=tensor.name, fix=FETCH))
-                done += count
+            self.read(tensor.file, view, tensor.offset + skip)
+        except CutShort:
+            text = "the file ends before this tensor: it was cut since its header was read"
+            raise UserError(Problem(text, file=str(tensor.file), key=tensor.name, fix=FETCH)) from None
         except OSError as error:
             raise storage_error(error, "the base model was not read", tensor.file) from None
-        with self._lock:
+        with self.guard:
             self.bytes += size
-
-    def _descriptor(self, path: Path) -> int:
-        with self._lock:
-            if path not in self._open:
-                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            return self._open[path]
-
-    def close(self) -> None:
-        """Close the files; the count stays."""
-        with self._lock:
-            for descriptor in self._open.values():
-                os.close(descriptor)
-            self._open.clear()
 
 
 class Unfollowed(Exception):
@@ -191,16 +170,22 @@ class Sources:
     """Rules that were used: transformers undoes them when it saves."""
 
 
-def find(model: Any, tensors: Mapping[str, Tensor], load_config: Any, wanted: Mapping[str, torch.Tensor]) -> Sources:
+def find(
+    model: Any, tensors: Mapping[str, Tensor], load_config: Any = None, wanted: Mapping[str, torch.Tensor] | None = None
+) -> Sources:
     """Map the files to a model that has no values yet.
 
-    ``load_config``: transformers' ``LoadStateDictConfig``; ``wanted``: the model's state dict, in the shapes of the whole.
+    ``load_config``: transformers' ``LoadStateDictConfig``; None: nothing is loaded into the model. ``wanted``: its state dict,
+    in the shapes of the whole.
     Raises UserError with every tensor that is missing or has another shape than the model, Unfollowed where a rule cannot be
     applied to tensors without data.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    rules = load_config.weight_mapping or []
+    wanted = model.state_dict() if wanted is None else wanted
+    rules = (get_model_conversion_mapping(model) if load_config is None else load_config.weight_mapping) or []
+    dtypes = getattr(load_config, "dtype_plan", None) or {}
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -215,7 +200,7 @@ def find(model: Any, tensors: Mapping[str, Tensor], load_config: Any, wanted: Ma
             extra.append((name, tensors[original]))
             continue
         if name not in found:
-            dtype = _dtype(name, wanted[name], load_config.dtype_plan or {})
+            dtype = _dtype(name, wanted[name], dtypes)
             rule = deepcopy(by_pattern[pattern]) if pattern is not None else None
             found[name] = ParameterSource(dtype, tuple(wanted[name].shape), [], rule, name)
         found[name].parts.append((pattern or original, original, tensors[original]))

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.recipe import accelerate_file as acc
+from clustertune.replaced import in_place_of
 from clustertune.resolve.resolved import Distribution
 from clustertune.training import deepspeed_engine
 
@@ -96,16 +97,11 @@ def _leave_out_what_was_not_gathered() -> None:
     TRL's fused head takes the weight of ``lm_head`` without calling it. torch 2.13 leaves such a group out where it reduces
     (_fsdp_param_group.py:621), and raises AttributeError where it only accumulates (_fsdp_param.py:807).
     """
-    original = FSDPParam.to_accumulated_grad_if_needed
-    if hasattr(original, "original"):
-        return
 
-    def accumulate(self: Any) -> None:
+    @in_place_of(FSDPParam, "to_accumulated_grad_if_needed")
+    def accumulate(original: Any, self: Any) -> None:
         if hasattr(self, "_unsharded_param"):
             original(self)
-
-    accumulate.original = original  # type: ignore[attr-defined]
-    FSDPParam.to_accumulated_grad_if_needed = accumulate
 
 
 def split_experts_evenly() -> None:
@@ -115,11 +111,9 @@ def split_experts_evenly() -> None:
     expert of each layer, 24 nothing, and each all-gather would carry four times the bytes, mostly padding. Found by simulating
     the recipe at full size.
     """
-    original = torch.distributed.fsdp.fully_shard
-    if hasattr(original, "original"):
-        return
 
-    def fully_shard(module: Any, **kwargs: Any) -> Any:
+    @in_place_of(torch.distributed.fsdp, "fully_shard")
+    def fully_shard(original: Any, module: Any, **kwargs: Any) -> Any:
         mesh = kwargs.get("mesh")
         ranks = int(mesh.shape[-1]) if mesh is not None else torch.distributed.get_world_size()
 
@@ -131,9 +125,6 @@ def split_experts_evenly() -> None:
 
         return original(module, **{"shard_placement_fn": placement, **kwargs})
 
-    fully_shard.original = original  # type: ignore[attr-defined]
-    torch.distributed.fsdp.fully_shard = fully_shard
-
 
 def free_gathered_units() -> None:
     """Have FSDP2's forward pass keep two units in memory, not three: free the gathered buffer of the unit before.
@@ -142,20 +133,15 @@ def free_gathered_units() -> None:
     in a local variable while it copies the next unit out: 5.9 GiB of Llama-3.1-405B. Here it goes before that copy begins; the
     next all-gather waits, as in torch, until the copy out of the freed buffer has ended.
     """
-    original = FSDPParamGroup.wait_for_unshard
-    if hasattr(original, "original"):
-        return
 
-    def wait_for_unshard(self: Any) -> None:
+    @in_place_of(FSDPParamGroup, "wait_for_unshard")
+    def wait_for_unshard(original: Any, self: Any) -> None:
         state = self.comm_ctx.all_gather_state
         if self._all_gather_result and self._training_state == TrainingState.FORWARD and state is not None:
             self._wait_all_gather_streams_on_event(state.event)
             self.comm_ctx.all_gather_state = None
             del state
         original(self)
-
-    wait_for_unshard.original = original  # type: ignore[attr-defined]
-    FSDPParamGroup.wait_for_unshard = wait_for_unshard
 
 
 def _parts(model: Any, *, zero: bool) -> Iterator[_Part]:

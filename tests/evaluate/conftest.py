@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from clustertune.data.answer_rules import NLTK_DATA
+from clustertune.data.rewards import NLTK_DATA
 from clustertune.evaluate.run import evaluate
 from clustertune.evaluate.tasks import locate_upstream
 from clustertune.recipe.eval_tasks import first_task

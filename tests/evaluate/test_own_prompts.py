@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clustertune.cluster.load import load_cluster
-from clustertune.data import prompts as room
+from clustertune.data import rewards
 from clustertune.data.prompts import Judge, are_own, read_prompts
 from clustertune.errors import UserError
 from clustertune.evaluate.run import evaluate
@@ -73,7 +73,7 @@ def test_every_bad_row_is_named_at_once(row: dict[str, Any], words: str, tmp_pat
 
 
 def test_a_pattern_that_goes_back_for_years_has_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "JUDGE_SECONDS", 0.2)
+    monkeypatch.setattr(rewards, "SECONDS", 0.2)
     began = time.process_time()
     with Judge() as judge:
         assert judge("regex", r"^(a+)+$", "a" * 60 + "!") is None

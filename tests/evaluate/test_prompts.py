@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from clustertune.data import answer_rules
+from clustertune.data import rewards
 from clustertune.errors import UserError
 from clustertune.evaluate.own import ifeval as room
 from clustertune.evaluate.own.ifeval import OwnRows, recognise_benchmark
@@ -23,7 +23,7 @@ def read_prompts(path: Path) -> OwnRows:
 
 @pytest.fixture(autouse=True)
 def splitter() -> None:
-    answer_rules.use_shipped_punkt()
+    rewards.use_shipped_punkt()
 
 
 def write(path: Path, *rows: Any) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import nltk
 import pytest
 
-from clustertune.data import answer_rules
+from clustertune.data import rewards
 
 TEXT = "Dr. Smith met Ms. Jones in the U.S. on Jan. 5 at 9 a.m. in Seoul. He left again! Did anyone see him?"
 
@@ -14,9 +14,9 @@ def test_the_official_parameters_are_found_without_a_download(monkeypatch: pytes
     """What nltk_data has of them, and how lm-eval's scorer counts with them."""
     monkeypatch.setattr(nltk.data, "path", [])
     monkeypatch.setattr(nltk, "download", lambda *_args, **_more: pytest.fail("a download"))
-    answer_rules.use_shipped_punkt()
-    answer_rules.use_shipped_punkt()
-    assert nltk.data.path == [str(answer_rules.NLTK_DATA)]
+    rewards.use_shipped_punkt()
+    rewards.use_shipped_punkt()
+    assert nltk.data.path == [str(rewards.NLTK_DATA)]
     from lm_eval.tasks.ifeval import instructions_util
     from nltk.tokenize.punkt import PunktTokenizer
 

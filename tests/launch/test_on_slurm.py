@@ -5,31 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO
-from tests.slurm_job import Job
+from tests.slurm_job import CANARY, Job
 
 pytestmark = pytest.mark.timeout(1200)
-
-
-@pytest.fixture(scope="module")
-def quiet(slurm_session: TemporaryCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """A job that nothing happens to. Read only."""
-    job = Job(slurm_session, tmp_path_factory.mktemp("slurm") / "quiet")
-    # What a login shell may hold must not reach the job.
-    os.environ["CANARY_TOKEN"] = "canary-1f9c"  # noqa: S105
-    try:
-        job.submit()
-    finally:
-        del os.environ["CANARY_TOKEN"]
-    found = job.end()
-    assert found["JobState"] == "COMPLETED" and found["ExitCode"] == "0:0", job.text
-    yield job
 
 
 @pytest.mark.jobs
@@ -50,8 +34,9 @@ def test_a_job_leaves_no_foreign_variable_anywhere(quiet: Job) -> None:
     """Login shells hold tokens; a job's environment is shown, logged and spooled."""
     shown = quiet.cluster.run(["scontrol", "-dd", "show", "job", str(quiet.id)]).stdout
     spool = b"".join(p.read_bytes() for p in quiet.cluster.root.rglob("*") if p.is_file() and "log" not in p.parts)
-    left = [path for path in quiet.run.rglob("*") if path.is_file() and b"canary-1f9c" in path.read_bytes()]
-    assert "canary-1f9c" not in shown + quiet.text and left == [] and b"canary-1f9c" not in spool
+    value = CANARY[1]
+    left = [path for path in quiet.run.rglob("*") if path.is_file() and value.encode() in path.read_bytes()]
+    assert value not in shown + quiet.text and left == [] and value.encode() not in spool
 
 
 def test_the_wrong_allocation_is_refused_with_the_line_to_use(slurm: TemporaryCluster, tmp_path: Path) -> None:

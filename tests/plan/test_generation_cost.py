@@ -8,6 +8,8 @@ import pytest
 
 from clustertune.cluster.load import load_cluster
 from clustertune.errors import UserError
+from clustertune.launch.bill import bill
+from clustertune.launch.shape import size_problems, train_shape
 from clustertune.plan.generation_cost import BANDWIDTH_SHARE, cache_bytes
 from clustertune.plan.machine import machine
 from clustertune.plan.predict import Plan, make_plan
@@ -82,6 +84,26 @@ def test_servers_read_their_share_and_take_nothing_of_the_ranks() -> None:
     assert seconds(found) == pytest.approx(512 * read / (found.machine.hbm_bytes_per_s * BANDWIDTH_SHARE))
     assert not any(term.name == "cache of the answers" for moment in found.moments for term in moment.parts)
     assert found.gpus == 24 and any("1 server: 16.4 GiB" in note for note in found.notes)
+
+
+def test_servers_that_score_take_nothing_of_the_ranks_and_are_paid() -> None:
+    """Supervised fine-tuning: as long a step, the GPUs of one node more, and room for the tasks' longest prompts."""
+    cluster, scored = load_cluster("dgx-h100"), "eval.during={every: 10, limit: 16}"
+    beside, between = (
+        make_plan(resolve("llama70b-lora", [scored, *servers]), machine(cluster))
+        for servers in (["servers.tensor_parallel_size=4"], [])
+    )
+    assert beside.step.seconds == between.step.seconds and beside.needed == between.needed
+    assert (beside.gpus, between.gpus) == (16, 8) and any("2 servers: 32.9 GiB" in note for note in beside.notes)
+    paid, stopped = bill(beside, cluster), bill(between, cluster)
+    waits, stands = paid.seconds["scores while training"], stopped.seconds["scores while training"]
+    assert waits is not None and stands is not None and 0 < waits < stands
+    assert beside.hours is not None and paid.training == pytest.approx(16 * (beside.hours + waits / 3600))
+    assert train_shape(beside.resolved, cluster).nodes == 2
+    with pytest.raises(UserError, match="16,384 tokens"):
+        make_plan(resolve("llama70b-lora", [scored, "servers.nodes=1"]), machine(cluster))
+    (problem,) = size_problems(resolve("llama70b-lora", [scored, "servers.tensor_parallel_size=16"]), cluster)
+    assert problem.key == "servers.tensor_parallel_size"
 
 
 def test_servers_that_do_not_hold_the_model_are_refused() -> None:

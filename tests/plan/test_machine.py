@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,11 @@ from clustertune.host.system import MIB
 from clustertune.plan.machine import MeasuredLinks, machine, read_measured
 from tests.recipe.conftest import check_form
 
-CHECK = MeasuredLinks("c", "2026-11-02", 2, 8, "nccl", "NET/IB", 362.0, 340.0, "c.nccl-check.json")
+
+def checked(intra_gb_s: float = 362.0, inter_gb_s: float = 340.0, **change: Any) -> MeasuredLinks:
+    """What was measured on two nodes, but for what is given."""
+    results = [gather("intra", 1024, intra_gb_s), gather("world", 1024, inter_gb_s)]
+    return MeasuredLinks.model_validate({**body(transport="NET/IB", results=results, **change), "source": "c.nccl-check.json"})
 
 
 def cluster(
@@ -62,8 +65,8 @@ def test_a_check_comes_before_the_file_and_the_file_before_the_nominal_speed() -
     for given, intra, inter, sources, words in (
         (machine(cluster()), 360e9, 352e9, "nominal nominal", "expected (ops/hardware.yaml)"),
         (machine(stated), 350e9, 300e9, "measured measured", "measured_gb_s of c.yaml: 300 GB/s, 75 % of nominal"),
-        (machine(stated, measured=CHECK), 362e9, 340e9, "measured measured", "of 2026-11-02: 340 GB/s over NET/IB, 85 %"),
-        (machine(cluster(), measured=replace(CHECK, nodes=1, inter_gb_s=None)), 362e9, 352e9, "measured nominal", "expected"),
+        (machine(stated, measured=checked()), 362e9, 340e9, "measured measured", "of 2026-11-02: 340 GB/s over NET/IB, 85 %"),
+        (machine(cluster(), measured=checked(nodes=1)), 362e9, 352e9, "measured nominal", "expected"),
     ):
         assert (given.intra.bytes_per_s, given.inter.bytes_per_s) == (intra, inter)
         assert f"{given.intra.source} {given.inter.source}" == sources and words in given.inter.note
@@ -76,7 +79,7 @@ def test_an_nvlink_domain_reaches_over_nodes() -> None:
     rack = cluster(16, gpus=4, gpu="gb200", interconnect="nvlink5", nvlink_domain=72, network={"gbit": 400, "ports": 4})
     plain = machine(rack)
     assert (plain.domain, plain.intra.bytes_per_s) == (72, pytest.approx(702e9))
-    wide = machine(rack, measured=replace(CHECK, nodes=16, gpus_per_node=4, intra_gb_s=720.0, inter_gb_s=650.0))
+    wide = machine(rack, measured=checked(nodes=16, gpus_per_node=4, intra_gb_s=720.0, inter_gb_s=650.0))
     assert (wide.intra.bytes_per_s, wide.inter.source) == (650e9, "nominal")
 
 
@@ -105,7 +108,7 @@ def test_a_cluster_that_cannot_be_planned_on_is_refused(given: dict[str, Any], w
 )
 def test_a_check_of_another_machine_is_refused(change: dict[str, Any], words: str) -> None:
     """Its bandwidth would be believed before all else."""
-    assert words in refused(cluster(), measured=replace(CHECK, **change))
+    assert words in refused(cluster(), measured=checked(**change))
 
 
 def gather(scope: str, mib: int, busbw: float, **change: Any) -> dict[str, Any]:

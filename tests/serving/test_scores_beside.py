@@ -61,12 +61,20 @@ def is_training_on(folder: Path) -> bool:
     return any(begun < event["time"] < ended for begun, ended in scored for event in events(folder, "step"))
 
 
-@pytest.mark.parametrize(("gpus", "each"), [(2, 1), (3, 2)])
-def test_servers_without_a_spare_gpu_are_refused_before_a_stage_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, each: int
+@pytest.mark.parametrize(
+    ("gpus", "each", "text"),
+    [
+        (2, 1, "2 ranks leave 0, and a server takes 1"),
+        (3, 2, "2 ranks leave 1, and a server takes 2"),
+        (0, 1, "vLLM is not installed here"),
+    ],
+)
+def test_servers_that_this_machine_cannot_start_are_refused_before_a_stage_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, each: int, text: str
 ) -> None:
     monkeypatch.setattr(chain, "visible_gpus", lambda: gpus)
+    monkeypatch.setenv("CLUSTERTUNE_VLLM", str(tmp_path / "none"))
     asked = resolve("tiny-oasst2", [f"servers.tensor_parallel_size={each}", "eval.during.every=4"])
-    with pytest.raises(UserError, match=f"2 ranks leave {gpus - 2}, and a server takes {each}") as caught:
+    with pytest.raises(UserError, match=text) as caught:
         Chain(RunDir(tmp_path), asked).go()
     assert caught.value.problems[0].key == "servers" and not list(tmp_path.iterdir())

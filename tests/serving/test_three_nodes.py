@@ -1,4 +1,4 @@
-"""GRPO with servers beside the trainer, as a job of a real Slurm: two nodes train, one serves with transformers on its CPU."""
+"""Servers beside the trainer, as a job of a real Slurm: two nodes train, one serves with transformers on its CPU."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from tests.slurm_job import Job
 pytestmark = [pytest.mark.jobs, pytest.mark.timeout(1800)]
 SERVER = Path(__file__).with_name("cpu_server.py")
 SETTINGS = [
-    "rollout=servers", "slurm.nodes=2", "slurm.gpus_per_node=1", "train.max_steps=6", "train.save_steps=2", "data.limit=40",
-    "train.eval_strategy=no", "train.eval_on_start=false", "train.report_to=none", "train.max_completion_length=8",
+    "slurm.nodes=2", "slurm.gpus_per_node=1", "train.max_steps=6", "train.save_steps=2", "data.limit=40",
+    "train.eval_strategy=no", "train.eval_on_start=false", "train.report_to=none",
 ]  # fmt: skip
+ROLLOUTS = ["rollout=servers", "train.max_completion_length=8"]
 SCORED = ["eval.during={every: 2, tasks: [ifeval], limit: 2}", "eval.max_gen_toks=8"]
 
 
@@ -48,7 +49,7 @@ def left(cluster: FaultyCluster) -> list[int]:
 
 def test_two_nodes_train_and_one_serves(three: FaultyCluster, tmp_path: Path) -> None:
     """A server that is killed comes back; a rank that is killed resumes; at the end nothing runs, and no key is left."""
-    job = submitted(three, tmp_path, "recipes/tiny-grpo")
+    job = submitted(three, tmp_path, "recipes/tiny-grpo", *ROLLOUTS)
     job.until(job.steps, "the first step")
     assert three.processes(3, "cpu_server") and not three.processes(1, "cpu_server") + three.processes(2, "cpu_server")
     ring = next((job.run / "servers").glob("*/ring.json"))
@@ -67,9 +68,14 @@ def test_two_nodes_train_and_one_serves(three: FaultyCluster, tmp_path: Path) ->
     nothing_is_left(three, job)
 
 
-def test_the_recipe_of_two_roles_runs_tiny(three: FaultyCluster, tmp_path: Path) -> None:
-    """Its own files; the servers score a checkpoint besides, and no attempt ends for it."""
-    job = submitted(three, tmp_path, "recipes/llama70b-ifeval-grpo", "--tiny", *SCORED)
+@pytest.mark.parametrize(
+    "recipe",
+    [["recipes/llama70b-ifeval-grpo", "--tiny", *ROLLOUTS], ["recipes/tiny-oasst2", "servers.nodes=1"]],
+    ids=["grpo", "sft"],
+)
+def test_the_servers_score_while_the_nodes_train(three: FaultyCluster, tmp_path: Path, recipe: list[str]) -> None:
+    """The files of the recipe with two roles, tiny, and supervised fine-tuning: no attempt ends for its scores."""
+    job = submitted(three, tmp_path, *recipe, *SCORED)
     job.until(job.steps, "the first step")
     assert three.processes(3, "cpu_server") and not three.processes(1, "cpu_server") + three.processes(2, "cpu_server")
     found = job.end()

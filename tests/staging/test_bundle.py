@@ -65,7 +65,8 @@ def test_a_parcel_is_rehearsed_without_a_network(parcel_of_all: Path, tmp_path: 
     assert steps["load"].startswith("llama, 21 tensors in 1 files; 36 prompts of google/IFEval")
 
 
-@pytest.mark.parametrize("part", ["data", *(pytest.param(part, marks=pytest.mark.jobs) for part in ("tokenizer", "weights"))])
+@pytest.mark.jobs
+@pytest.mark.parametrize("part", ["tokenizer", "data", "weights"])
 def test_what_a_parcel_lacks_is_found_before_it_travels(staged: Path, part: str) -> None:
     """Its sums are right, for it was sealed so."""
     model = bundle.model_folder(staged)

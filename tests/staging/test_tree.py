@@ -24,7 +24,7 @@ from tests.command import REPO
 from tests.slurm import wait_for
 from tests.staging.conftest import MIB, MODEL, REVISION, Bench, fill, flip, into_hub_cache, same
 
-SIZES = {"config.json": 300, "empty": 0, "sub/one.bin": 3 * MIB + 5, "two.safetensors": 2 * hashed_copy.BLOCK + 1}
+SIZES = {"config.json": 300, "empty": 0, "sub/one.bin": 3 * MIB + 5, "two.safetensors": hashed_copy.BLOCK + 1}
 
 PROGRAM = """
 import sys

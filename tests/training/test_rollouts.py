@@ -80,7 +80,9 @@ def curve(path: Path) -> list[list[float | None]]:
     return [[event.get(key) for key in NAMES] for event in events(path, "step")]
 
 
-@pytest.mark.parametrize("more", [pytest.param([], id="lora"), pytest.param(["train.beta=0.1", *FULL], id="full")])
+@pytest.mark.parametrize(
+    "more", [pytest.param([], id="lora", marks=pytest.mark.jobs), pytest.param(["train.beta=0.1", *FULL], id="full")]
+)
 def test_one_process_computes_what_trl_computes(more: list[str], bench: Bench, tmp_path: Path) -> None:
     """The same prompts in the same order, the same answers, rewards, losses and divergence, over five steps in float32."""
     path = bench.train("alone", *more, "train.eval_on_start=false")
