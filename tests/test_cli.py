@@ -19,8 +19,8 @@ import yaml
 
 from clustertune import __version__, console, manifest
 from clustertune.cli import app as cli
+from clustertune.cli.stages import eval_folder
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.evaluate import by_command
 from tests.command import REPO
 from tests.slurm import wait_for
 
@@ -190,7 +190,7 @@ def test_verify_a_run(call: Call, tmp_path: Path) -> None:
 
 def test_the_folder_of_an_evaluation(tmp_path: Path) -> None:
     def folder(model: str, data: str | None = None, **settings: int) -> Path:
-        return by_command.eval_folder(Path("runs/eval"), tmp_path / model, Path(data) if data else None, settings)
+        return eval_folder(Path("runs/eval"), tmp_path / model, Path(data) if data else None, settings)
 
     assert folder("a/merged") == folder("a/../a/merged") and folder("a/merged").name.startswith("a-merged-")
     assert folder("x/a/merged").name[:9] == folder("y/a/merged").name[:9] and folder("x/a/merged") != folder("y/a/merged")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -29,13 +30,14 @@ from clustertune.cli.arguments import (
     path_option,
 )
 from clustertune.console import emit_json, escape, make_table, reply, say, show_error
-from clustertune.errors import ExitCode, UserError, raise_if, storing
+from clustertune.errors import ExitCode, Problem, UserError, raise_if, storing
 from clustertune.manifest import write_durably
 from clustertune.rundir import STAGES, RunDir, Stage, default_run_dir
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from clustertune.recipe.sections import Eval
     from clustertune.resolve.resolved import Resolved
 
 
@@ -161,7 +163,6 @@ def evaluate(
     from clustertune.data import prompts as own_prompts
     from clustertune.evaluate import run as evaluation
     from clustertune.evaluate import scores
-    from clustertune.evaluate.by_command import eval_folder, eval_settings
     from clustertune.launch import cluster_paths
     from clustertune.launch.cluster_paths import existing_folder, merged_or_model, newest_merged
     from clustertune.recipe import sections
@@ -173,7 +174,7 @@ def evaluate(
     prompts = None
     if data is not None and own_prompts.are_own(data, given.get("tasks", [sections.FIRST_TASK])):
         prompts, given, data = data, {"tasks": [], **given, "data": str(data.absolute())}, None
-    settings = eval_settings({**given, "apply_chat_template": apply_chat_template, "backend": backend})
+    settings = _eval_settings({**given, "apply_chat_template": apply_chat_template, "backend": backend})
     used = {**settings.model_dump(mode="json"), "device": device}
     beside = {"adapter": str(adapter.resolve()) if adapter else None, "base": str(base.resolve()) if base else None}
     folder = out or eval_folder(below / "eval", model, data, {**used, **beside})
@@ -190,6 +191,37 @@ def evaluate(
         base_out=base_out,
     )
     reply(as_json, {**result, "dir": str(folder)}, lambda: scores.render(result, console.stderr), f"in {folder}")
+
+
+def eval_folder(below: Path, model: Path, data: Path | None, settings: Mapping[str, Any]) -> Path:
+    """``<parent>-<name>-<12 hex>`` of a model: the same command finds its result, two models of one name never share it."""
+    resolved = model.resolve()
+    identity = [str(resolved), str(data.resolve()) if data else None, dict(settings)]
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+    parts = (re.sub(r"[^A-Za-z0-9._]+", "_", part)[:40].strip("._") for part in (resolved.parent.name, resolved.name))
+    return below / "-".join([*(word for word in parts if word), digest])
+
+
+def _eval_settings(values: Mapping[str, Any]) -> Eval:
+    """The settings of an evaluation as the command line gives them. Raises UserError."""
+    from pydantic import ValidationError
+
+    from clustertune.recipe.eval_tasks import unknown_tasks
+    from clustertune.recipe.layers import did_you_mean
+    from clustertune.recipe.sections import Eval
+
+    try:
+        found = Eval.model_validate(values)
+    except ValidationError as error:
+        raise UserError(
+            Problem(f"{item['input']!r}: {item['msg']}", file="command line", key=f"--{str(item['loc'][0]).replace('_', '-')}")
+            for item in error.errors()
+        ) from None
+    raise_if(
+        Problem(f"lm-eval has no task {task!r}", file="command line", key="--tasks", fix=did_you_mean(task, known))
+        for task, known in unknown_tasks(found.tasks).items()
+    )
+    return found
 
 
 def report(

@@ -101,7 +101,7 @@ def test_a_folder_with_other_files_and_a_full_disk(
     def full(*_args: object) -> None:
         raise OSError(28, "No space left on device", str(tmp_path / "x"))
 
-    monkeypatch.setattr(room.inputs.Inputs, "write_tasks", full)
+    monkeypatch.setattr(room.tasks.Inputs, "write_tasks", full)
     with pytest.raises(UserError, match="No space left") as caught:
         evaluate(tiny_model, tmp_path / "out", settings=SETTINGS, data=parity_data, device="cpu")
     assert caught.value.code == ExitCode.STORAGE
