@@ -76,7 +76,7 @@ def test_a_killed_rank_begins_again_in_the_same_allocation(
 ) -> None:
     """Back in the queue the job might wait for days. Each time it is asked whether the job gets anywhere."""
     asked: list[tuple[str, int]] = []
-    monkeypatch.setattr(judge, "check", lambda path, job, step: asked.append((job, step)))
+    monkeypatch.setattr(judge, "check_progress", lambda path, job, step: asked.append((job, step)))
     counted = attempts(KILLED, Outcome(ExitCode.FAILED, [Problem("NCCL")]), Outcome(ExitCode.OK))
     with judge.taken_over(RunDir(tmp_path), "7", 0, lambda job: False):
         assert links_of(tmp_path).train() == {"checkpoint": "step-000008"}
