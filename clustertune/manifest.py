@@ -529,12 +529,16 @@ def _share_out(records: Mapping[Path, FileRecord], large: set[Path], rank: int, 
 
 
 class Ranks(Protocol):
-    """What a shared comparison needs of the process group."""
+    """What shared comparisons and checkpoints need of the process group."""
 
     rank: int
     world_size: int
 
     def gather(self, value: Any) -> list[Any]: ...
+
+    def broadcast(self, value: Any) -> Any: ...
+
+    def barrier(self) -> None: ...
 
 
 def sharers(folder: Path, ranks: Ranks | None) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from clustertune import manifest
 from clustertune.errors import Problem, UserError
@@ -31,14 +31,6 @@ _OF_RANK = re.compile(
 PROGRESS_SECONDS = 10.0
 """Between two lines that say how far a comparison has come."""
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
-
-
-class StoreRanks(manifest.Ranks, Protocol):
-    """What the store needs of the process group."""
-
-    def broadcast(self, value: Any) -> Any: ...
-
-    def barrier(self) -> None: ...
 
 
 @dataclass(frozen=True, order=True)
@@ -166,7 +158,7 @@ class CheckpointStore:
     attempt: int
     limit: int | None
     """How many whole checkpoints are kept beside those of ``is_kept``; None keeps all."""
-    ranks: StoreRanks
+    ranks: manifest.Ranks
     tell: Callable[[str], None]
     """Where a deletion is announced; called on rank 0 only."""
     fence: Callable[[], object] = lambda: None
@@ -233,7 +225,7 @@ class CheckpointStore:
                 comparison.wait(1.0)
             return [problem for found in self.ranks.gather(comparison.finish()) for problem in found]
 
-    def on(self, ranks: StoreRanks) -> CheckpointStore:
+    def on(self, ranks: manifest.Ranks) -> CheckpointStore:
         """The same store among others of its ranks' threads."""
         return replace(self, ranks=ranks)
 

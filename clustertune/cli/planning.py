@@ -45,7 +45,6 @@ from clustertune.plan.schedule import Lengths
 from clustertune.recipe import layers, native_rules
 from clustertune.resolve import models, resolve, tiny
 from clustertune.resolve import overrides as recipe_source
-from clustertune.simulate import compare as simulation_compare
 from clustertune.simulate import simulator
 from clustertune.simulate.simulator import Simulation
 
@@ -207,7 +206,7 @@ def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedClu
         simulated = _simulate(plans[0], args) if args.simulate else None
         if simulated is not None and args.out is not None:
             out = path_argument(args.out)
-            replace_ours(out, simulation_compare.svg(*simulated), simulation_compare.MARK)
+            replace_ours(out, simulator.svg(*simulated), simulator.MARK)
             say(f"in {out}")
         _show(plans[0], bills[0], tuple(overrides), args.as_document, scored, simulated)
 
@@ -288,7 +287,7 @@ def _show(
     if as_document:
         body = explanation.as_json(found) | {"evaluation": scored.as_json(), "total": whole.as_json()}
         if simulated is not None:
-            body["simulation"] = simulation_compare.as_json(*simulated)
+            body["simulation"] = simulator.as_json(*simulated)
         if not found.fits:
             body["remedies"] = [{"change": r.what, "overrides": r.arguments, "step_s": r.plan.step.seconds} for r in better]
         emit_json(body)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 from clustertune.console import byte_progress
 from clustertune.data.rows import (
@@ -56,27 +56,6 @@ def wanted_columns(part: DataSource) -> frozenset[str] | None:
     return None if part.format == "prompt" else KNOWN | set((part.columns or {}).values())
 
 
-class RecordSource(Protocol):
-    """Something that gives records."""
-
-    shown: str
-    """What to call it in a message."""
-    root: Path | None
-    """The folder that the file names of its records start from; None where they are not on this machine."""
-    warnings: list[str]
-    unused: set[str]
-    """Columns that no format has, and that were not read."""
-
-    def identity(self) -> list[Any] | None:
-        """What the records depend on, for reuse: names and hashes. None where that cannot be known without reading them."""
-
-    def has_splits(self) -> bool:
-        """Whether every record has its split from the input: it needs a train split and an eval split."""
-
-    def records(self) -> Iterator[Record]:
-        """All records, in order."""
-
-
 @dataclass(frozen=True)
 class InputFile:
     """One file of the input."""
@@ -95,7 +74,9 @@ class LocalFiles:
 
     def __init__(self, path: Path, part: DataSource) -> None:
         self.shown = str(path)
+        """What to call it in a message."""
         self.root: Path | None = path if path.is_dir() else path.parent
+        """The folder that the file names of its records start from; None where they are not on this machine."""
         self._begin(part)
         if path.is_dir():
             folder = path / part.config if part.config else path
@@ -111,6 +92,7 @@ class LocalFiles:
     def _begin(self, part: DataSource) -> None:
         self.warnings: list[str] = []
         self.unused: set[str] = set()
+        """Columns that no format has, and that were not read."""
         self._part = part
         self._wanted = wanted_columns(part)
 
@@ -150,6 +132,7 @@ class LocalFiles:
         return found
 
     def identity(self) -> list[Any] | None:
+        """What the records depend on, for reuse: names and hashes. None where that cannot be known without reading them."""
         found = []
         for folder in sorted({Path(file.path).parent for file in self.files}):
             require_whole(folder, only=[Path(file.path).name for file in self.files if Path(file.path).parent == folder])
@@ -161,9 +144,11 @@ class LocalFiles:
         return found
 
     def has_splits(self) -> bool:
+        """Whether every record has its split from the input: it needs a train split and an eval split."""
         return _has_splits({file.split for file in self.files}, self.shown)
 
     def records(self) -> Iterator[Record]:
+        """All records, in order."""
         before = 0
         with byte_progress() as bar:
             sizes = [Path(file.path).stat().st_size for file in self.files]
@@ -243,7 +228,7 @@ def snapshot(name: str, revision: str | None = None) -> Path | None:
 
 
 class HubDataset:
-    """A dataset of the Hugging Face Hub, through ``datasets`` and its cache."""
+    """A dataset of the Hugging Face Hub, through ``datasets`` and its cache; its methods are those of :class:`LocalFiles`."""
 
     root: Path | None = None
 
@@ -305,6 +290,10 @@ class HubDataset:
             columns = chosen_columns(rows.column_names, wanted_columns(self._part), self.unused)
             tables = rows.select_columns(columns).with_format("arrow").iter(BATCH_ROWS)
             yield from table_records(tables, RowLocation(f"{self.name}/{name}", 1, split))
+
+
+RecordSource = LocalFiles | HubDataset
+"""Something that gives records."""
 
 
 def _has_splits(splits: set[str | None], shown: str) -> bool:

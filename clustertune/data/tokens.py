@@ -5,8 +5,8 @@
 ``train-00000.u32``, ...     one little-endian uint32 per token, conversations in the order of ``train.jsonl``; the top bit says
                              that the token carries a label. At most :data:`PART_BYTES` and one shard each, so that readers can
                              share out the digests; no conversation is cut by the end of a file
-``train.index.npy``          one record per conversation (:data:`clustertune.data.INDEX`)
-``train-KEY.pieces.npy``, ``train-KEY.begins.npy``   the rows (:func:`clustertune.data.make_rows`)
+``train.index.npy``          one record per conversation (:data:`INDEX`)
+``train-KEY.pieces.npy``, ``train-KEY.begins.npy``   the rows (:func:`make_rows`)
 
 Two keys say what they were made from. The tokens': data, tokenizer, template, labels, versions. The rows': that and
 ``max_length``, packing, seed; other rows are another index, and nothing is tokenised for them. Number of processes, paths,
@@ -59,7 +59,16 @@ from clustertune.data.tokenizer import (
     within_limits,
 )
 from clustertune.errors import ExitCode, UserError, storage_error
-from clustertune.manifest import MANIFEST, FileRecord, find_problems, new_hasher, read_manifest, record_files, seal
+from clustertune.manifest import (
+    MANIFEST,
+    FileRecord,
+    find_problems,
+    new_hasher,
+    read_manifest,
+    record_files,
+    seal,
+    write_durably,
+)
 
 KIND = "tokens"
 FOLDER = "tokens"
@@ -822,18 +831,8 @@ def make_shard(job: Job, encoder: Encoder, at: mmap.mmap) -> float:
             parts.append(ids)
             heads.append(head)
     bounded.allow(0)
-    records = np.array(heads, RECORD)
-    content = hashlib.sha256(records.tobytes())
-    for part in parts:
-        content.update(part.data)
-    aside = out.with_suffix(f".{os.getpid()}.tmp")
-    with aside.open("wb") as file:
-        file.write(np.int64(len(records)).tobytes() + content.digest())
-        for array in (records, *parts):
-            array.tofile(file)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(out)
+    content = np.array(heads, RECORD).tobytes() + b"".join(part.tobytes() for part in parts)
+    write_durably(out, np.int64(len(heads)).tobytes() + hashlib.sha256(content).digest() + content)
     return time.process_time() - began
 
 

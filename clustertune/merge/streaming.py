@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,12 +19,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
 
-from clustertune import bounded, lock
+from clustertune import __version__, bounded, lock
 from clustertune.console import byte_progress, say
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.export import companions
@@ -228,14 +229,6 @@ def _write_text(job: MergeJob) -> dict[str, FileRecord]:
     return {name: FileRecord(len(data), hashlib.sha256(data).hexdigest()) for name, data in texts.items()}
 
 
-def _own_version() -> str:
-    """A checkout that is mounted into a container is not installed there."""
-    try:
-        return version("clustertune")
-    except PackageNotFoundError:
-        return "a checkout"
-
-
 def _meta(job: MergeJob) -> dict[str, object]:
     # What an adapter's manifest says about the base that it was trained on.
     recorded = read_manifest(job.adapter.folder).meta if (job.adapter.folder / MANIFEST).exists() else {}
@@ -249,7 +242,7 @@ def _meta(job: MergeJob) -> dict[str, object]:
         "adapter": {"name": job.adapter.folder.resolve().name, "sha256": job.adapter.sha256, **trained_on},
         "tensors": {"all": len(job.base.tensors), "merged": len(job.adapter.updates), "replaced": len(job.adapter.replaced)},
         "shard_size": job.shard_size,
-        "versions": {"clustertune": _own_version(), "torch": version("torch")},
+        "versions": {"clustertune": __version__, "torch": version("torch")},
     }
 
 
@@ -650,11 +643,7 @@ def finished_manifest(out: Path, inputs: str) -> Manifest | None:
 
 def free_bytes(out: Path) -> int:
     """Bytes that an ordinary user may still write where ``out`` will be."""
-    folder = out.resolve().parent
-    while not folder.exists():
-        folder = folder.parent
-    usage = os.statvfs(folder)
-    return usage.f_bavail * usage.f_frsize
+    return shutil.disk_usage(next(folder for folder in out.resolve().parents if folder.exists())).free
 
 
 def remove_published(out: Path, journal: Journal) -> None:

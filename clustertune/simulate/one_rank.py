@@ -281,7 +281,7 @@ class _Simulated:
         trainer, resolved = self.trainer, self.resolved
         found = sharding.inspect(trainer.model_wrapped, trainer.accelerator)
         sharding.check(found, resolved.distribution)
-        self._recomputed = str(recompute.apply(trainer.model, resolved))
+        self._recomputed = recompute.apply(trainer.model, resolved)
         self._sharding = found.as_dict()
         figures.attach(trainer, resolved, recompute.layers_of, self._spec["gpu"]["name"])
         gc.collect()

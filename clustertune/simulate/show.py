@@ -13,7 +13,7 @@ from clustertune.console import make_table
 from clustertune.host.system import GIB
 from clustertune.plan.constants import quantity
 from clustertune.plan.predict import Plan
-from clustertune.simulate import compare
+from clustertune.simulate import simulator
 from clustertune.simulate.simulator import Simulation
 
 BAR = 30
@@ -62,7 +62,7 @@ def _parts(one: dict[str, Any]) -> Any:
 
 def _terms(plan: Plan, simulation: Simulation) -> Any:
     found = make_table("term", "plan, GiB", "simulated, GiB", "plan against it", title="the plan beside it")
-    for one in compare.terms(plan, simulation):
+    for one in simulator.terms(plan, simulation):
         planned = "-" if one.planned is None else f"{one.planned / GIB:,.2f}"
         difference = "" if one.difference is None else f"{round(one.difference, 3) + 0.0:+.1%}"
         found.add_row(Text(one.term), planned, f"{one.counted / GIB:,.2f}", difference)
@@ -92,7 +92,7 @@ def _phases(one: dict[str, Any]) -> Iterator[str]:
 
 def _traffic(one: dict[str, Any]) -> Any:
     found = make_table("collective", "ranks", "apart", "calls", "GiB", title="collectives of a step")
-    for row in one["traffic"].get(compare.LAST_STEP, []):
+    for row in one["traffic"].get(simulator.LAST_STEP, []):
         cells = (f"{row['ranks']:,}", f"{row['stride']:,}", f"{row['calls']:,}", f"{row['bytes'] / GIB:,.3f}")
         found.add_row(Text(row["kind"]), *cells)
     return found
@@ -111,7 +111,7 @@ def _waits(one: dict[str, Any]) -> Any:
 def lines(plan: Plan, simulation: Simulation) -> list[str]:
     """What stands below the tables, a sentence each."""
     one = simulation.first
-    least = compare.least_time(plan, simulation)
+    least = simulator.least_time(plan, simulation)
     seconds = plan.step.seconds
     against = "which is more" if seconds >= least.seconds else "which is LESS: the plan is too fast"
     found = [
@@ -126,9 +126,9 @@ def lines(plan: Plan, simulation: Simulation) -> list[str]:
     found += _phases(one)
     if len(simulation.ranks) > 1:
         ranks = ", ".join(map(str, simulation.ranks))
-        differ = compare.mismatches(simulation)
+        differ = simulator.mismatches(simulation)
         found.append(f"ranks {ranks}: {'their collectives DIFFER' if differ else 'the same collectives in the same order'}")
         found += map(str, differ)
-    found += map(str, compare.faults(simulation))
+    found += map(str, simulator.faults(simulation))
     found += one["notes"]
     return [*found, simulation.note] if simulation.note else found

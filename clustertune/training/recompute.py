@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,24 +72,13 @@ def _contexts(save: tuple[str, ...]) -> tuple[AbstractContextManager[Any], Abstr
     return contexts
 
 
-def context_function(save: Sequence[str]) -> functools.partial[Any]:
-    """What ``torch.utils.checkpoint.checkpoint`` takes as its ``context_fn``; a partial, which torch.compile reads through."""
-    return functools.partial(_contexts, tuple(save))
+def layers_of(model: Any) -> list[Any]:
+    """The decoder layers of a model, whatever is wrapped around it."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-@dataclass(frozen=True)
-class Recomputed:
-    """How many of a model's decoder layers are recomputed (``gradient_checkpointing`` of the layer)."""
-
-    layers: int
-    recomputed: int
-
-    def __str__(self) -> str:
-        return f"{self.recomputed} of {self.layers}"
-
-
-def choose_layers(model: Any, ratio: float, save: Sequence[str] = ()) -> tuple[int, int]:
-    """Leave recomputation on for ``ratio`` of a model's decoder layers, spread evenly. Returns how many, and of how many.
+def choose_layers(model: Any, ratio: float, save: Sequence[str] = ()) -> int:
+    """Leave recomputation on for ``ratio`` of a model's decoder layers, spread evenly. Returns for how many.
 
     The Trainer has switched it on for all of them by then; each layer reads its own flag in every forward pass
     (transformers/modeling_layers.py:93), whatever FSDP, DeepSpeed or DDP has wrapped around it. ``save``: what these keep.
@@ -99,51 +87,37 @@ def choose_layers(model: Any, ratio: float, save: Sequence[str] = ()) -> tuple[i
     chosen = set(recomputed_layers(ratio, len(layers)))
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index in chosen
-    _keep(layers, save)
-    return len(chosen), len(layers)
-
-
-def _keep(layers: Sequence[Any], save: Sequence[str]) -> None:
-    """Have the layers that are recomputed keep some results."""
-    for layer in layers if save else ():
-        if layer.gradient_checkpointing:
+        if save and index in chosen:
             recompute = layer._gradient_checkpointing_func
-            layer._gradient_checkpointing_func = functools.partial(recompute, context_fn=context_function(save))
+            # A partial of a function of this module: torch.compile reads through it.
+            layer._gradient_checkpointing_func = functools.partial(
+                recompute, context_fn=functools.partial(_contexts, tuple(save))
+            )
+    return len(chosen)
 
 
-def layers_of(model: Any) -> list[Any]:
-    """The decoder layers of a model, whatever is wrapped around it."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def inspect(model: Any) -> Recomputed:
-    """What is at work in a model that is ready to train."""
-    layers = layers_of(model)
-    return Recomputed(len(layers), sum(bool(layer.gradient_checkpointing) for layer in layers))
-
-
-def apply(model: Any, resolved: Resolved) -> Recomputed:
-    """Set what the recipe asks for in a model that the Trainer has prepared, and look what is really at work.
+def apply(model: Any, resolved: Resolved) -> str:
+    """Set what the recipe asks for in a model that the Trainer has prepared, and look what is really at work: ``16 of 32``
+    decoder layers are recomputed (``gradient_checkpointing`` of the layer).
 
     Raises UserError where that is another share.
     """
     section = resolved.recipe.activation_checkpointing or ActivationCheckpointing()
     on = bool(resolved.train_args["activation_checkpointing"])
     save = resolved.distribution.recompute.save
-    if on:
-        choose_layers(model, section.ratio, save)
-    found = inspect(model)
-    wanted = len(recomputed_layers(section.ratio, found.layers)) if on else 0
+    wanted = choose_layers(model, section.ratio, save) if on else 0
+    layers = layers_of(model)
+    recomputed = sum(bool(layer.gradient_checkpointing) for layer in layers)
     dropped = getattr(getattr(model, "config", None), "attention_dropout", None)
-    if found.recomputed and dropped and "attention" in save:
+    if recomputed and dropped and "attention" in save:
         # Dropout behind the kept kernel would get the random numbers that the kernel took in the first pass.
         text = f"save has attention, and the model drops {dropped:g} of its attention: other values would be dropped again"
         fix: str | None = "leave attention out of activation_checkpointing.save"
-    elif on and not found.layers:
+    elif on and not layers:
         text = f"{type(model).__name__} has no decoder layer that recomputes its activations, and the recipe asks for it"
         fix = "activation_checkpointing.ratio=0"
-    elif wanted != found.recomputed:
-        text, fix = f"{found.recomputed} layers are recomputed, and the recipe asks for {wanted} of {found.layers}", None
+    elif wanted != recomputed:
+        text, fix = f"{recomputed} layers are recomputed, and the recipe asks for {wanted} of {len(layers)}", None
     else:
-        return found
+        return f"{recomputed} of {len(layers)}"
     raise UserError(Problem(text, key="activation_checkpointing", fix=fix))

@@ -342,7 +342,7 @@ class Session:
         sharding.check(found, resolved.distribution)
         if (engine := trainer.engine) is not None:
             facts["deepspeed"] = deepspeed_engine.check(engine, resolved)
-        facts["recomputed_layers"] = str(recompute.apply(trainer.model, resolved))
+        facts["recomputed_layers"] = recompute.apply(trainer.model, resolved)
         figures.attach(trainer, resolved, recompute.layers_of, facts["gpu0"])
         steps = trainer.state.max_steps
         if idle := find_idle_schedule(resolved, steps):

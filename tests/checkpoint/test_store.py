@@ -363,7 +363,7 @@ def test_what_others_could_have_written_is_not_loaded(
         elif os.getuid() == 0:
             os.chown(path, 12345, -1)
         else:
-            monkeypatch.setattr(store.os, "getuid", lambda: 12345)
+            monkeypatch.setattr(os, "getuid", lambda: 12345)
         with pytest.raises(UserError, match=message) as refused:
             make_store(folder)[0].latest()
         assert refused.value.code == ExitCode.CONFIG and (message != WRITABLE or "chmod -R go-w" in str(refused.value))

@@ -118,6 +118,7 @@ def test_a_submitted_job(slurm: TemporaryCluster, checkout: Path) -> None:
     assert left_in(checkout) == []
 
 
+@pytest.mark.jobs
 def test_by_hand(slurm: TemporaryCluster, checkout: Path, tmp_path: Path) -> None:
     """``sbatch launch/run.sbatch`` takes over HF_HOME as exported; its log stays where it was submitted."""
     file = cluster_file(tmp_path, f"caches: {tmp_path}/unused, runs: {tmp_path}/runs")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clustertune import chain
-from clustertune.chain import Chain
+from clustertune.chain import Chain, open_run
 from clustertune.errors import UserError
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
@@ -59,6 +59,14 @@ def is_training_on(folder: Path) -> bool:
     """A step was taken while a checkpoint was scored."""
     scored = [(event["time"] - event["seconds"], event["time"]) for event in events(folder, "scores")]
     return any(begun < event["time"] < ended for begun, ended in scored for event in events(folder, "step"))
+
+
+def test_the_ranks_read_who_scores_from_now_on(tmp_path: Path) -> None:
+    """A run that stopped for its scores goes on with servers, and one without scores with some."""
+    for settings in ([], ["eval.during.every=4"], ["eval.during.every=4", "servers.nodes=1"]):
+        asked = resolve("tiny-oasst2", settings)
+        found = open_run(asked, tmp_path / "run", []).resolved().recipe
+        assert (found.eval.during, found.servers) == (asked.recipe.eval.during, asked.recipe.servers)
 
 
 @pytest.mark.parametrize(

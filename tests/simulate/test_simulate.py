@@ -29,7 +29,7 @@ from clustertune.plan.schedule import Lengths
 from clustertune.plan.step import flops
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
-from clustertune.simulate import compare, guard, simulator
+from clustertune.simulate import guard, simulator
 from tests.tree import REPO
 
 pytestmark = pytest.mark.timeout(900)
@@ -60,7 +60,7 @@ def simulated(name: str, *overrides: str, depth: int | None = DEPTH, ranks: tupl
 
 def hold(plan: Plan, found: simulator.Simulation) -> None:
     """What rests, every moment and every byte that is sent are the plan's."""
-    terms = {one.term: one for one in compare.terms(plan, found)}
+    terms = {one.term: one for one in simulator.terms(plan, found)}
     off = {name: one.difference for name, one in terms.items() if one.difference is not None}
     small = 2**22  # bytes of the batch and of rotary tables
     rest = terms["at rest"]
@@ -111,7 +111,7 @@ def test_two_layers_at_full_width_and_full_world(name: str) -> None:
 def test_save_and_resume_at_full_width(name: str) -> None:
     """With the product's own code: what is written is what is read on nodes of half as many GPUs, and what the plan says."""
     plan, found = first_simulated(name)
-    terms = {one.term: one for one in compare.terms(plan, found)}
+    terms = {one.term: one for one in simulator.terms(plan, found)}
     for name_ in ("checkpoint, written by this rank", "checkpoint, read by this rank", "copy for saves in host memory"):
         term = terms[name_]
         assert term.planned is not None
@@ -122,13 +122,13 @@ def test_save_and_resume_at_full_width(name: str) -> None:
     assert [wait["for"] for wait in saved["waits"]] == ["the default stream"]
     assert resumed["gpus_per_node"] == 4
     assert abs(resumed["rest_bytes"] / found.first["rest_bytes"] - 1) < 0.001
-    assert compare.faults(found) == []
+    assert simulator.faults(found) == []
 
 
 def test_the_picture_is_of_the_same_numbers() -> None:
     """Each moment's parts and the plan's terms stand in it; no script, nothing from elsewhere."""
     plan, found = first_simulated("llama8b-lima")
-    picture = ElementTree.fromstring(compare.svg(plan, found))  # noqa: S314 - made here
+    picture = ElementTree.fromstring(simulator.svg(plan, found))  # noqa: S314 - made here
     said = [one.text or "" for one in picture.iter() if one.tag.endswith("title")]
     for name, peak in found.first["moments"].items():
         if name != "loading":
@@ -213,11 +213,11 @@ def test_ranks_make_the_same_collectives() -> None:
     """A difference would be a deadlock."""
     found = copy.deepcopy(first_simulated("llama405b-oasst2")[1])
     assert found.ranks.keys() == set(RANKS["llama405b-oasst2"])
-    assert compare.mismatches(found) == []
+    assert simulator.mismatches(found) == []
     lengths = {rank: len(one["sequence"]["step 2"]) for rank, one in found.ranks.items()}
     assert len(set(lengths.values())) == 1 and lengths[0] > 10
     del found.ranks[9]["sequence"]["step 2"][3]  # as a rank that leaves one out
-    (problem,) = compare.mismatches(found)
+    (problem,) = simulator.mismatches(found)
     assert "step 2, collective 4" in str(problem) and "rank 9" in str(problem)
 
 
@@ -225,12 +225,12 @@ def test_ranks_make_the_same_collectives() -> None:
 def test_the_plan_is_never_faster_than_the_roofline(name: str) -> None:
     """On any cluster that has room: what the operators take at the GPU's peak, and the collectives at nominal speed."""
     plan, found = first_simulated(name)
-    assert 0 < compare.least_time(plan, found).seconds < plan.step.seconds
+    assert 0 < simulator.least_time(plan, found).seconds < plan.step.seconds
     for cluster in known_clusters():
         machine = find_calibrated(load_cluster(cluster), None).machine(found.resolved.recipe.slurm.nodes)
         if found.resolved.distribution.ranks_per_node <= machine.gpus_per_node:
             other = make_plan(found.resolved, machine, lengths=plan.lengths, sure=False)
-            least = compare.least_time(other, found)
+            least = simulator.least_time(other, found)
             assert max(least.link, found.first["flops"] / machine.peak_flops) < other.step.seconds, cluster
 
 
@@ -283,7 +283,7 @@ def test_that_weights_are_not_gathered_again_is_found(tmp_path: Path) -> None:
     found = counted(damaged(tmp_path, ("training/sharding.py", line, new)))
     plan, whole = simulated("tiny-oasst2", depth=None)
     broken = simulator.Simulation(whole.resolved, {0: found}, "")
-    terms = [{one.term: one for one in compare.terms(plan, each)} for each in (whole, broken)]
+    terms = [{one.term: one for one in simulator.terms(plan, each)} for each in (whole, broken)]
     good, bad = (each["all-gather, 2 ranks"].counted for each in terms)
     assert bad < 0.7 * good
 
@@ -312,11 +312,11 @@ def test_what_a_save_does_wrong_on_gpus_is_found(tmp_path: Path) -> None:
         rank=1,
     ))  # fmt: skip
     resolved = recipe("tiny-oasst2", depth=None)
-    texts = [str(problem) for problem in compare.faults(simulator.Simulation(resolved, {1: found}, ""))]
+    texts = [str(problem) for problem in simulator.faults(simulator.Simulation(resolved, {1: found}, ""))]
     assert any("save_0" in text and "cuda:0" in text for text in texts)
     assert any("has not waited" in text for text in texts)
     _, good = simulated("tiny-oasst2", depth=None, ranks=(1,))
-    assert compare.faults(good) == []
+    assert simulator.faults(good) == []
 
 
 # --- the command --------------------------------------------------------------------------------------------------------
@@ -381,6 +381,7 @@ def test_the_document_and_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the guard ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.jobs
 @needs_compiler
 def test_the_guard_is_built_once_and_never_taken_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
