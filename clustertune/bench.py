@@ -46,7 +46,7 @@ class Bench:
     """Optimizer steps that are not timed: compilation, first connections, allocator."""
     steps: int
     """Timed."""
-    whole: Resolved
+    resolved: Resolved
     """The recipe as it was given: what is planned."""
     measured: Resolved
     """What the ranks train."""
@@ -60,7 +60,7 @@ class Bench:
         """Lengths of made-up conversations, for the plan; None: what the recipe says."""
         if not self.synthetic:
             return None
-        drawn = lengths(_mean(self.whole), _longest(self.whole), _seed(self.whole))
+        drawn = lengths(_mean(self.resolved), _longest(self.resolved), _seed(self.resolved))
         return Lengths(tuple(sorted(next(drawn) for _ in range(1000))), "made-up conversations")
 
 
@@ -76,25 +76,25 @@ def make(
     synthetic: bool = False,
 ) -> Bench:
     """Resolve the recipe twice: as it is, and as it is measured. Raises UserError with all problems of the recipe."""
-    whole = chain.resolve_here(recipe, overrides, tiny=tiny, ranks=ranks, made_up=synthetic)
-    if whole.recipe.trainer != "sft":
+    resolved = chain.resolve_here(recipe, overrides, tiny=tiny, ranks=ranks, made_up=synthetic)
+    if resolved.recipe.trainer != "sft":
         fix = "clustertune run RECIPE train.max_steps=20: the report has its step times"
-        text = f"{whole.recipe.trainer}: bench measures supervised fine-tuning"
+        text = f"{resolved.recipe.trainer}: bench measures supervised fine-tuning"
         raise UserError(text, file=recipe, key="trainer", fix=fix)
-    own = [f"train.max_steps={warmup + steps}", *_NOTHING_ELSE, *(_made_up(whole, run_path) if synthetic else [])]
+    own = [f"train.max_steps={warmup + steps}", *_NOTHING_ELSE, *(_made_up(resolved, run_path) if synthetic else [])]
     keys = {text.partition("=")[0] for text in own}
     others = [text for text in overrides if text.partition("=")[0] not in keys]
-    measured = resolve(recipe, [*others, *own], tiny=tiny, ranks=whole.world_size)
-    return Bench(run_path, warmup, steps, whole, measured, tuple(overrides), synthetic)
+    measured = resolve(recipe, [*others, *own], tiny=tiny, ranks=resolved.world_size)
+    return Bench(run_path, warmup, steps, resolved, measured, tuple(overrides), synthetic)
 
 
-def _made_up(whole: Resolved, run_path: Path) -> list[str]:
+def _made_up(resolved: Resolved, run_path: Path) -> list[str]:
     """Random weights and a local tokenizer for the recipe's own architecture, and conversations of our own."""
     names = ["model.weights=random", "model.revision=null", "model.path=null", "data.format=messages", "data.language=null"]
     names += [f"data.input={made_file(run_path)}", "data.revision=null", "data.expect=null"]
-    names += [f"data.{key}=null" for key in ("limit", *CHOOSING) if getattr(whole.recipe.data, key) is not None]
+    names += [f"data.{key}=null" for key in ("limit", *CHOOSING) if getattr(resolved.recipe.data, key) is not None]
     # The tokenizer is trained locally and brings its own special tokens.
-    return [*names, *(f"train.{key}=null" for key in ("pad_token", "eos_token") if whole.train_args[key] is not None)]
+    return [*names, *(f"train.{key}=null" for key in ("pad_token", "eos_token") if resolved.train_args[key] is not None)]
 
 
 def made_file(run_path: Path) -> Path:
@@ -102,26 +102,26 @@ def made_file(run_path: Path) -> Path:
     return run_path.absolute().with_name(run_path.name + "." + CONVERSATIONS)
 
 
-def _longest(whole: Resolved) -> int:
-    return int(whole.train_args["max_length"])
+def _longest(resolved: Resolved) -> int:
+    return int(resolved.train_args["max_length"])
 
 
-def _mean(whole: Resolved) -> float:
+def _mean(resolved: Resolved) -> float:
     """Tokens of a conversation: what the recipe expects of its own, or a quarter of the longest."""
-    expected = whole.recipe.data.expect
-    return float(expected.mean_tokens) if expected and expected.mean_tokens else _longest(whole) / 4
+    expected = resolved.recipe.data.expect
+    return float(expected.mean_tokens) if expected and expected.mean_tokens else _longest(resolved) / 4
 
 
-def _seed(whole: Resolved) -> int:
-    return int(whole.train_args["seed"])
+def _seed(resolved: Resolved) -> int:
+    return int(resolved.train_args["seed"])
 
 
 def needed(bench: Bench) -> tuple[float, int]:
     """Tokens and conversations that every step needs a new one of: a second epoch would begin with a smaller step."""
-    rows = (bench.warmup + bench.steps) * bench.whole.global_batch_size
+    rows = (bench.warmup + bench.steps) * bench.resolved.global_batch_size
     spare = 1.1 / (1 - HELD_OUT)
-    packed = bool(bench.whole.train_args["packing"])
-    return (rows * _longest(bench.whole) * spare, 2) if packed else (0.0, math.ceil(rows * spare) + 2)
+    packed = bool(bench.resolved.train_args["packing"])
+    return (rows * _longest(bench.resolved) * spare, 2) if packed else (0.0, math.ceil(rows * spare) + 2)
 
 
 # --- made-up conversations: as long as real ones, of words that are a token each ------------------------------------------
@@ -148,12 +148,12 @@ def lengths(mean: float, longest: int, seed: int) -> Iterator[int]:
 
 def write_conversations(bench: Bench) -> None:
     """Write a JSON Lines file of conversations, each of which answers one question. Raises OSError."""
-    whole, (tokens, count) = bench.whole, needed(bench)
-    draw, known = random.Random(_seed(whole) + 1), vocabulary()  # noqa: S311 - nothing secret
+    resolved, (tokens, count) = bench.resolved, needed(bench)
+    draw, known = random.Random(_seed(resolved) + 1), vocabulary()  # noqa: S311 - nothing secret
     path, made, total = made_file(bench.run_path), 0, 0
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as out:
-        for length in lengths(_mean(whole), _longest(whole), _seed(whole)):
+        for length in lengths(_mean(resolved), _longest(resolved), _seed(resolved)):
             if made >= count and total >= tokens:
                 return
             body = max(2, length - TEMPLATE_TOKENS)
@@ -173,7 +173,7 @@ def too_large(bench: Bench) -> str | None:
     """Whether the weights alone, on every rank, exceed this machine's free memory."""
     from clustertune.recipe.parameters import weight_bytes
 
-    need, ranks = weight_bytes(bench.whole.architecture) or 0, bench.measured.world_size
+    need, ranks = weight_bytes(bench.resolved.architecture) or 0, bench.measured.world_size
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if need * ranks <= _SPARE * free:
         return None
@@ -204,16 +204,16 @@ def train(bench: Bench, command: list[str]) -> RunDir:
 
 def document(bench: Bench, run_dir: RunDir, cluster: Cluster) -> dict[str, Any]:
     """All figures."""
-    run, recipe, events = run_dir.read(), bench.whole.recipe, list(read_events(run_dir.metrics))
+    run, recipe, events = run_dir.read(), bench.resolved.recipe, list(read_events(run_dir.metrics))
     ran = run["distributed"]
     measured = figures(events, bench, on_gpu=ran["gpu0"] is not None)
     plan, why = predict(bench, cluster)
     return {
-        "recipe": bench.whole.name,
+        "recipe": bench.resolved.name,
         "model": recipe.model.name,
         "dataset": "synthetic" if bench.synthetic else recipe.data.name,
         "overrides": list(bench.overrides),
-        "tiny": bench.whole.tiny,
+        "tiny": bench.resolved.tiny,
         "synthetic": bench.synthetic,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": run.get("command"),
@@ -272,8 +272,8 @@ def predict(bench: Bench, cluster: Cluster) -> tuple[Plan | None, str | None]:
     """The plan of what is measured, or why there is none."""
     try:
         where = find_calibrated(cluster)
-        machine = where.machine(bench.whole.recipe.slurm.nodes)
-        return make_plan(bench.whole, machine, where.constants, lengths=bench.lengths), None
+        machine = where.machine(bench.resolved.recipe.slurm.nodes)
+        return make_plan(bench.resolved, machine, where.constants, lengths=bench.lengths), None
     except UserError as error:
         return None, str(error.problems[0])
 
@@ -290,8 +290,8 @@ def beside_plan(plan: Plan | None, why: str | None, measured: Mapping[str, Any])
         "hfu": (plan.utilisation(hardware=True), measured["utilisation"]["hfu"]),
     }
     rows = {
-        key: {"plan": planned, "measured": found, "ratio": found / planned if found and planned else None}
-        for key, (planned, found) in pairs.items()
+        key: {"plan": planned, "measured": figure, "ratio": figure / planned if figure and planned else None}
+        for key, (planned, figure) in pairs.items()
     }
     reach = [plan.step.seconds * plan.low, plan.step.seconds * plan.high]
     return {"cluster": plan.machine.name, "step_s_range": reach, "rows": rows}

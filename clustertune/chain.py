@@ -62,8 +62,8 @@ def visible_gpus() -> int:
         return len([part for part in listed.split(",") if part.strip() not in ("", "-1")])
     if shutil.which("nvidia-smi") is None:
         return 0
-    found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return sum(line.startswith("GPU ") for line in found.stdout.splitlines())
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
 def resolve_here(
@@ -159,14 +159,14 @@ def keep_forecast(run: RunDir, resolved: Resolved, cluster: Cluster | None = Non
     from clustertune.plan.calibration import forecast
 
     try:
-        found = forecast(resolved, cluster or load_cluster(None))
+        predicted = forecast(resolved, cluster or load_cluster(None))
     except UserError as error:
-        found = {"unknown": str(error.problems[0])}
-    run.update(forecast=found)
+        predicted = {"unknown": str(error.problems[0])}
+    run.update(forecast=predicted)
 
 
 def _differences(run: RunDir, resolved: Resolved) -> list[Problem]:
-    before, now = (dict(content.flatten(found.as_dict())) for found in (run.resolved(), resolved))
+    before, now = (dict(content.flatten(side.as_dict())) for side in (run.resolved(), resolved))
     free = [key for key in resolved.train_args | run.resolved().train_args if not resolved.counts(key)]
     may_change = ("recipe.save.", *(f"train_args.{key}" for key in ("save_", *free)))
     ignored = ("origins.", "derived", "distribution.", "warnings", "folder", *may_change)
@@ -183,13 +183,13 @@ def _differences(run: RunDir, resolved: Resolved) -> list[Problem]:
 def _versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "absent"
-    return found
+            versions[name] = "absent"
+    return versions
 
 
 def _git() -> dict[str, Any]:
@@ -224,17 +224,17 @@ class Chain:
         A stage named by ``--from`` is looked at again: what it made is verified and reused where it is whole.
         Raises UserError where a stage fails, or where one before ``first`` is missing.
         """
-        wanted = STAGES[STAGES.index(first) : STAGES.index(last) + 1]
+        stages = STAGES[STAGES.index(first) : STAGES.index(last) + 1]
         missing = [stage for stage in STAGES[: STAGES.index(first)] if self.run.stage(stage) is None]
         if missing:
             raise UserError(f"not finished in this run: {', '.join(missing)}", key="--from", fix=f"--from {missing[0]}")
-        ours = self.resolved.recipe.megatron is None and self.run.stage("train") is None and "train" in wanted
+        ours = self.resolved.recipe.megatron is None and self.run.stage("train") is None and "train" in stages
         if ours and (problems := container.lacking_here(self.resolved.train_args, gpus=visible_gpus() > 0)):
             raise UserError(problems)
-        if "train" in wanted and self.run.stage("train") is None and self.resolved.recipe.server_nodes:
+        if "train" in stages and self.run.stage("train") is None and self.resolved.recipe.server_nodes:
             self.server_nodes()  # before a stage runs in vain
         self.run.write_own_files(self.resolved)
-        for stage in wanted:
+        for stage in stages:
             if (record := self.run.stage(stage)) and self._still_there(stage) and stage != "report":
                 self.results[stage] = {**record, "status": "reused"}
                 say(f"{stage}: finished earlier")
@@ -244,20 +244,20 @@ class Chain:
             self._push(self.resolved.recipe.push)
         return self.results
 
-    def _push(self, wanted: Push) -> None:
+    def _push(self, target: Push) -> None:
         """Send the adapter and its card to the Hub. Where that fails, the run is finished, and says how to repeat it."""
         from clustertune import push as hub
 
         try:
-            done = vars(hub.send(self.run, wanted.repo, public=wanted.public)[1])
+            done = vars(hub.send(self.run, target.repo, public=target.public)[1])
             say(f"push: {done['status']}, {done['url']}")
         except UserError as error:
             done = {"status": "failed", "problems": [str(problem) for problem in error.problems]}
             for problem in error.problems:
                 say(f"warning: not pushed: {problem}")
-            say(f"the run is finished; again: clustertune push {self.run.path} --repo {wanted.repo} --publish")
+            say(f"the run is finished; again: clustertune push {self.run.path} --repo {target.repo} --publish")
         with contextlib.suppress(OSError):
-            self.run.update(push={"repo": wanted.repo, **done})
+            self.run.update(push={"repo": target.repo, **done})
 
     def _still_there(self, stage: str) -> bool:
         kinds = {
@@ -277,16 +277,16 @@ class Chain:
         """The evaluation there is of the settings asked for and passes the marks asked for; neither changes the run-id."""
         from clustertune.evaluate.scores import judge, read_result
 
-        record, wanted = self.run.stage("eval") or {}, self.resolved.recipe.eval
+        record, settings = self.run.stage("eval") or {}, self.resolved.recipe.eval
         if record.get("settings") != self._eval_settings():
             return False
         result = read_result(self.run.eval)
-        return result is not None and bool(judge(result, wanted)["passed"])
+        return result is not None and bool(judge(result, settings)["passed"])
 
     def _eval_settings(self) -> dict[str, Any]:
         """What is asked for, but the marks; of one's own prompts their digest, None where they are not there."""
-        found, path = self.resolved.recipe.eval.model_dump(exclude=MARKS), bundle.eval_data(self.resolved)
-        return found if path is None else {**found, "data": hash_file(path).sha256 if path.is_file() else None}
+        settings, path = self.resolved.recipe.eval.model_dump(exclude=MARKS), bundle.eval_data(self.resolved)
+        return settings if path is None else {**settings, "data": hash_file(path).sha256 if path.is_file() else None}
 
     def _has_base(self, stage: str) -> bool:
         """What the first stage makes beside the conversations is there; true of all other stages."""
@@ -376,17 +376,17 @@ class Chain:
 
             texts, own = conversation_texts(self.run.data), self.resolved.chat_template is None
             make_local_model(self.resolved.architecture, texts, self.base_folder(), seed, template=own)
-        found = {"conversations": {split: result[split]["conversations"] for split in ("train", "eval")}}
+        counts = {"conversations": {split: result[split]["conversations"] for split in ("train", "eval")}}
         from_where, train_args = needs.base_of(self.resolved, self.run).source, self.resolved.train_args
         if recipe.megatron is not None:  # Megatron-Bridge tokenises by itself
             megatron_files.make(self.resolved, self.run.path, self.run.data, from_where)
-            return found
+            return counts
         base_model.check(*from_where, self.resolved)
         tokenizer = load_tokenizer(*from_where, self.resolved.chat_template, train_args, chats=recipe.data.has_chats)
         made = tokens.make(self.run.data, tokenizer, train_args, shared=self.run.shared_tokens)
         if self.resolved.is_grpo:
             sequences.check_prompts(self.run.data, self.resolved)
-        return {**found, **{key: made[key] for key in tokens.SUMMARY}}
+        return {**counts, **{key: made[key] for key in tokens.SUMMARY}}
 
     def train(self) -> dict[str, Any]:
         """Attempt after attempt, each from the newest whole checkpoint, as long as :meth:`may_repeat` allows another one here.
@@ -480,10 +480,10 @@ class Chain:
         """
         from clustertune.evaluate.during import next_to_score
 
-        found = next_to_score(self.run, self.resolved.recipe)
-        if found is not None:
-            store.require_own(found.path)
-        return found
+        checkpoint = next_to_score(self.run, self.resolved.recipe)
+        if checkpoint is not None:
+            store.require_own(checkpoint.path)
+        return checkpoint
 
     def _waits_for_scores(self, newest: store.Checkpoint | None) -> bool:
         """Whether the training waits for scores: behind its last step, and without servers beside it each time."""
@@ -506,7 +506,7 @@ class Chain:
             if not beside:  # the attempt is measured itself
                 stack.enter_context(measured(self.run.path))
                 stack.callback(self.run.evaluating.unlink, missing_ok=True)
-            found = during.take(
+            scored = during.take(
                 self.run,
                 recipe.eval.of_checkpoints(recipe.eval.during),
                 self.base_folder(),
@@ -518,7 +518,7 @@ class Chain:
             )
         seconds = round(time.perf_counter() - began, 3)
         with contextlib.closing(EventLog(self.run.metrics, checkpoint.attempt)) as log:
-            log.write("scores", step=checkpoint.step, **found, seconds=seconds, beside=beside)
+            log.write("scores", step=checkpoint.step, **scored, seconds=seconds, beside=beside)
         return {"step": checkpoint.step}
 
     @contextlib.contextmanager
@@ -628,7 +628,7 @@ class Chain:
         from clustertune.export.export import export, export_model
 
         path = store.find_checkpoint(self.run.path)
-        if (found := store.parse(path)) is None or not store.is_final(found.path):
+        if (checkpoint := store.parse(path)) is None or not store.is_final(checkpoint.path):
             raise UserError(
                 "is not the final checkpoint; that one is missing or damaged", file=str(path), fix="--from train makes it again"
             )
@@ -644,11 +644,11 @@ class Chain:
         """The checkpoint with the best scores; the last one where none has a difference to the base."""
         from clustertune.evaluate.during import best
 
-        if (found := best(self.run)) is None:
+        if (chosen := best(self.run)) is None:
             say("warning: eval.during.keep: best: no checkpoint has a paired difference to the base; the last one is exported")
             return last
-        say(f"export of {found.path.name}: the largest difference to the base")
-        return found.path
+        say(f"export of {chosen.path.name}: the largest difference to the base")
+        return chosen.path
 
     def merge(self) -> dict[str, Any]:
         from clustertune.merge import merge
@@ -666,7 +666,7 @@ class Chain:
         from clustertune.evaluate.scores import require_pass
 
         recipe = self.resolved.recipe
-        wanted = recipe.eval
+        asked = recipe.eval
         settings = self._eval_settings()
         if (before := self.run.stage("eval")) and before.get("settings") != settings and self.run.eval.exists():
             self.run.eval.rename(self.run.path / f"eval-{int(before['finished'])}")  # a finished one is never written over
@@ -674,13 +674,13 @@ class Chain:
         benchmark = recipe.model.weights == "hub"
         data = bundle.prompts(self.resolved)
         # Without an adapter nothing is merged, and the base is what the training began with.
-        base = self.base_folder() if wanted.base else None
+        base = self.base_folder() if asked.base else None
         with measured(self.run.path), contextlib.ExitStack() as stack:
             stack.callback(self.run.evaluating.unlink, missing_ok=True)
             result = evaluate(
                 self.run.merged,
                 self.run.eval,
-                settings=wanted,
+                settings=asked,
                 data=data,
                 prompts=bundle.eval_data(self.resolved),
                 benchmark=benchmark,

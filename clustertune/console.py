@@ -88,19 +88,19 @@ def _fit_columns(console: Console, table: Table) -> int:
     What is left over goes to the columns that would take most.
     """
     wide = console.options.update(width=_PIPE_WIDTH)
-    least, whole = list[int](), list[int]()
+    least, largest = list[int](), list[int]()
     for column in table.columns:
         column.overflow, column.no_wrap = "fold", False
         sizes = [console.measure(cell, options=wide) for cell in column.cells]
         head = console.measure(column.header, options=wide) if table.show_header else None
-        whole.append(max([0, *(size.maximum for size in sizes), *([head.maximum] if head else [])]))
+        largest.append(max([0, *(size.maximum for size in sizes), *([head.maximum] if head else [])]))
         numbers = column.justify == "right"
         parts = [size.maximum if numbers and size.maximum <= _SHORT_CELL else size.minimum for size in sizes]
         least.append(max([1, *parts, *([head.minimum] if head else [])]))
     # Lines and blanks between columns, and at the edges where the table has them: make_table's has not.
     around = 3 * len(table.columns) + (1 if table.pad_edge else -1)
     room = max(0, console.width - around - sum(least))
-    for column, small, large in sorted(zip(table.columns, least, whole, strict=True), key=lambda one: one[2] - one[1]):
+    for column, small, large in sorted(zip(table.columns, least, largest, strict=True), key=lambda one: one[2] - one[1]):
         left = sum(1 for one in table.columns if one.width is None)
         more = min(large - small, room // max(1, left))
         column.width, room = small + max(0, more), room - max(0, more)
@@ -135,8 +135,8 @@ def _wrapped(parts: Sequence[str], width: int, begin: str, further: str) -> list
     from rich.text import Text
 
     lines, line = list[str](), begin
-    whole = [[part] if len(part) + len(further) <= width else part.split(" ") for part in parts]
-    for part in itertools.chain.from_iterable(whole):
+    words = [[part] if len(part) + len(further) <= width else part.split(" ") for part in parts]
+    for part in itertools.chain.from_iterable(words):
         if len(line) + 1 + len(part) > width and line.strip():
             lines.append(line)
             line = further + part
@@ -193,10 +193,10 @@ def duration(seconds: object) -> str:
         return "-"
     if seconds < 60:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    rounded = round(seconds)
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
+    return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"
 
 
 def emit_json(document: Any) -> None:

@@ -106,14 +106,14 @@ class PlanTarget:
 
 def where(gpus: str | None, cluster: str | None, nccl_check: Path | None = None) -> PlanTarget:
     """``--gpus``, ``--cluster``, this place where it has GPUs, else :data:`ANY_GPUS`. Raises UserError."""
-    found, options = (of_gpus(gpus), ("--gpus", gpus)) if gpus else (load_cluster(cluster), ("--cluster", cluster or "local"))
-    if assumed := not (gpus or cluster or found.compute.gpus):
-        found, options = of_gpus(ANY_GPUS), ("--gpus", ANY_GPUS)
-    calibrated = find_calibrated(found, nccl_check)
+    target, options = (of_gpus(gpus), ("--gpus", gpus)) if gpus else (load_cluster(cluster), ("--cluster", cluster or "local"))
+    if assumed := not (gpus or cluster or target.compute.gpus):
+        target, options = of_gpus(ANY_GPUS), ("--gpus", ANY_GPUS)
+    calibrated = find_calibrated(target, nccl_check)
     calibrated.machine(1)  # a place without GPUs, nodes or figures is refused with what it lacks
-    most = len(found.compute_nodes)
+    most = len(target.compute_nodes)
     sizes = (most,) if gpus else tuple(sorted({2**power for power in range(most.bit_length())}))
-    return PlanTarget(calibrated, sizes, found.compute.gpus, options, assumed)
+    return PlanTarget(calibrated, sizes, target.compute.gpus, options, assumed)
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def drafted(
     ``stated``: keys of the recipe that hold whatever is chosen. Where no GPUs hold it, the fewest nodes on which it fits with
     host memory. Raises NothingFits, and UserError where it is refused.
     """
-    found: Draft | None = None
+    drafted_so_far: Draft | None = None
     for nodes in at.sizes:
         made = draft(model, method, data, nodes, at.gpus)
         made = replace(made, recipe=laid_over(made.recipe, stated, null_removes=True))
@@ -138,17 +138,17 @@ def drafted(
             try:
                 chosen, burdens = choose(made, folder, at.calibrated, method)
             except NothingFits:
-                if nodes == at.sizes[-1] and found is None:
+                if nodes == at.sizes[-1] and drafted_so_far is None:
                     raise
                 continue
-        found = chosen if not burdens else found or chosen
+        drafted_so_far = chosen if not burdens else drafted_so_far or chosen
         if not burdens:
             break
-    assert found is not None
+    assert drafted_so_far is not None
     if at.assumed:
-        found.assumed.append(f"no GPUs were named: --gpus {at.options[1]}")
-    with folder_of(found, name) as folder:
-        yield found, folder
+        drafted_so_far.assumed.append(f"no GPUs were named: --gpus {at.options[1]}")
+    with folder_of(drafted_so_far, name) as folder:
+        yield drafted_so_far, folder
 
 
 def stated(overrides: Sequence[str]) -> dict[str, Any]:
@@ -304,16 +304,16 @@ def look_at_tokenizer(model: FoundModel, data: MeasuredData, stated: Mapping[str
     if not tokenizer.chat_template:
         keys["eval"] = {"apply_chat_template": False}
         notes.append("the tokenizer has no chat template: the evaluation asks without one (eval.apply_chat_template=false)")
-    found = try_examples(tokenizer, data.examples, train)
-    if found.indistinct:
+    tried = try_examples(tokenizer, data.examples, train)
+    if tried.indistinct:
         keys.setdefault("train", {})["assistant_only_loss"] = False
-        notes.append(f"all tokens are learnt, not the assistant's alone (train.assistant_only_loss=false): {found.indistinct}")
-    if found.stop is not None:
-        keys.setdefault("train", {})["eos_token"] = found.stop
-        notes.append(f"answers end with {found.stop} in the chat template and not with {tokenizer.eos_token}: train.eos_token")
-    if found.refused:
-        many = f"{len(found.refused)} of the first {len(data.examples)} conversations"
-        notes.append(f"the chat template refuses {many}: {found.refused[0]}")
+        notes.append(f"all tokens are learnt, not the assistant's alone (train.assistant_only_loss=false): {tried.indistinct}")
+    if tried.stop is not None:
+        keys.setdefault("train", {})["eos_token"] = tried.stop
+        notes.append(f"answers end with {tried.stop} in the chat template and not with {tokenizer.eos_token}: train.eos_token")
+    if tried.refused:
+        many = f"{len(tried.refused)} of the first {len(data.examples)} conversations"
+        notes.append(f"the chat template refuses {many}: {tried.refused[0]}")
     return keys, notes
 
 
@@ -335,20 +335,20 @@ def choose(made: Draft, folder: Path, calibrated: CalibratedCluster, method: str
         return used.kind in _KINDS and quantised == (method == "qlora") and used.cp == used.tp == 1
 
     fitting = sorted(filter(allowed, advice.fitting), key=lambda option: option.burdens)
-    found = next(iter(fitting), None)
-    if found is None:
+    chosen = next(iter(fitting), None)
+    if chosen is None:
         why = next((option.why for option in advice.losing if allowed(option)), "no strategy is possible")
         enough = fewest_nodes(source.resolved, calibrated.constants, machine.usable_bytes, cudnn=machine.has_cudnn_attention)
         fix = f"FSDP2 fits on {enough} such nodes" if enough and enough > nodes else "take larger GPUs"
         fix += {"full": ", or --method lora", "lora": ", or --method qlora", "qlora": ""}[method]
         raise NothingFits(f"nothing fits on {machine.name}: {why}", file="command line", key="--gpus", fix=fix)
-    arguments = found.candidate.arguments(source.resolved)
+    arguments = chosen.candidate.arguments(source.resolved)
     document, _, _ = read_overrides(arguments)
     recipe = laid_over(made.recipe, document.data, null_removes=True)
     accelerate = {key: value for key, value in source.changed(arguments).accelerate.items() if value is not None}
-    reason = f"{found.candidate.family} is the fastest that fits on {machine.name}: {found.step_s:.3g} s a step, "
-    reason += f"{found.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB"
-    return Draft(recipe, accelerate, made.architecture, [*made.assumed, reason], made.lengths), found.burdens
+    reason = f"{chosen.candidate.family} is the fastest that fits on {machine.name}: {chosen.step_s:.3g} s a step, "
+    reason += f"{chosen.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB"
+    return Draft(recipe, accelerate, made.architecture, [*made.assumed, reason], made.lengths), chosen.burdens
 
 
 @contextmanager

@@ -75,8 +75,8 @@ class UserError(Exception):
 
 def raise_if(problems: Iterable[Problem], code: ExitCode = ExitCode.CONFIG) -> None:
     """Raise UserError with all problems at once; nothing where there are none."""
-    if found := list(problems):
-        raise UserError(found, code)
+    if listed := list(problems):
+        raise UserError(listed, code)
 
 
 @contextmanager
@@ -146,16 +146,16 @@ def storage_cause(error: BaseException) -> OSError | None:
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:
-        found = waiting.pop()
-        if found is None or id(found) in seen:
+        current = waiting.pop()
+        if current is None or id(current) in seen:
             continue
-        seen.add(id(found))
-        if isinstance(found, OSError) and found.errno in ERRNOS:
-            return found
-        if (of_rust := _OF_RUST.search(str(found))) and int(of_rust[1]) in ERRNOS:
+        seen.add(id(current))
+        if isinstance(current, OSError) and current.errno in ERRNOS:
+            return current
+        if (of_rust := _OF_RUST.search(str(current))) and int(of_rust[1]) in ERRNOS:
             return OSError(int(of_rust[1]), os.strerror(int(of_rust[1])))
-        by_rank = getattr(found, "failures", None)
-        waiting += [found.__cause__, found.__context__]
+        by_rank = getattr(current, "failures", None)
+        waiting += [current.__cause__, current.__context__]
         waiting += [failure[0] for failure in by_rank.values()] if isinstance(by_rank, dict) else []
     return None
 

@@ -151,20 +151,22 @@ class JobChain(chain.Chain):
 
     def check_links(self) -> None:
         """The short nccl-check that the cluster file asks for, once in every start of the job. Raises UserError (exit 93)."""
-        wanted, nodes = self.cluster.nccl_check, len(self.allocation.nodes)
-        if wanted is None or self.resolved.world_size < 2:
+        settings, nodes = self.cluster.nccl_check, len(self.allocation.nodes)
+        if settings is None or self.resolved.world_size < 2:
             return
         folder = self.run.path.resolve() / link_check.FOLDER / f"{self.allocation.job_id}-{self.allocation.restart}"
         backend, why = ("nccl", "GPUs") if has_gpus() else ("gloo", "no GPU here: gloo between CPU ranks")
         cpus = min(self.allocation.cpus_per_node or 1 << 20, len(os.sched_getaffinity(0)))
         ranks = self.resolved.world_size // nodes
         target = link_check.job_target(self.allocation, self.cluster, os.environ)
-        say(f"nccl-check: {wanted.seconds} s at most")
-        found = link_check.before_job(target, link_check.options_for(wanted.seconds, backend, why, ranks, cpus, nodes), folder)
+        say(f"nccl-check: {settings.seconds} s at most")
+        outcome = link_check.before_job(
+            target, link_check.options_for(settings.seconds, backend, why, ranks, cpus, nodes), folder
+        )
         with contextlib.closing(EventLog(self.run.metrics, 0)) as log:
-            log.write("nccl", **found.event())
-        say(f"nccl-check, {found.seconds:.0f} s: {found.headline}")
-        link_check.decide(found, wanted.on_fail)
+            log.write("nccl", **outcome.event())
+        say(f"nccl-check, {outcome.seconds:.0f} s: {outcome.headline}")
+        link_check.decide(outcome, settings.on_fail)
 
     def may_repeat(self, outcome: Outcome) -> bool:
         """Whether no stop was requested, and every node answered."""
@@ -207,30 +209,30 @@ class JobChain(chain.Chain):
     @contextlib.contextmanager
     def servers(self) -> Iterator[Path | None]:
         """vLLM's servers as a step of the job, while the context lasts; the folder by which the client finds them."""
-        found = self.inputs.evaluation or serving.evaluation(self.resolved, self.cluster)
-        if found.serving is None:
+        evaluation = self.inputs.evaluation or serving.evaluation(self.resolved, self.cluster)
+        if evaluation.serving is None:
             yield None
             return
-        say(str(found))
-        if len(self.allocation.nodes) < found.serving.nodes:
-            text = f"{found.serving} in a job of {len(self.allocation.nodes)}"
+        say(str(evaluation))
+        if len(self.allocation.nodes) < evaluation.serving.nodes:
+            text = f"{evaluation.serving} in a job of {len(self.allocation.nodes)}"
             raise UserError(text, key="eval", fix="clustertune submit gives each stage a job of its own size")
         job = f"{self.allocation.job_id}-{self.allocation.restart}"
         folder = self.run.path.resolve() / "servers" / job
-        nodes = self.allocation.nodes[: found.serving.nodes]
+        nodes = self.allocation.nodes[: evaluation.serving.nodes]
         folder.mkdir(parents=True, exist_ok=True)
         ServingJob(
             "",  # the client names it: the merged model, then the base
-            found.serving,
+            evaluation.serving,
             "",
             str(folder),
             first_port(self.allocation.job_id, 0),
             f"{self.cluster.storage.scratch}/clustertune-vllm-{job}",
             nodes=nodes if len(nodes) > 1 else (),
             interface=self.cluster.network.interface,
-            gpus=tuple(map(str, range(found.serving.gpus_per_node))) if has_gpus() else (),
+            gpus=tuple(map(str, range(evaluation.serving.gpus_per_node))) if has_gpus() else (),
             program=self.server_program(),
-            start_seconds=serving.deadline_seconds(found.start_seconds) if found.start_seconds else START_SECONDS,
+            start_seconds=serving.deadline_seconds(evaluation.start_seconds) if evaluation.start_seconds else START_SECONDS,
         ).write(folder / JOB)
         child = srun.begin(self._servers_command(folder, nodes))
         threading.Thread(target=note_end, args=(child, folder), daemon=True).start()
@@ -306,33 +308,33 @@ def check_image(run: RunDir, inputs: JobInputs) -> None:
 
     def look(of: Cluster) -> tuple[container.Image, list[str], container.Stack] | None:
         """The image of a cluster, what to warn of, and what it has installed. Raises UserError where it does not start."""
-        found, notes = container.look(of.container)
-        if found is None:
+        looked_at, notes = container.look(of.container)
+        if looked_at is None:
             return None
         command, binds = [sys.executable, "-m", container.MODULE], [run.path.resolve()]
         started = srun.on_first_node(command, of, binds=binds, host=allocation.nodes[0], gpus=gpus, environ=os.environ)
-        return found, notes, container.ask(started, found.image)
+        return looked_at, notes, container.ask(started, looked_at.image)
 
     if (looked := look(inputs.cluster)) is None:
         return
-    (found, notes, seen), pinned = looked, pins.read()
-    problems, warnings = container.judge(seen, pinned, found.image)
-    problems += container.lacking(seen, resolved.train_args, found.image, gpus=gpus)
-    for text in filter(None, (*notes, container.changed(run.read().get("container"), found), *warnings)):
+    (looked_at, notes, seen), pinned = looked, pins.read()
+    problems, warnings = container.judge(seen, pinned, looked_at.image)
+    problems += container.lacking(seen, resolved.train_args, looked_at.image, gpus=gpus)
+    for text in filter(None, (*notes, container.changed(run.read().get("container"), looked_at), *warnings)):
         say(f"warning: {text}")
     raise_if(problems)
-    say(f"container: {found.image}, sha256 {(found.sha256 or 'unknown')[:16]}, Python {seen.python}")
-    run.update(container={**found.as_json(), **container.record(seen, pinned)})
+    say(f"container: {looked_at.image}, sha256 {(looked_at.sha256 or 'unknown')[:16]}, Python {seen.python}")
+    run.update(container={**looked_at.as_json(), **container.record(seen, pinned)})
     inner = container.of_training(resolved, inputs.cluster)
     if inner is inputs.cluster or (looked := look(inner)) is None:  # the ranks of a Megatron recipe run in another image
         return
-    found, notes, seen = looked
+    looked_at, notes, seen = looked
     for text in notes:
         say(f"warning: {text}")
-    raise_if(container.judge_megatron(seen, found.image))
+    raise_if(container.judge_megatron(seen, looked_at.image))
     versions = {name: seen.packages[name] for name in container.MEGATRON_NEEDED}
-    say(f"container of the ranks: {found.image}, Megatron-Bridge {versions['megatron-bridge']}")
-    run.update(megatron_container={**found.as_json(), "python": seen.python, "packages": versions})
+    say(f"container of the ranks: {looked_at.image}, Megatron-Bridge {versions['megatron-bridge']}")
+    run.update(megatron_container={**looked_at.as_json(), "python": seen.python, "packages": versions})
 
 
 def run(inputs: JobInputs, command: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -415,10 +417,10 @@ def _may_requeue(job: str) -> bool:
     and with it what has just been started there.
     """
     try:
-        found = slurm.show_job(job) or {}
+        record = slurm.show_job(job) or {}
     except UserError:
         return False
-    return found.get("Reason") == "TimeLimit" or found.get("JobState") == "RUNNING"
+    return record.get("Reason") == "TimeLimit" or record.get("JobState") == "RUNNING"
 
 
 def has_gpus() -> bool:
@@ -476,9 +478,9 @@ def collected(resolved: Resolved, cluster: Cluster) -> Path | None:
     ``submit`` has looked into one that only its shell can name.
     """
     try:
-        found, notes = bundle.offered(resolved, cluster_paths.folder(cluster, "models"))
+        folder, notes = bundle.offered(resolved, cluster_paths.folder(cluster, "models"))
     except UserError as error:
-        found, notes = None, [str(error.problems[0])]
+        folder, notes = None, [str(error.problems[0])]
     for note in notes:
         say(f"note: {note}")
-    return found
+    return folder

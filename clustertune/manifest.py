@@ -250,14 +250,14 @@ def record_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
 
 def list_files(folder: Path) -> list[str]:
     """All regular files below a folder but the manifest and hidden temporary ones, relative, sorted. Links are not followed."""
-    found = []
+    names = []
     for root, _dirs, files in os.walk(folder):
         for name in files:
             path = Path(root, name)
             relative = path.relative_to(folder).as_posix()
             if relative != MANIFEST and not (name.startswith(".") and name.endswith(".tmp")):
-                found.append(relative)
-    return sorted(found)
+                names.append(relative)
+    return sorted(names)
 
 
 def seal(folder: Path, kind: str, meta: Mapping[str, Any], records: Mapping[str, FileRecord] | None = None) -> Manifest:
@@ -277,13 +277,13 @@ def seal(folder: Path, kind: str, meta: Mapping[str, Any], records: Mapping[str,
     return sealed
 
 
-def render(found: Manifest) -> str:
+def render(manifest: Manifest) -> str:
     """The text of a manifest, with a checksum over its own content."""
     body = {
         "format": 1,
-        "kind": found.kind,
-        "meta": found.meta,
-        "files": {name: record.as_json() for name, record in sorted(found.files.items())},
+        "kind": manifest.kind,
+        "meta": manifest.meta,
+        "files": {name: record.as_json() for name, record in sorted(manifest.files.items())},
     }
     body["checksum"] = _checksum(body)
     return json.dumps(body, indent=1, sort_keys=True) + "\n"
@@ -311,10 +311,10 @@ def read_manifest(folder: Path, kind: str | None = None) -> Manifest:
         raise UserError("no manifest: the folder was never finished", file=str(path)) from None
     except OSError as error:
         raise UserError(f"unreadable manifest: {error}", file=str(path)) from None
-    found = parse(data, str(path))
-    if kind is not None and found.kind != kind:
-        raise UserError(f"holds a {found.kind}, not a {kind}", file=str(folder))
-    return found
+    manifest = parse(data, str(path))
+    if kind is not None and manifest.kind != kind:
+        raise UserError(f"holds a {manifest.kind}, not a {kind}", file=str(folder))
+    return manifest
 
 
 def parse(data: bytes, shown: str) -> Manifest:
@@ -371,12 +371,12 @@ def find_problem(
             return Problem("is not a plain file", file=str(path), fix=fix)
         if (size := at.st_size) != record.size:
             return Problem(f"{size} bytes, the manifest says {record.size}", file=str(path), fix=fix)
-        if not hashes or (found := hash_file(path, record.algorithm, stop)) == record or (stop and stop.is_set()):
+        if not hashes or (record_now := hash_file(path, record.algorithm, stop)) == record or (stop and stop.is_set()):
             return None
     except FileNotFoundError:
         return Problem("missing", file=str(path), fix=fix)
     source = "the Hub's digest" if kind == _HUB else f"the manifest's {_WORDS[record.algorithm]}"
-    text = f"content differs from {source}: {found.digest[:12]} found, {record.digest[:12]} expected"
+    text = f"content differs from {source}: {record_now.digest[:12]} found, {record.digest[:12]} expected"
     return Problem(text, file=str(path), fix=fix)
 
 
@@ -418,19 +418,19 @@ def find_records(folder: Path) -> tuple[str, dict[Path, FileRecord]]:
     Nothing is found for any other folder. Raises UserError for an unreadable manifest of its own.
     """
     if (folder / MANIFEST).exists():
-        found = read_manifest(folder)
+        manifest = read_manifest(folder)
         copied = not find_problems(folder.absolute().parent, "staged", hashes=False, allow_extra=True)
-        return "staged" if copied else found.kind, {folder / name: record for name, record in found.files.items()}
+        return "staged" if copied else manifest.kind, {folder / name: record for name, record in manifest.files.items()}
     for around in folder.absolute().parents:
         if not (around / MANIFEST).is_file():
             continue
         try:
-            found = read_manifest(around)
+            manifest = read_manifest(around)
         except UserError:  # another program's
             continue
-        if found.kind in _AROUND:
-            named = {around / name: record for name, record in found.files.items()}
-            return found.kind, {path: record for path, record in named.items() if folder.absolute() in path.parents}
+        if manifest.kind in _AROUND:
+            named = {around / name: record for name, record in manifest.files.items()}
+            return manifest.kind, {path: record for path, record in named.items() if folder.absolute() in path.parents}
     listed = sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")])
     read = (path for path in listed if path.suffix not in _OTHER_WEIGHTS and not path.name.startswith("consolidated"))
     digests = {path: digest for path in read if path.is_file() and (digest := hub_digest(path)) is not None}
@@ -494,8 +494,8 @@ class DigestComparison:
 
     def finish(self) -> list[Problem]:
         """Wait for this rank's share; everything that is wrong."""
-        found = [problem for future in self._running if (problem := future.result())]
-        return [*self.problems, *(problem for problem in found if problem not in self.problems)]
+        differing = [problem for future in self._running if (problem := future.result())]
+        return [*self.problems, *(problem for problem in differing if problem not in self.problems)]
 
     def stop(self) -> None:
         """End what still runs: its verdict is not needed."""
@@ -549,8 +549,8 @@ def sharers(folder: Path, ranks: Ranks | None) -> tuple[int, int]:
     if ranks is None:
         return 0, 1
     try:
-        found = folder.stat()
-        own = [found.st_ino, found.st_ctime_ns]  # not st_dev, which NFS makes up on each node
+        info = folder.stat()
+        own = [info.st_ino, info.st_ctime_ns]  # not st_dev, which NFS makes up on each node
     except OSError:
         own = []
     same = [rank for rank, other in enumerate(ranks.gather(own)) if other == own]
@@ -559,7 +559,7 @@ def sharers(folder: Path, ranks: Ranks | None) -> tuple[int, int]:
 
 def agree(problems: list[Problem], ranks: Ranks | None = None) -> None:
     """Raise UserError on all ranks where one has a problem: one that left alone would leave the others waiting."""
-    distinct = {str(problem): problem for found in (ranks.gather(problems) if ranks else [problems]) for problem in found}
+    distinct = {str(problem): problem for mine in (ranks.gather(problems) if ranks else [problems]) for problem in mine}
     if distinct:
         raise UserError(list(distinct.values()))
 

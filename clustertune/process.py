@@ -100,17 +100,17 @@ def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
         os.kill(os.getpid(), number)
 
 
-def start(command: Sequence[str | Path], last: signal.Signals, **given: Any) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str | Path], last: signal.Signals, **options: Any) -> subprocess.Popen[bytes]:
     """Start a program that leads a session, and gets the signal ``last`` when this process ends. Raises OSError.
 
-    It ignores SIGUSR1, which would kill it. This process must have no other thread. ``given``: further arguments of Popen.
+    It ignores SIGUSR1, which would kill it. This process must have no other thread. ``options``: further arguments of Popen.
     """
 
     def in_child() -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         die_with_parent(last)
 
-    started = {"stdin": subprocess.DEVNULL, "start_new_session": True, **given}
+    started = {"stdin": subprocess.DEVNULL, "start_new_session": True, **options}
     return subprocess.Popen(list(command), preexec_fn=in_child, **started)  # noqa: PLW1509 - it calls libc only
 
 

@@ -170,12 +170,12 @@ def build_card(
         notes.append("The base model has random weights and was made by the run itself: nobody else can load this adapter.")
     distributed = document.get("distributed") or {}
     ranks = distributed.get("world_size") or resolved.world_size
-    found = (
+    losses_of = (
         ("training loss", content.train_losses(metrics)),
         ("eval loss", content.eval_losses(metrics)),
         ("reward of the held-out prompts", content.held_out_rewards(metrics)),
     )
-    losses = [(f"{name}, {loss[0]}", ", ".join(f"{value:.4f}" for value in loss[1])) for name, loss in found if loss]
+    losses = [(f"{name}, {loss[0]}", ", ".join(f"{value:.4f}" for value in loss[1])) for name, loss in losses_of if loss]
     seconds = next((stage.seconds for stage in metrics.stages if stage.stage == "train"), None)  # of all tries that ended
     values = {
         "metadata": _metadata(recipe, scored, licence, repo),
@@ -210,26 +210,26 @@ def _metadata(recipe: Mapping[str, Any], scored: Mapping[str, Any] | None, licen
     import yaml
 
     model, data = recipe["model"], recipe["data"]
-    found: dict[str, Any] = {"library_name": "peft", "pipeline_tag": "text-generation", "tags": ["clustertune", "lora"]}
-    found["tags"].append(recipe["trainer"])
+    metadata: dict[str, Any] = {"library_name": "peft", "pipeline_tag": "text-generation", "tags": ["clustertune", "lora"]}
+    metadata["tags"].append(recipe["trainer"])
     if model["weights"] == "hub" and "/" in model["name"]:
-        found["base_model"] = model["name"]
-        found["base_model_relation"] = "adapter"
+        metadata["base_model"] = model["name"]
+        metadata["base_model_relation"] = "adapter"
     if licence:
-        found["license"] = licence
-    elif "base_model" in found:
+        metadata["license"] = licence
+    elif "base_model" in metadata:
         link = f"https://huggingface.co/{model['name']}"
-        found |= {"license": "other", "license_name": "as-the-base-model", "license_link": link}
+        metadata |= {"license": "other", "license_name": "as-the-base-model", "license_link": link}
     if "/" in str(data.get("name")):
-        found["datasets"] = [data["name"]]
+        metadata["datasets"] = [data["name"]]
     if results := _benchmark_results(scored):
-        found["model-index"] = [{"name": repo.partition("/")[2], "results": results}]
-    return yaml.safe_dump(found, sort_keys=False)
+        metadata["model-index"] = [{"name": repo.partition("/")[2], "results": results}]
+    return yaml.safe_dump(metadata, sort_keys=False)
 
 
 def _benchmark_results(scored: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """The Hub's ``results`` of each whole benchmark: anything else is not a result that others may compare with."""
-    found = []
+    results = []
     for name, row in (get(scored, "tasks") or {}).items():
         data = get(scored, "details", name, "data") or []
         if get(scored, "details", name, "comparable") is not True or len(data) != 1:
@@ -237,21 +237,21 @@ def _benchmark_results(scored: Mapping[str, Any] | None) -> list[dict[str, Any]]
         values = {evaluation.shown(key): value for key, value, _ in evaluation.metrics(row) if is_number(value)}
         metrics = [{"type": key, "value": round(float(value), 6), "name": key} for key, value in values.items()]
         task = {"type": "text-generation", "name": "Text Generation"}
-        found.append({"task": task, "dataset": {"type": data[0], "name": name}, "metrics": metrics})
-    return found
+        results.append({"task": task, "dataset": {"type": data[0], "name": name}, "metrics": metrics})
+    return results
 
 
 def _scores(scored: Mapping[str, Any] | None) -> dict[str, Any]:
-    found = content.eval_content(scored)
-    if scored is None or found is None:
+    scores = content.eval_content(scored)
+    if scored is None or scores is None:
         return {"scores": [], "scores_of": "", "score_notes": [], "paired": [], "paired_about": ""}
     rows = [
         [name, evaluation.shown(key), number(value), number(error)]
         for name, row in scored["tasks"].items()
         for key, value, error in evaluation.metrics(row)
     ]
-    beside = {"paired": found["paired"], "paired_about": get(scored, "paired_method")}
-    return {"scores": rows, "scores_of": found["subtitle"], "score_notes": found["notes"], **beside}
+    beside = {"paired": scores["paired"], "paired_about": get(scored, "paired_method")}
+    return {"scores": rows, "scores_of": scores["subtitle"], "score_notes": scores["notes"], **beside}
 
 
 def _recipe_text(resolved: Resolved) -> str:
@@ -284,10 +284,10 @@ def _read_scores(run: RunDir) -> dict[str, Any] | None:
     """The result of the run's evaluation; None where there is none. Raises UserError where it is not what was sealed."""
     require_whole(run.eval)
     try:
-        found = evaluation.read_result(run.eval)
+        result = evaluation.read_result(run.eval)
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return result if isinstance(result, dict) else None
 
 
 def _cell(value: Any) -> str:
@@ -336,8 +336,8 @@ def check_name(repo: str | None) -> str:
 
 def upload_for(run: RunDir, repo: str, licence: str | None = None) -> Upload:
     """What would be sent of a run, looked through for the secrets of ``.env``. Raises UserError."""
-    found = secrets.read_env(secrets.DEFAULT, lambda _note: None)
-    return pack(run, repo, licence, [found[key] for key in secrets.SECRET if key in found])
+    values = secrets.read_env(secrets.DEFAULT, lambda _note: None)
+    return pack(run, repo, licence, [values[key] for key in secrets.SECRET if key in values])
 
 
 def send(run: RunDir, repo: str, *, public: bool = False, licence: str | None = None) -> tuple[Upload, Pushed]:
@@ -347,14 +347,14 @@ def send(run: RunDir, repo: str, *, public: bool = False, licence: str | None = 
     after a failure the same command begins again. Files of the same names are replaced (the repository's history keeps them),
     others stay.
     """
-    found = secrets.read_env(secrets.DEFAULT, lambda _note: None)
+    values = secrets.read_env(secrets.DEFAULT, lambda _note: None)
     upload = upload_for(run, check_name(repo), licence)
-    if not (token := found.get("HF_TOKEN")):
+    if not (token := values.get("HF_TOKEN")):
         fix = "add a line HF_TOKEN=... to it; a token that may write: https://huggingface.co/settings/tokens"
         raise UserError("has no HF_TOKEN", file=str(secrets.DEFAULT), key="HF_TOKEN", fix=fix)
     secrets.drop()  # the client would take a token of the environment for requests of its own
-    endpoint = (found.get("HF_ENDPOINT") or os.environ.get("HF_ENDPOINT") or "").rstrip("/") or None
-    with secrets.lent({key: value for key, value in found.items() if key in _PROXIES}), _message(repo, endpoint, token):
+    endpoint = (values.get("HF_ENDPOINT") or os.environ.get("HF_ENDPOINT") or "").rstrip("/") or None
+    with secrets.lent({key: value for key, value in values.items() if key in _PROXIES}), _message(repo, endpoint, token):
         api = _connect(endpoint, token)
         before = _find(api, repo, public)
         if before is None:
@@ -430,11 +430,11 @@ def _explain(error: Exception, repo: str, endpoint: str | None, token: str) -> U
     response = getattr(error, "response", None)
     status = int(getattr(response, "status_code", 0))
     lines = str(error).replace(token, "***").strip().splitlines()
-    said = (lines[0] if lines else type(error).__name__)[:300]
+    answer = (lines[0] if lines else type(error).__name__)[:300]
     where = endpoint or "https://huggingface.co"
     if isinstance(error, ValueError) or (400 <= status < 500 and status not in (409, 412, 429)):
         owner = repo.partition("/")[0]
         fix = f"HF_TOKEN of .env must be one that may write for {owner}: https://huggingface.co/settings/tokens"
-        return UserError(f"the Hub refuses it ({status or type(error).__name__}): {said}", file=repo, fix=fix)
+        return UserError(f"the Hub refuses it ({status or type(error).__name__}): {answer}", file=repo, fix=fix)
     fix = "nothing was committed: run the same command again"
-    return UserError(f"{where} answers {status or 'nothing'}: {type(error).__name__}: {said}", fix=fix, code=ExitCode.AGAIN)
+    return UserError(f"{where} answers {status or 'nothing'}: {type(error).__name__}: {answer}", fix=fix, code=ExitCode.AGAIN)

@@ -255,9 +255,9 @@ def _limit(run: RunDir, resolved: Resolved, number: int, stop: StopFlag) -> None
     timer.start()
 
 
-def _tell_staged(run: RunDir, session: Session, found: list[dict[str, Any]]) -> None:
+def _tell_staged(run: RunDir, session: Session, records: list[dict[str, Any]]) -> None:
     """What each node copied to its own disk, into the metrics and the run's record; nothing where none did."""
-    for record in found:
+    for record in records:
         assert session.log is not None
         session.log.write("staged", **record)
         for tree in record["trees"]:
@@ -265,8 +265,8 @@ def _tell_staged(run: RunDir, session: Session, found: list[dict[str, Any]]) -> 
             session.tell(f"staged on {record['host']}: {tree['name']}, {amount(tree['bytes'])}, {how}")
         for text in record["warnings"]:
             session.tell(f"warning: {record['host']}: {text}")
-    if found:
-        run.update(staged=found)
+    if records:
+        run.update(staged=records)
 
 
 def _take_secrets() -> dict[str, str]:

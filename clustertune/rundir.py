@@ -138,14 +138,14 @@ class RunDir:
         try:
             if self.run_json.exists() and not self.run_json.is_file():
                 raise UserError("unreadable: is not a plain file", file=str(self.run_json))
-            found: dict[str, Any] = json.loads(self.run_json.read_bytes())
+            body: dict[str, Any] = json.loads(self.run_json.read_bytes())
         except FileNotFoundError:
             raise UserError(
                 "is not a run folder: it has no run.json", file=str(self.path), fix="clustertune run RECIPE --run-dir DIR"
             ) from None
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"unreadable: {error}", file=str(self.run_json)) from None
-        return found
+        return body
 
     def create(self, resolved: Resolved, **facts: Any) -> None:
         """Write ``run.json``, and the files of the distribution. ``facts``: of the command and the machine."""
@@ -160,12 +160,12 @@ class RunDir:
 
         body = self.read()
         try:
-            found = Resolved.from_dict(body["recipe"])
+            read_back = Resolved.from_dict(body["recipe"])
             expected = str(body["fingerprint"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"contains no resolved recipe: {error!r}", file=str(self.run_json)) from None
-        if (digest := found.fingerprint()) == expected:
-            return found
+        if (digest := read_back.fingerprint()) == expected:
+            return read_back
         text = f"its recipe was changed: fingerprint {digest[:12]} found, {expected[:12]} expected"
         fix = "give another --run-dir"
         raise UserError(text, file=str(self.run_json), key="recipe", fix=fix)

@@ -44,10 +44,10 @@ def read_env(path: Path, note: Callable[[str], None] = say) -> dict[str, str]:
     one (no link), belong to the user, and be closed to all others (mode 0600). Raises UserError naming everything that is
     wrong with it.
     """
-    found = _read(path)
-    if found is None:
+    text = _read(path)
+    if text is None:
         return {}
-    values, unknown, problems = parse(found, str(path))
+    values, unknown, problems = parse(text, str(path))
     raise_if(problems)
     if unknown:
         note(f"{path}: clustertune does not use these keys: {', '.join(unknown)}")
@@ -164,15 +164,15 @@ def _read(path: Path) -> bytes | None:
     return data
 
 
-def file_problems(found: os.stat_result, folder: os.stat_result, path: Path) -> list[Problem]:
+def file_problems(info: os.stat_result, folder: os.stat_result, path: Path) -> list[Problem]:
     """What lets others read or exchange the file."""
     problems, user = [], os.geteuid()
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(info.st_mode):
         return [Problem("is not a regular file", file=str(path), fix="a regular file of your own, mode 0600")]
-    if found.st_uid != user:
+    if info.st_uid != user:
         fix = f"make one of your own: install -m 600 /dev/null {path}"
-        problems.append(Problem(f"belongs to user {found.st_uid}, not to you", file=str(path), fix=fix))
-    if (mode := stat.S_IMODE(found.st_mode)) & 0o177:
+        problems.append(Problem(f"belongs to user {info.st_uid}, not to you", file=str(path), fix=fix))
+    if (mode := stat.S_IMODE(info.st_mode)) & 0o177:
         problems.append(Problem(f"mode {mode:04o}: it must be yours alone", file=str(path), fix=f"chmod 600 {path}"))
     open_to = stat.S_IMODE(folder.st_mode) & (0o022 if not _is_private(folder.st_gid) else 0o002)
     if open_to and not folder.st_mode & stat.S_ISVTX:

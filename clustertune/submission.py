@@ -114,12 +114,12 @@ def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], contai
     problems += wrong
     if plan.trains and plan.cluster.container.runtime == "none" and plan.resolved.recipe.megatron is None:
         problems += container.lacking_here(plan.resolved.train_args, gpus=False)
-    there = next(path for path in (plan.path, *plan.path.parents) if path.exists())
+    nearest = next(path for path in (plan.path, *plan.path.parents) if path.exists())
     fix = "give another --run-dir, or correct storage.runs in the cluster file"
-    if not there.is_dir():
-        problems.append(Problem("is a file, a run needs a folder", file=str(there), fix=fix))
-    elif not dry_run and not os.access(there, os.W_OK | os.X_OK):
-        problems.append(Problem("you may not write there, where the run folder is to be", file=str(there), fix=fix))
+    if not nearest.is_dir():
+        problems.append(Problem("is a file, a run needs a folder", file=str(nearest), fix=fix))
+    elif not dry_run and not os.access(nearest, os.W_OK | os.X_OK):
+        problems.append(Problem("you may not write there, where the run folder is to be", file=str(nearest), fix=fix))
     if not wrong and "prepare" in plan.stages:
         problems += bundle.missing_inputs(plan.resolved) + _not_reached(plan)
     if dry_run:
@@ -129,8 +129,8 @@ def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], contai
     if plan.cluster.slurm is None:
         fix = "add a slurm section to its file, or --cluster names another one"
         problems.append(Problem(f"cluster {plan.cluster.name} has no Slurm", file=plan.cluster.source, fix=fix))
-    wrong_image, found, notes = _image_problems(plan)
-    return [*problems, *wrong_image], found, notes
+    wrong_image, the_image, notes = _image_problems(plan)
+    return [*problems, *wrong_image], the_image, notes
 
 
 def _not_reached(plan: SubmissionPlan) -> list[Problem]:
@@ -165,8 +165,8 @@ def _base_problems(plan: SubmissionPlan) -> list[Problem]:
     """What of a base that lies here is not what the recipe says: its first job would end with it."""
     from clustertune.training import base_model
 
-    given = plan.resolved.recipe.model.path
-    if given is None or plan.resolved.tiny or "prepare" not in plan.stages or not is_there(folder := expand_home(given)):
+    path = plan.resolved.recipe.model.path
+    if path is None or plan.resolved.tiny or "prepare" not in plan.stages or not is_there(folder := expand_home(path)):
         return []
     try:
         base_model.check(str(folder), None, plan.resolved)
@@ -206,19 +206,19 @@ def node_lines(plan: SubmissionPlan) -> tuple[list[dict[str, str]], list[str]]:
     """The environment of the ranks with the reason of each variable, and the command that starts every node."""
     from clustertune import job as program
 
-    wanted = shape.train_shape(plan.resolved, plan.cluster)
-    names = tuple(host.name for host in plan.cluster.compute_nodes[: wanted.nodes])
-    given = Allocation(PLANNED, 0, names, wanted.gpus_per_node, wanted.cpus_per_node, 1, None)
+    train_shape = shape.train_shape(plan.resolved, plan.cluster)
+    names = tuple(host.name for host in plan.cluster.compute_nodes[: train_shape.nodes])
+    allocation = Allocation(PLANNED, 0, names, train_shape.gpus_per_node, train_shape.cpus_per_node, 1, None)
     variables = environment(
         plan.cluster,
         world_size=plan.resolved.world_size,
-        ranks_per_node=wanted.ranks_per_node,
-        cpus_per_node=wanted.cpus_per_node,
+        ranks_per_node=train_shape.ranks_per_node,
+        cpus_per_node=train_shape.cpus_per_node,
         job=PLANNED,
-        cpu_only=not wanted.gpus_per_node,
+        cpu_only=not train_shape.gpus_per_node,
     )
     environ = {setting.name: setting.value for setting in plan.variables}
-    inputs = program.JobInputs(plan.resolved, plan.cluster, given, plan.path, ("train", "train"))
+    inputs = program.JobInputs(plan.resolved, plan.cluster, allocation, plan.path, ("train", "train"))
     command = inputs.step_command(newest_attempt(plan.path) + 1, environ)
     return [{"name": s.name, "value": s.value, "reason": s.reason} for s in variables], command
 
@@ -260,12 +260,12 @@ def show(plan: SubmissionPlan, as_json: bool, verbose: bool) -> None:
 
 def summary(plan: SubmissionPlan) -> list[str]:
     """What would be submitted, a line for each job."""
-    found = [f"run folder: {plan.path}", f"cluster: {plan.cluster.name} ({plan.cluster.source})"]
+    lines = [f"run folder: {plan.path}", f"cluster: {plan.cluster.name} ({plan.cluster.source})"]
     if not plan.jobs:
-        return [*found, DONE]
+        return [*lines, DONE]
     width = max(len(job.stage) for job in plan.jobs)
     after = ["", *(f", after {job.stage}" for job in plan.jobs)]
-    found += [
+    lines += [
         "",
         *(f"{job.stage:<{width}}  {job.shape}{then}" for job, then in zip(plan.jobs, after, strict=False)),
         *([str(plan.evaluation)] if "eval" in plan.stages else []),
@@ -275,30 +275,30 @@ def summary(plan: SubmissionPlan) -> list[str]:
         *([_signal(plan)] if plan.trains else []),
         "--verbose adds the scripts, the environment with its reasons, and the commands",
     ]
-    return found
+    return lines
 
 
 def lines(plan: SubmissionPlan) -> list[str]:
     """Everything, for people. The body is the same in all scripts and is printed once."""
-    found = [f"run folder: {plan.path}", f"cluster: {plan.cluster.name} ({plan.cluster.source})"]
+    lines_so_far = [f"run folder: {plan.path}", f"cluster: {plan.cluster.name} ({plan.cluster.source})"]
     if not plan.jobs:
-        return [*found, DONE]
+        return [*lines_so_far, DONE]
     for number, (job, command_line) in enumerate(zip(plan.jobs, commands(plan), strict=True)):
         header, body = launch.split_script(job.script)
         text = header + body if number == 0 else f"{header}# ... and the body of launch/run.sbatch, as above"
-        found += ["", f"# {job.stage}: {job.shape}", f"# {job.path}", text.rstrip("\n"), f"$ {shlex.join(command_line)}"]
-    found += _site_lines(plan)
+        lines_so_far += ["", f"# {job.stage}: {job.shape}", f"# {job.path}", text.rstrip("\n"), f"$ {shlex.join(command_line)}"]
+    lines_so_far += _site_lines(plan)
     if plan.variables:
-        found += ["", "# environment of every stage, and of every rank"]
-        found += [f"{setting.name}={setting.value}  # {setting.reason}" for setting in plan.variables]
+        lines_so_far += ["", "# environment of every stage, and of every rank"]
+        lines_so_far += [f"{setting.name}={setting.value}  # {setting.reason}" for setting in plan.variables]
     if plan.trains:
         variables, command = node_lines(plan)
-        found += ["", f"# {_signal(plan)}"]
-        found += ["# environment of every rank", *(f"{s['name']}={s['value']}  # {s['reason']}" for s in variables)]
-        found += ["# on the nodes, for each attempt", f"$ {shlex.join(command)}"]
+        lines_so_far += ["", f"# {_signal(plan)}"]
+        lines_so_far += ["# environment of every rank", *(f"{s['name']}={s['value']}  # {s['reason']}" for s in variables)]
+        lines_so_far += ["# on the nodes, for each attempt", f"$ {shlex.join(command)}"]
         if plan.resolved.recipe.megatron is not None:
-            found += settings.shown_lines(plan.resolved, plan.cluster, plan.path)
-    return found
+            lines_so_far += settings.shown_lines(plan.resolved, plan.cluster, plan.path)
+    return lines_so_far
 
 
 def _whole(plan: SubmissionPlan) -> list[str]:
@@ -306,11 +306,11 @@ def _whole(plan: SubmissionPlan) -> list[str]:
     planned = bill.of_recipe(plan.resolved, plan.cluster) if plan.trains else None
     if planned is None:
         return []
-    prediction, whole = planned
+    prediction, total = planned
     seconds = prediction.step.seconds
     low, high = (quantity(seconds * edge, "s") for edge in (prediction.low, prediction.high))
     step = f"planned: {quantity(seconds, 's')} a step (80 % range {low} to {high})"
-    return ["", step, *(f"{name}: {text}" for name, text in whole.rows(prediction.machine.gpu).items())]
+    return ["", step, *(f"{name}: {text}" for name, text in total.rows(prediction.machine.gpu).items())]
 
 
 def _signal(plan: SubmissionPlan) -> str:
@@ -331,15 +331,15 @@ def _site_lines(plan: SubmissionPlan) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def send(plan: SubmissionPlan, found: container.Image | None, as_json: bool) -> None:
+def send(plan: SubmissionPlan, the_image: container.Image | None, as_json: bool) -> None:
     """Submit, or say why not."""
     keep_private(plan.cluster)
     opened = chain.open_run(plan.resolved, plan.path, chain.command_line(), take=False)
     folder = plan.path / "jobs"
-    if found is not None:
-        if note := container.changed(opened.read().get("container"), found):
+    if the_image is not None:
+        if note := container.changed(opened.read().get("container"), the_image):
             say(f"warning: {note}")
-        opened.update(container=found.as_json())
+        opened.update(container=the_image.as_json())
     with lock.held(folder / "lock", "submits this run", shown=plan.path, fix="wait for it"):
         launch.require_none_live(plan.path, "jobs of this run", "clustertune submit --status")
         opened.update(environment=[vars(setting) for setting in plan.variables])
@@ -362,20 +362,20 @@ def show_status(path: Path, as_json: bool) -> None:
     run = RunDir(path)
     if not run.run_json.exists() and not (path / "jobs").is_dir():
         run.read()  # says that it is none
-    found = states.read_status(run)
-    reply(as_json, {"run_dir": str(path), **found.as_dict()}, lambda: _status_lines(found), f"run folder: {path}")
+    status = states.read_status(run)
+    reply(as_json, {"run_dir": str(path), **status.as_dict()}, lambda: _status_lines(status), f"run folder: {path}")
 
 
-def _status_lines(found: states.StagesStatus) -> None:
+def _status_lines(status: states.StagesStatus) -> None:
     """A table whose lines are never broken: job states are looked for by programs and people alike."""
     names = ("stage", "job", "state", "time", "nodes", "restarts", "attempts", "step", "reason")
     lines: list[tuple[str, ...]] = [names]
-    for row in found.rows:
+    for row in status.rows:
         numbers = (str(row.restarts or ""), *("" if n is None else str(n) for n in (row.attempts, row.step)))
         took = "" if row.seconds is None else duration(row.seconds)
         lines.append((row.stage, row.job or "", row.state, took, row.nodes, *numbers, row.reason))
     used = [i for i in range(len(names)) if any(line[i] for line in lines[1:])]
     for text in aligned([[line[i] for i in used] for line in lines]):
         say(text)
-    if found.note:
-        say(f"note: Slurm could not be asked: {found.note}")
+    if status.note:
+        say(f"note: Slurm could not be asked: {status.note}")

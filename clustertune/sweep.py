@@ -196,11 +196,11 @@ def _identity(chosen: Sequence[Sequence[str]], resolved: Sequence[Resolved], tin
 
 def missing_inputs(sweep: Sweep, resolved: Sequence[Resolved]) -> list[Problem]:
     """The files and folders of ``data.input`` that are not there, of the points that have not read them yet."""
-    found: dict[Problem, None] = {}
+    problems: dict[Problem, None] = {}
     for item, one in zip(resolved, sweep.points, strict=True):
         if RunDir(one.run_dir).stage("prepare") is None:
-            found |= dict.fromkeys(bundle.missing_inputs(item))
-    return list(found)
+            problems |= dict.fromkeys(bundle.missing_inputs(item))
+    return list(problems)
 
 
 # --- space ----------------------------------------------------------------------------------------------------------------
@@ -297,8 +297,8 @@ class PointResult:
 
     def value(self, metric: str) -> float | None:
         """Its value of a metric, where it is a number."""
-        found = self.metrics.get(metric, self.metrics.get(f"{FIRST_TASK}.{metric}"))
-        return found if found is not None and math.isfinite(found) else None
+        number = self.metrics.get(metric, self.metrics.get(f"{FIRST_TASK}.{metric}"))
+        return number if number is not None and math.isfinite(number) else None
 
 
 def check_metric(metric: str) -> None:
@@ -314,7 +314,7 @@ def check_metric(metric: str) -> None:
 
 def collect(sweep: Sweep, metric: str) -> list[PointResult]:
     """The results of all points, the best first; then the unfinished ones, and the failed ones last."""
-    found = [_result(sweep, point) for point in sweep.points]
+    results = [_result(sweep, point) for point in sweep.points]
     order = {DONE: 0, OPEN: 1, WAITING: 2, FAILED: 3}
 
     def key(result: PointResult) -> tuple[int, bool, float, int]:
@@ -322,7 +322,7 @@ def collect(sweep: Sweep, metric: str) -> list[PointResult]:
         signed = 0.0 if value is None else value if LOWER.get(metric) else -value
         return (order[result.status], value is None, signed, result.index)
 
-    return sorted(found, key=key)
+    return sorted(results, key=key)
 
 
 def as_json(sweep: Sweep, metric: str, results: Sequence[PointResult]) -> dict[str, Any]:
@@ -367,10 +367,10 @@ def _values(run: RunDir, metrics: Metrics) -> dict[str, float]:
         last["eval_loss"] = metrics.evals[-1].eval_loss
         last["eval_token_accuracy"] = metrics.evals[-1].eval_token_accuracy
     try:
-        found = read_result(run.eval) or {}
+        result = read_result(run.eval) or {}
     except (OSError, ValueError):
-        found = {}
-    for task, row in (found.get("tasks") or {}).items():
+        result = {}
+    for task, row in (result.get("tasks") or {}).items():
         for key, value, _ in scores_of(row):
             last[f"{task}.{shown(key)}"] = float(value) if isinstance(value, int | float) else None
     return {name: value for name, value in last.items() if value is not None}
@@ -406,7 +406,7 @@ def _last_error(sweep: Sweep, point: Point) -> str:
 
 def rows(sweep: Sweep, names: Sequence[str], results: Sequence[PointResult]) -> list[list[str]]:
     """One row a point: rank, number, settings, metrics, step, time, state."""
-    found, rank = [], 0
+    rows_so_far, rank = [], 0
     for result in results:
         ranked = result.status == DONE and result.value(names[0]) is not None
         rank += ranked
@@ -415,8 +415,8 @@ def rows(sweep: Sweep, names: Sequence[str], results: Sequence[PointResult]) -> 
         metrics = [number(result.value(name)) for name in names]
         step = UNKNOWN if result.step is None else str(result.step)
         position = str(rank) if ranked else ""
-        found.append([position, str(result.index), *settings, *metrics, step, duration(result.seconds), state])
-    return found
+        rows_so_far.append([position, str(result.index), *settings, *metrics, step, duration(result.seconds), state])
+    return rows_so_far
 
 
 def heads(sweep: Sweep, names: Sequence[str]) -> list[str]:
@@ -444,13 +444,13 @@ def indices(points: Sequence[Point]) -> str:
 
 def find_problems(sweep: Sweep, resolved: Sequence[Resolved], cluster: Cluster) -> list[Problem]:
     """What keeps the points from running on a cluster, each problem once."""
-    found: dict[Problem, None] = dict.fromkeys(missing_inputs(sweep, resolved))
+    problems: dict[Problem, None] = dict.fromkeys(missing_inputs(sweep, resolved))
     for item in resolved:
-        found.update(dict.fromkeys(shape.find_problems(item, cluster)))
+        problems.update(dict.fromkeys(shape.find_problems(item, cluster)))
     if cluster.slurm is None:
         fix = "add a slurm section to its file, --cluster names another one, --here runs the points on this machine"
-        found[Problem(f"cluster {cluster.name} has no Slurm", file=cluster.source, fix=fix)] = None
-    return list(found)
+        problems[Problem(f"cluster {cluster.name} has no Slurm", file=cluster.source, fix=fix)] = None
+    return list(problems)
 
 
 def make_job(
@@ -575,7 +575,7 @@ def plan_array(
     made, resolved = make_sweep(recipe, settings, more=more, **options, runs=cluster_paths.runs(cluster))
     models = cluster_paths.folder(cluster, "models")
     offers = [bundle.offered(item, models) for item in resolved]
-    resolved = [item.with_staged(found) if found else item for item, (found, _) in zip(resolved, offers, strict=True)]
+    resolved = [item.with_staged(folder) if folder else item for item, (folder, _) in zip(resolved, offers, strict=True)]
     for note in dict.fromkeys(note for _, notes in offers for note in notes):
         say(f"warning: {note}")
     problems = find_problems(made, resolved, cluster)
@@ -593,9 +593,9 @@ def total(made: Sweep, resolved: list[Resolved], cluster: Cluster) -> dict[str, 
     """GPU-hours and money of the points that are left, up to their last stage; None where a point cannot be planned."""
     left = {point.index for point in made.left()}
     planned = [bill.of_recipe(item, cluster) for point, item in zip(made.points, resolved, strict=True) if point.index in left]
-    bills = [found[1] for found in planned if found is not None]
+    bills = [pair[1] for pair in planned if pair is not None]
     evaluates = STAGES.index(made.last) >= STAGES.index("eval")
-    hours = [whole.gpu_hours if evaluates else whole.training for whole in bills]
+    hours = [billed.gpu_hours if evaluates else billed.training for billed in bills]
     if not hours or len(hours) != len(planned) or None in hours:
         return None
     gpu_hours = sum(value for value in hours if value is not None)

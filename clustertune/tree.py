@@ -40,8 +40,10 @@ def how_to_install(extra: str) -> str:
     from urllib.parse import urlsplit
     from urllib.request import url2pathname
 
-    found = next(iter(metadata.distributions(name="clustertune")), None)
-    origin = json.loads((found and found.read_text("direct_url.json")) or "{}")  # PEP 610; what came from an index has none
+    distribution = next(iter(metadata.distributions(name="clustertune")), None)
+    origin = json.loads(
+        (distribution and distribution.read_text("direct_url.json")) or "{}"
+    )  # PEP 610; what came from an index has none
     named, url, vcs = f"clustertune[{extra}]", origin.get("url", ""), origin.get("vcs_info")
     if url.startswith("file:") and not vcs:
         named = f"{url2pathname(urlsplit(url).path)}[{extra}]"

@@ -147,10 +147,10 @@ def read_body(body: Mapping[str, Any]) -> Training:
 
 def read_ranks(folder: Path, ranks: int, warmup: int) -> Training:
     """What the ranks of TRL left."""
-    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
-    lines = found[0]["lines"][warmup - 1 :]
+    documents = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    lines = documents[0]["lines"][warmup - 1 :]
     times = [after[0] - before[0] for before, after in pairwise(lines)]
-    return Training(times, lines[-1][1] - lines[0][1], max(one["peak"] for one in found) / 2**30)
+    return Training(times, lines[-1][1] - lines[0][1], max(one["peak"] for one in documents) / 2**30)
 
 
 def median(training: Training) -> float:
@@ -175,18 +175,18 @@ def interval(values: Sequence[float]) -> dict[str, float | int | None]:
 # --- a rank of TRL ------------------------------------------------------------------------------------------------------
 
 
-def sft_arguments(given: Mapping[str, Any], *, cuda: bool) -> dict[str, Any]:
+def sft_arguments(settings: Mapping[str, Any], *, cuda: bool) -> dict[str, Any]:
     """Keyword arguments of ``SFTConfig`` on this device."""
-    if given["sft"] is not None:
+    if settings["sft"] is not None:
         from trl import SFTConfig
 
         from clustertune.training import build
 
-        fitted = build.fit_to_device(given["sft"], cuda=cuda)[0]
+        fitted = build.fit_to_device(settings["sft"], cuda=cuda)[0]
         return {k: v for k, v in fitted.items() if k in SFTConfig.__dataclass_fields__ and k != "pad_token"} | NOTHING_ELSE
-    requested = {**given["batch"], "max_length": given["max_length"], "seed": given["seed"], **NOTHING_ELSE}
+    requested = {**settings["batch"], "max_length": settings["max_length"], "seed": settings["seed"], **NOTHING_ELSE}
     if not cuda:
-        requested |= {"use_cpu": True, "bf16": given["bf16"]}
+        requested |= {"use_cpu": True, "bf16": settings["bf16"]}
     return requested
 
 
@@ -194,9 +194,9 @@ def train(settings: Path, out: Path) -> None:
     """Train as many steps as the settings say, in one rank, which leaves its figures in ``out``."""
     import torch
 
-    given = json.loads(settings.read_text())
+    body = json.loads(settings.read_text())
     cuda = torch.cuda.is_available()
-    if given["sft"] is not None and not cuda and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    if body["sft"] is not None and not cuda and os.environ.get("ACCELERATE_USE_FSDP") == "true":
         from clustertune.training import build  # accelerate follows the recipe's file on CPUs too, as bench's ranks do
 
         build.use_cpu()
@@ -221,24 +221,24 @@ def train(settings: Path, out: Path) -> None:
                 self.lines.append((time.time(), logs["num_tokens"]))
 
     tokenizer = None
-    if given["sft"] is not None:
+    if body["sft"] is not None:
         packing.register()  # the recipe's attention may be this project's
-        tokenizer = load_tokenizer(given["model"], None, given["chat_template"], given["sft"])
-    elif given["chat_template"]:
-        tokenizer = AutoTokenizer.from_pretrained(given["model"])
-        tokenizer.chat_template = given["chat_template"]
+        tokenizer = load_tokenizer(body["model"], None, body["chat_template"], body["sft"])
+    elif body["chat_template"]:
+        tokenizer = AutoTokenizer.from_pretrained(body["model"])
+        tokenizer.chat_template = body["chat_template"]
     trainer = SFTTrainer(
-        model=given["model"],
-        args=SFTConfig(str(out), **sft_arguments(given, cuda=cuda) | {"max_steps": given["max_steps"], "logging_steps": 1}),
-        train_dataset=load_dataset("json", data_files=given["data"], split="train").select_columns(["messages"]),
+        model=body["model"],
+        args=SFTConfig(str(out), **sft_arguments(body, cuda=cuda) | {"max_steps": body["max_steps"], "logging_steps": 1}),
+        train_dataset=load_dataset("json", data_files=body["data"], split="train").select_columns(["messages"]),
         processing_class=tokenizer,
-        peft_config=LoraConfig(**given["lora"]) if given["lora"] else None,
+        peft_config=LoraConfig(**body["lora"]) if body["lora"] else None,
     )
     times = Times()
     trainer.add_callback(times)
     trainer.train()
-    found = {"lines": times.lines, "peak": peak_memory_bytes()}
-    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found) + "\n")
+    document = {"lines": times.lines, "peak": peak_memory_bytes()}
+    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(document) + "\n")
 
 
 # --- the command --------------------------------------------------------------------------------------------------------
@@ -259,19 +259,19 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0, or 1 where a program failed."""
-    given, bench = parse(arguments)
+    parsed, bench = parse(arguments)
     with tempfile.TemporaryDirectory(prefix="bench-trl-") as temporary:
         try:
-            body = compare(given, bench, (given.work or Path(temporary)).absolute())
+            body = compare(parsed, bench, (parsed.work or Path(temporary)).absolute())
         except Failed as reason:
             say(f"error: {reason}")
             return 1
-    found = body["ratio"]
-    around = f"95 % {found['low']:.3f} to {found['high']:.3f}" if found["low"] is not None else "too few pairs for an interval"
-    say(f"step time, clustertune over {body['against']}: {found['median']:.3f} ({around}, {found['n']} pairs)")
+    ratio = body["ratio"]
+    around = f"95 % {ratio['low']:.3f} to {ratio['high']:.3f}" if ratio["low"] is not None else "too few pairs for an interval"
+    say(f"step time, clustertune over {body['against']}: {ratio['median']:.3f} ({around}, {ratio['n']} pairs)")
     same = "yes" if body["same_tokens"] else "no"
     say(f"peak memory, clustertune over TRL: {body['peak_ratio']:.3f}; the same tokens: {same}")
-    if given.json:
+    if parsed.json:
         sys.stdout.write(json.dumps(body, indent=1) + "\n")
     return 0
 

@@ -140,12 +140,12 @@ class Done:
 
 def pids(attempt: Path, pattern: str) -> list[int]:
     """The processes of an attempt that live, by the files that hold their ids."""
-    found = []
+    pids_so_far = []
     for path in attempt.glob(pattern):
         text = path.read_text().strip()
         if text.isdigit() and Path(f"/proc/{text}").exists():
-            found.append(int(text))
-    return sorted(found)
+            pids_so_far.append(int(text))
+    return sorted(pids_so_far)
 
 
 def kill_training(seed: int, workspace: Workspace, *, saving: bool = False) -> Done:
@@ -259,8 +259,8 @@ def power_cut(seed: int, workspace: Workspace) -> Done:
     mount = ("-o", "loop,nouuid", image)
     with disk_with_run(workspace, *mount) as disk:
         child = start(disk / "run", "train", out=out)
-        wanted = SAVE_STEPS * chance.randint(1, 3)
-        child.until(lambda: said_saved(child.text) >= wanted, PATIENCE)
+        saves = SAVE_STEPS * chance.randint(1, 3)
+        child.until(lambda: said_saved(child.text) >= saves, PATIENCE)
         time.sleep(chance.uniform(0, 0.6))
         announced = said_saved(child.text)  # before the cut
         subprocess.run(["xfs_io", "-x", "-c", "shutdown", disk], check=True)
@@ -270,7 +270,7 @@ def power_cut(seed: int, workspace: Workspace) -> Done:
         subprocess.run(["mount", *mount, disk], check=True)
         newest, _ = store.newest_whole(disk / "run" / "checkpoints")
         last = newest.step if newest else 0
-        assert announced >= wanted and last >= announced, f"{announced} was announced (wanted {wanted}), {last} is there"
+        assert announced >= saves and last >= announced, f"{announced} was announced (wanted {saves}), {last} is there"
         command(disk / "run", "export", out=out)
         assert digest(disk / "run" / "adapter") == workspace.adapter
         return Done(figures={"step announced": [announced]})
@@ -395,24 +395,24 @@ def one(name: str, seed: int, workspace: Workspace) -> dict[str, Any]:
     answer.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
-        found: dict[str, Any]
+        result: dict[str, Any]
         try:
             signal.alarm(fault.seconds)
-            found = dataclasses.asdict(fault.case(seed, workspace, **fault.more))
+            result = dataclasses.asdict(fault.case(seed, workspace, **fault.more))
         except BaseException as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            found = {"failed": f"{type(error).__name__}: {error}"[:1500], "at": f"{Path(last.filename).name}:{last.lineno}"}
-        answer.write_text(json.dumps(found))
+            result = {"failed": f"{type(error).__name__}: {error}"[:1500], "at": f"{Path(last.filename).name}:{last.lineno}"}
+        answer.write_text(json.dumps(result))
         os._exit(0)
     os.waitpid(child, 0)
-    found = json.loads(answer.read_text()) if answer.exists() else {"failed": f"no end within {fault.seconds} s"}
-    return {"fault": name, "seed": seed, "seconds": round(time.monotonic() - began, 1), **found}
+    result = json.loads(answer.read_text()) if answer.exists() else {"failed": f"no end within {fault.seconds} s"}
+    return {"fault": name, "seed": seed, "seconds": round(time.monotonic() - began, 1), **result}
 
 
-def table(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
+def table(results: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
     """What was counted, as Markdown."""
     yield "| fault | held | failed | figures |\n|---|---|---|---|\n"
-    for name, rows in found.items():
+    for name, rows in results.items():
         bad = [row for row in rows if "failed" in row]
         figures: dict[str, list[float]] = {}
         for key, values in itertools.chain.from_iterable(row.get("figures", {}).items() for row in rows):
@@ -433,17 +433,17 @@ def main() -> int:
     shutil.rmtree(BUILD, ignore_errors=True)  # of another state of the product
     BUILD.mkdir(parents=True)
     warm()
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.only or FAULTS}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.only or FAULTS}
     for seed in [arguments.seed] if arguments.seed is not None else itertools.count():  # a few of each in turn
-        goals = {name: arguments.count or FAULTS[name].goal for name in found}
-        left = [name for name, rows in found.items() if sum(row.get("count", 1) for row in rows) < goals[name]]
+        goals = {name: arguments.count or FAULTS[name].goal for name in results}
+        left = [name for name, rows in results.items() if sum(row.get("count", 1) for row in rows) < goals[name]]
         if not left or time.monotonic() > deadline:
             break
         for name in left:
-            found[name].append(one(name, seed, workspace))
-            sys.stderr.write(json.dumps(found[name][-1]) + "\n")
-    sys.stdout.write("".join(table(found)))
-    return int(any("failed" in row for rows in found.values() for row in rows))
+            results[name].append(one(name, seed, workspace))
+            sys.stderr.write(json.dumps(results[name][-1]) + "\n")
+    sys.stdout.write("".join(table(results)))
+    return int(any("failed" in row for rows in results.values() for row in rows))
 
 
 if __name__ == "__main__":

@@ -176,14 +176,14 @@ def _kinds(kind: Any) -> Iterator[str]:
 
 def _docstrings(model: type[BaseModel]) -> dict[str, str]:
     """Text below each field in the source, that of the parents' fields included."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for one in reversed([base for base in model.__mro__ if issubclass(base, BaseModel) and base is not BaseModel]):
         [body] = ast.parse(inspect.cleandoc("\n" + inspect.getsource(one))).body
         assert isinstance(body, ast.ClassDef)
         for field, text in zip(body.body, body.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-                found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
-    return found
+                texts[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return texts
 
 
 def _table(head: tuple[str, ...], rows: Any) -> str:

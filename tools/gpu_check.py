@@ -67,12 +67,12 @@ class EndedCommand:
     def document(self) -> dict[str, Any]:
         """The JSON document on stdout. Raises Failed."""
         try:
-            found = json.loads(self.out)
+            body = json.loads(self.out)
         except ValueError:
             raise Failed(f"no document on stdout (exit code {self.code}): {self.last_error()}") from None
-        if not isinstance(found, dict):
+        if not isinstance(body, dict):
             raise Failed(f"a document that is not an object (exit code {self.code})")
-        return found
+        return body
 
 
 @dataclass
@@ -101,12 +101,12 @@ class GpuCheck:
 
     def environment(self, **more: str) -> dict[str, str]:
         """Of every command: this checkout before an installed package, no Hub, no GPU under gloo."""
-        found = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+        variables = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
         path = os.pathsep.join(part for part in (str(REPO), os.environ.get("PYTHONPATH", "")) if part)
-        found |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+        variables |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
         if self.backend == "gloo":
-            found |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        return found | more
+            variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        return variables | more
 
     def start(self, words: Sequence[str], **env: str) -> tuple[subprocess.Popen[str], Path]:
         """Start a command in a process group of its own. Returns it and the file of its stderr."""
@@ -176,8 +176,8 @@ def adopt_orphans() -> None:
 
 def read_state(path: Path) -> dict[str, Any]:
     """What earlier calls found; empty where there were none."""
-    found = read_object(path)
-    return found if isinstance(found.get("parts"), dict) else {"parts": {}}
+    state = read_object(path)
+    return state if isinstance(state.get("parts"), dict) else {"parts": {}}
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
@@ -251,33 +251,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for. Exit code 0 where no part of it failed, 1 where one did, 2 for a wrong command line."""
     from tools import gpu_parts
 
-    given = parse(arguments)
+    parsed = parse(arguments)
     known = gpu_parts.parts()
-    if given.list:
+    if parsed.list:
         sys.stdout.writelines(f"{name:28} {do.__doc__.splitlines()[0]}\n" for name, do in known.items() if do.__doc__)
         return 0
-    chosen, unknown = gpu_parts.choose(given.parts, known)
+    chosen, unknown = gpu_parts.choose(parsed.parts, known)
     if unknown:
         sys.stderr.write(f"error: no such part: {', '.join(unknown)} -> one of {', '.join(known)}\n")
         return 2
-    if given.name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", given.name):
+    if parsed.name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", parsed.name):
         sys.stderr.write("error: NAME is letters, digits, '.', '_' and '-'\n")
         return 2
     adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the command under way ends with this one
-    gpus = 0 if given.backend == "gloo" else visible_gpus(sys.executable)
-    backend = given.backend if given.backend != "auto" else ("nccl" if gpus else "gloo")
-    name = given.name or (gpu_parts.gpu_name() if backend == "nccl" else "cpu")
-    folder = (given.state or REPO / "runs" / "gpu-check" / name).absolute()
-    check = GpuCheck(name, folder, (given.work or folder / "work").absolute(), sys.executable, backend, gpus, given.short)
+    gpus = 0 if parsed.backend == "gloo" else visible_gpus(sys.executable)
+    backend = parsed.backend if parsed.backend != "auto" else ("nccl" if gpus else "gloo")
+    name = parsed.name or (gpu_parts.gpu_name() if backend == "nccl" else "cpu")
+    folder = (parsed.state or REPO / "runs" / "gpu-check" / name).absolute()
+    check = GpuCheck(name, folder, (parsed.work or folder / "work").absolute(), sys.executable, backend, gpus, parsed.short)
     file = folder / "state.json"
     state = read_state(file)
     state |= {"name": name, "gpus": gpus, "command": " ".join(["make gpu-check", *(arguments or sys.argv[1:])])}
-    until = time.monotonic() + given.budget if given.budget else float("inf")
+    until = time.monotonic() + parsed.budget if parsed.budget else float("inf")
     failed = False
     for part in chosen:
         before = state["parts"].get(part, {})
-        if before.get("verdict") == PASS and not given.again:
+        if before.get("verdict") == PASS and not parsed.again:
             say(f"{part}: passed earlier ({before['date']}, {before['commit']})")
             continue
         if time.monotonic() + gpu_parts.seconds(part) > until:

@@ -73,13 +73,13 @@ FIRST = (
 
 def parts() -> dict[str, Part]:
     """All parts by name, in the order in which they run: :data:`FIRST`, then the rest."""
-    found: dict[str, Part] = {"versions": versions, "nccl": nccl, "chain": chain, "context": context}
-    found |= {"telemetry": telemetry, "eval": evaluation, "gpu-tests": gpu_tests, "peak": peak}
+    parts_so_far: dict[str, Part] = {"versions": versions, "nccl": nccl, "chain": chain, "context": context}
+    parts_so_far |= {"telemetry": telemetry, "eval": evaluation, "gpu-tests": gpu_tests, "peak": peak}
     for name in BENCHES:
-        found[name] = _bench(name)
+        parts_so_far[name] = _bench(name)
     for recipe in sorted(path.parent.name for path in (REPO / "recipes").glob("*/recipe.yaml")):
-        found[f"tiny-{recipe}"] = _tiny(recipe)
-    return {name: found[name] for name in (*FIRST, *(name for name in found if name not in FIRST))}
+        parts_so_far[f"tiny-{recipe}"] = _tiny(recipe)
+    return {name: parts_so_far[name] for name in (*FIRST, *(name for name in parts_so_far if name not in FIRST))}
 
 
 def choose(words: str, known: Mapping[str, Part]) -> tuple[list[str], list[str]]:
@@ -111,8 +111,8 @@ def gpu_name() -> str:
 
 def pinned() -> dict[str, str]:
     """Packages and versions of ``containers/versions.env`` that train."""
-    found = pins.read()
-    return {**found[pins.PY], "deepspeed": found[pins.DEV]["deepspeed"]}
+    versions = pins.read()
+    return {**versions[pins.PY], "deepspeed": versions[pins.DEV]["deepspeed"]}
 
 
 # --- the machine --------------------------------------------------------------------------------------------------------
@@ -120,19 +120,19 @@ def pinned() -> dict[str, str]:
 
 def versions(check: GpuCheck) -> dict[str, Any]:
     """Python, packages, driver and GPUs; which versions differ from the project's pins."""
-    wanted = pinned()
-    found = check.run(check.python, "-c", _VERSIONS, *wanted).document()
-    if "error" in found:
-        raise Failed(f"torch is not installed for {check.python}: {found['error']}")
-    if check.backend == "nccl" and not found["gpus"]:
-        raise Failed(f"torch {found['versions']['torch']} sees no GPU: a build for CPUs, or the driver is missing")
-    have = found["versions"]
-    differ = {k: f"{have[k]} (pinned: {v})" for k, v in wanted.items() if have[k].partition("+")[0] != v}
+    expected = pinned()
+    installed = check.run(check.python, "-c", _VERSIONS, *expected).document()
+    if "error" in installed:
+        raise Failed(f"torch is not installed for {check.python}: {installed['error']}")
+    if check.backend == "nccl" and not installed["gpus"]:
+        raise Failed(f"torch {installed['versions']['torch']} sees no GPU: a build for CPUs, or the driver is missing")
+    have = installed["versions"]
+    differ = {k: f"{have[k]} (pinned: {v})" for k, v in expected.items() if have[k].partition("+")[0] != v}
     driver = ""
     if shutil.which("nvidia-smi"):
         driver = check.run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").out.strip().partition("\n")[0]
     return {
-        **found,
+        **installed,
         "driver": driver,
         "differ": differ,
         "why": f"{len(differ)} packages differ from the pins" if differ else "",
@@ -178,7 +178,7 @@ def chain(check: GpuCheck) -> dict[str, Any]:
     """The chain in bf16: killed behind its first checkpoint, resumed to its end, and the losses of one that was not killed."""
     check.need("trl", "datasets", "peft", "pydantic")
     folder = fresh(check, "chain")
-    killed, whole = folder / "killed", folder / "whole"
+    killed, undisturbed = folder / "killed", folder / "whole"
     bf16 = "true" if check.backend == "nccl" else "false"  # CPUs without AMX emulate it
     settings = {"bf16": bf16, "max_steps": 12, "save_steps": 4, "eval_steps": 6, "eval_on_start": "false"}
     words = ["run", "recipes/tiny-oasst2", *(f"train.{key}={value}" for key, value in settings.items())]
@@ -197,14 +197,14 @@ def chain(check: GpuCheck) -> dict[str, Any]:
     if done.code == 0 or not events(killed, "checkpoint"):
         raise Failed(f"ended with {done.code} before it could be killed behind a checkpoint: {done.last_error()}")
     last = "merge" if check.has("lm_eval") else "report"
-    for run in (killed, whole):
+    for run in (killed, undisturbed):
         done = check.clustertune(*words, "--run-dir", str(run), "--to", last if run == killed else "train")
         if done.code:
             raise Failed(f"{run.name}: exit code {done.code}: {done.last_error()}")
     resumed = [int(one["step"]) for one in events(killed, "start") if one.get("step")]
     if not resumed:
         raise Failed("the second command began from the base model: the checkpoint was not used")
-    apart = furthest(losses(killed), losses(whole), RESUMED_LOSS, RESUMED_LOSS)
+    apart = furthest(losses(killed), losses(undisturbed), RESUMED_LOSS, RESUMED_LOSS)
     return {
         "why": f"resumed from step {resumed[-1]}, ended with {last}; losses at most {apart:.2%} from an undisturbed run's",
         "losses": losses(killed), "model": str(killed / "merged"),

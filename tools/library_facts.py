@@ -50,7 +50,7 @@ def _is_plain(value: Any) -> bool:
 
 def field_facts(cls: type) -> dict[str, dict[str, Any]]:
     """By field: the kinds of values it takes (recipe/native_rules.py), words for them, its default where it is plain."""
-    hints, found = typing.get_type_hints(cls), {}
+    hints, facts = typing.get_type_hints(cls), {}
     for item in dataclasses.fields(cls):
         kinds, expected, choices = _kinds(hints[item.name])
         if (listed := item.metadata.get("choices")) is not None:
@@ -58,13 +58,13 @@ def field_facts(cls: type) -> dict[str, dict[str, Any]]:
             choices = list(map(str, listed))
             expected = _one_of(choices)
         known = kinds if any(kind != ["none"] for kind in kinds) else None
-        found[item.name] = {"kinds": known, "expected": expected, "choices": choices}
+        facts[item.name] = {"kinds": known, "expected": expected, "choices": choices}
         default = item.default.value if isinstance(item.default, enum.Enum) else item.default
         if item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
         if default is not dataclasses.MISSING and _is_plain(default):
-            found[item.name]["default"] = default
-    return found
+            facts[item.name]["default"] = default
+    return facts
 
 
 def _kinds(hint: Any) -> tuple[list[list[Any]], str, list[str]]:
@@ -72,21 +72,21 @@ def _kinds(hint: Any) -> tuple[list[list[Any]], str, list[str]]:
     words: list[str] = []
     choices: list[str] = []
     for part in typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else [hint]:
-        given: list[Any] = []
+        values: list[Any] = []
         if part is type(None):
             kinds.append(["none"])
         elif typing.get_origin(part) is typing.Literal:
-            given = list(typing.get_args(part))
-            kinds += [_literal(value) for value in given]
+            values = list(typing.get_args(part))
+            kinds += [_literal(value) for value in values]
         elif isinstance(part, type) and issubclass(part, enum.Enum):
-            given = [member.value for member in part]
-            kinds.append(["words", *given])
+            values = [member.value for member in part]
+            kinds.append(["words", *values])
         elif (plain := _plain(part)) is not None:
             kinds.append(plain[0])
             words.append(plain[1])
-        if given:
-            choices += map(str, given)
-            words.append(_one_of(list(map(str, given))))
+        if values:
+            choices += map(str, values)
+            words.append(_one_of(list(map(str, values))))
     if any(kind[0] == "words" and len(kind) > 2 for kind in kinds) and "text" in words:
         # `SchedulerType | str`: the text is one of the enumeration's, whatever the annotation says.
         kinds.remove(["plain", "str"])
@@ -141,19 +141,19 @@ def optimizer_facts() -> dict[str, list[str] | None]:
     """By optimizer: the keys that transformers reads from ``optim_args``; None where it passes all of them on."""
     from transformers import trainer_optimizer
 
-    found: dict[str, list[str] | None] = {}
+    arguments: dict[str, list[str] | None] = {}
     for name, handler in trainer_optimizer._OPTIMIZER_HANDLERS.items():
         source = inspect.getsource(handler)
         if handler is trainer_optimizer._get_bitsandbytes_optimizer and "rmsprop" not in name.value:
             # One function for four kinds: RMSprop takes all, AdEMAMix reads some, AdamW and Lion none.
             source = source.replace("additional_optim_kwargs = ctx.optim_args", "") if "ademamix" in name.value else ""
         if re.search(r"optim_args\)|= ctx\.optim_args$|\*\*ctx\.optim_args", source, re.MULTILINE):
-            found[name.value] = None
+            arguments[name.value] = None
             continue
         loops = re.findall(r"for key in \((.*?)\):\n\s+if key in ctx\.optim_args", source)
         keys = re.findall(r"optim_args(?:\.get\(|\.pop\(|\[)\"(\w+)\"", source)
-        found[name.value] = list(dict.fromkeys([*keys, *(key for loop in loops for key in re.findall(r"\w+", loop))]))
-    return found
+        arguments[name.value] = list(dict.fromkeys([*keys, *(key for loop in loops for key in re.findall(r"\w+", loop))]))
+    return arguments
 
 
 def peft_facts() -> dict[str, Any]:
@@ -214,14 +214,14 @@ def model_kinds() -> list[str]:
 
     root = Path(transformers.__file__).parent / "models"
     heads = re.compile(rf"^class \w+({'|'.join(CAUSAL)})\(", re.MULTILINE)
-    found = []
+    kinds = []
     for kind in CONFIG_MAPPING:
         home = model_type_to_module_name(kind)
         source = root / home / f"modeling_{home}.py"
         # A folder with several models may hold the head of another: a kind counts that is named like it, or is mapped.
         if source.is_file() and (kind in MAPPED or (home == kind and heads.search(source.read_text()))):
-            found.append(kind)
-    return sorted(found)
+            kinds.append(kind)
+    return sorted(kinds)
 
 
 def model_facts(kind: str) -> dict[str, Any]:
@@ -280,21 +280,21 @@ def modules(config: Any, model: Any) -> dict[str, str]:
 
     absent = [name for name in config.__annotations__ if getattr(config, name, 0) is None]
     sizes = {name: SIZE for name in absent if _hint(config, name) == "int | None"}
-    found: dict[str, str] = {}
-    for given in _variants(config):
+    names: dict[str, str] = {}
+    for variant in _variants(config):
         for more in ({}, sizes):
             try:
                 with torch.device("meta"), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    built = model(config(**{**more, **given}))
+                    built = model(config(**{**more, **variant}))
             except Exception:  # noqa: S112 - a choice that the model does not take
                 continue
             for name, module in built.named_modules():
                 for leaf in (torch.nn.Linear, Conv1D, torch.nn.Embedding):
                     if isinstance(module, leaf):
-                        found[re.sub(r"\.\d+(?=\.|$)", ".0", name)] = leaf.__name__
+                        names[re.sub(r"\.\d+(?=\.|$)", ".0", name)] = leaf.__name__
             break
-    return found
+    return names
 
 
 def _hint(config: Any, name: str) -> str:
@@ -322,11 +322,11 @@ def _variants(config: Any) -> Iterator[dict[str, Any]]:
 
 def transformers_facts(kinds: list[str]) -> dict[str, Any]:
     """All model types, and the keys that all take."""
-    found = {}
+    facts = {}
     for kind in kinds:
         sys.stderr.write(f"{kind}\n")
-        found[kind] = model_facts(kind)
-    return {"transformers": version("transformers"), "keys": base_keys(), "models": found}
+        facts[kind] = model_facts(kind)
+    return {"transformers": version("transformers"), "keys": base_keys(), "models": facts}
 
 
 def lm_eval_facts() -> dict[str, Any]:

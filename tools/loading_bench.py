@@ -194,8 +194,8 @@ def measure(folder: Path, way: str, axes: Axes, seconds: int = SECONDS) -> list[
         def one(rank: int) -> None:
             variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": axes.ranks, "LOCAL_WORLD_SIZE": axes.ranks}
             os.environ.update({key: str(value) for key, value in variables.items()})
-            found = load(folder, way, axes, Path(left, "store"))
-            Path(left, str(rank)).write_text(json.dumps(asdict(found)))
+            measured = load(folder, way, axes, Path(left, "store"))
+            Path(left, str(rank)).write_text(json.dumps(asdict(measured)))
 
         _forked(one, axes.ranks, seconds)
         return [Measured(**json.loads(Path(left, str(rank)).read_text())) for rank in range(axes.ranks)]
@@ -211,12 +211,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--zero", action="store_true", help="DeepSpeed's ZeRO-3 in the place of FSDP2")
     parser.add_argument("--ways", default=",".join(WAYS), help="which of %(default)s")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="end a rank that takes longer (default: %(default)s)")
-    given = parser.parse_args(arguments)
-    axes = Axes(given.ranks, given.replicas, given.tp, given.zero)
-    ways = given.ways.split(",")
-    if given.zero and (given.replicas > 1 or given.tp > 1 or "whole" in ways):
+    parsed = parser.parse_args(arguments)
+    axes = Axes(parsed.ranks, parsed.replicas, parsed.tp, parsed.zero)
+    ways = parsed.ways.split(",")
+    if parsed.zero and (parsed.replicas > 1 or parsed.tp > 1 or "whole" in ways):
         parser.error("--zero splits over all --ranks; its ways are rows and stock")
-    if given.ranks % (given.replicas * given.tp) or not set(ways) <= set(WAYS) or (given.tp > 1 and "stock" in ways):
+    if parsed.ranks % (parsed.replicas * parsed.tp) or not set(ways) <= set(WAYS) or (parsed.tp > 1 and "stock" in ways):
         parser.error("--ranks divide by --replicas x --tp; ways are rows, stock and whole; stock knows no --tp")
 
     import torch
@@ -226,11 +226,11 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        make_model(path, given.gb)
+        make_model(path, parsed.gb)
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         for way in ways:
-            found = measure(path, way, axes, given.seconds)
-            line = {"way": way, "model_bytes": size, **axes.sizes, "ranks": [asdict(one) for one in found]}
+            measured = measure(path, way, axes, parsed.seconds)
+            line = {"way": way, "model_bytes": size, **axes.sizes, "ranks": [asdict(one) for one in measured]}
             sys.stdout.write(json.dumps(line) + "\n")
             sys.stdout.flush()
     return 0

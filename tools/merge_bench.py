@@ -78,13 +78,13 @@ def _llama(shape: Mapping[str, int], layers: int) -> list[Tensor]:
     layer: dict[str, tuple[int, ...]] = {f"self_attn.{m}_proj": (hidden if m in "qo" else keys, hidden) for m in "qkvo"}
     layer |= {"mlp.gate_proj": (inter, hidden), "mlp.up_proj": (inter, hidden), "mlp.down_proj": (hidden, inter)}
     layer |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
-    found: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens": (vocab, hidden),
         "lm_head": (vocab, hidden),
         "model.norm": (hidden,),
     }
-    found |= {f"model.layers.{number}.{name}": size for number in range(layers) for name, size in layer.items()}
-    return [_tensor(f"{name}.weight", *size) for name, size in sorted(found.items())]
+    shapes |= {f"model.layers.{number}.{name}": size for number in range(layers) for name, size in layer.items()}
+    return [_tensor(f"{name}.weight", *size) for name, size in sorted(shapes.items())]
 
 
 def make_base(folder: Path, gb: float, shard_size: int, shape: Mapping[str, int]) -> int:

@@ -67,11 +67,11 @@ def gpu_pcie(m: Machine) -> Iterator[Seen]:
     """Cards have all their lanes; slots are of the generation that the cluster file says, or that the card has."""
     gpus = [gpu for gpu in m.facts.gpus if gpu.pcie_width and gpu.pcie_width_max and not COHERENT.search(gpu.name)]
     value = str(m.section("compute").get("interconnect") or "")
-    wanted = int(value[4:]) if value.startswith("pcie") and value[4:].isdigit() else None
+    generation = int(value[4:]) if value.startswith("pcie") and value[4:].isdigit() else None
     narrow = [one for one in gpus if (one.pcie_width or 0) < (one.pcie_width_max or 0)]
-    slow = [one for one in gpus if one.pcie_gen and one.pcie_gen < (wanted or one.pcie_gen_max or 0)]
+    slow = [one for one in gpus if one.pcie_gen and one.pcie_gen < (generation or one.pcie_gen_max or 0)]
     texts = [f"GPU {one.index}: x{one.pcie_width} of x{one.pcie_width_max}" for one in narrow]
-    texts = texts or [f"GPU {one.index}: PCIe {one.pcie_gen} of {wanted or one.pcie_gen_max}" for one in slow]
+    texts = texts or [f"GPU {one.index}: PCIe {one.pcie_gen} of {generation or one.pcie_gen_max}" for one in slow]
     seat = "seat card and riser again, look at the slot's settings in the firmware; lspci -vv shows LnkSta"
     board = "look at riser and the slot's settings in the firmware; if the board has no more, say so in the cluster file"
     good = f"x{gpus[0].pcie_width}, PCIe {gpus[0].pcie_gen or '?'}" if gpus else ""
@@ -134,20 +134,20 @@ SURE_S = 40
 def gpu_driver(m: Machine) -> Iterator[Seen]:
     """The driver answers, for every GPU that is on the bus."""
     f = m.facts
-    devices, said = f.nvidia_devices or 0, f.nvidia_smi
-    if not m.computes or (not devices and not f.gpus and not said):
+    devices, answer = f.nvidia_devices or 0, f.nvidia_smi
+    if not m.computes or (not devices and not f.gpus and not answer):
         return
-    waited = re.search(r"no answer within (\d+) s", said)
-    if "mismatch" in said.lower():
+    waited = re.search(r"no answer within (\d+) s", answer)
+    if "mismatch" in answer.lower():
         fix = "the driver was updated while the old one is loaded: reboot the node, and pin the driver's packages"
-        yield Seen(FAIL, f"nvidia-smi: {said}", fix)
+        yield Seen(FAIL, f"nvidia-smi: {answer}", fix)
     elif waited and int(waited[1]) < SURE_S:
         fix = "look longer (--seconds=60): without persistence mode the driver wakes each GPU again; else a GPU hangs"
-        yield Seen(WARN, f"nvidia-smi gave {said}", fix)
-    elif "no answer" in said:
-        yield Seen(FAIL, f"nvidia-smi gave {said}", "a GPU hangs: look for Xid in dmesg, drain the node, power it off and on")
-    elif said:
-        yield Seen(FAIL, f"nvidia-smi: {said}", "drain the node; look for Xid in dmesg; reset or reboot")
+        yield Seen(WARN, f"nvidia-smi gave {answer}", fix)
+    elif "no answer" in answer:
+        yield Seen(FAIL, f"nvidia-smi gave {answer}", "a GPU hangs: look for Xid in dmesg, drain the node, power it off and on")
+    elif answer:
+        yield Seen(FAIL, f"nvidia-smi: {answer}", "drain the node; look for Xid in dmesg; reset or reboot")
     elif f.gpus:
         yield Seen(PASS, f"driver {f.driver or '?'} answers for {len(f.gpus)} GPUs")
     elif m.in_container:
@@ -259,17 +259,17 @@ def recovery_remedy(action: str) -> str:
 
 def _of(gpus: Iterable[Gpu], chosen: Callable[[Gpu], object], what: str) -> str:
     """``GPU 1, 2: WHAT`` of those that are chosen; empty where none is."""
-    found = ", ".join(str(gpu.index) for gpu in gpus if chosen(gpu))
-    return f"GPU {found}: {what}" if found else ""
+    numbers = ", ".join(str(gpu.index) for gpu in gpus if chosen(gpu))
+    return f"GPU {numbers}: {what}" if numbers else ""
 
 
 def read_xid(line: str) -> tuple[str, int, float | None] | None:
     """PCI address, number and second since boot of a line with an Xid; None where it is none."""
-    found = re.search(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\):\s*(\d+)", line)
-    if not found:
+    match = re.search(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\):\s*(\d+)", line)
+    if not match:
         return None
     second = re.match(r"\s*\[\s*(\d+\.\d+)\]", line)
-    return found[1].lower(), int(found[2]), float(second[1]) if second else None
+    return match[1].lower(), int(match[2]), float(second[1]) if second else None
 
 
 RECOVERY_XID = 154

@@ -30,8 +30,8 @@ def matches(value: str, names: Sequence[str]) -> list[str]:
 def _named(m: Machine) -> str:
     """The interface of the cluster file; of a machine that is not in it, and has none of that name, none."""
     name = str(m.section("network").get("interface") or "")
-    there = any(nic.name == name for nic in m.facts.nics)
-    return name if there or m.is_member or m.in_step or m.expects.ran else ""
+    present = any(nic.name == name for nic in m.facts.nics)
+    return name if present or m.is_member or m.in_step or m.expects.ran else ""
 
 
 def _nic(m: Machine, name: str) -> Nic | None:
@@ -45,11 +45,11 @@ def interface(m: Machine) -> Iterator[Seen]:
     name, value = _named(m), m.environ("NCCL_SOCKET_IFNAME")
     if not nics or not m.computes:
         return
-    there = ", ".join(nic.name for nic in nics)
+    names = ", ".join(nic.name for nic in nics)
     nic, status = _nic(m, name), FAIL if m.several else WARN
     if name and nic is None:
         fix = "network.interface of the cluster file must be the name on every compute node"
-        yield Seen(status, f"there is no {name} (there are {there})", fix)
+        yield Seen(status, f"there is no {name} (there are {names})", fix)
     elif nic and (nic.up is False or nic.carrier is False):
         yield Seen(status, f"{name} is down", f"look at cable and switch: ip link show {name}; ethtool {name}")
     elif nic:
@@ -57,13 +57,13 @@ def interface(m: Machine) -> Iterator[Seen]:
         fix = f"give it one on every node: ip addr show {name}"
         yield from either(status, "" if good else f"{name} has no address", good, fix)
     if value and not (name and m.expects.launched):  # jobs of clustertune replace it by the cluster file's
-        found = matches(value, [nic.name for nic in nics])
-        means = f"NCCL_SOCKET_IFNAME={value} means {', '.join(found)}"
-        if not found:
-            yield Seen(FAIL, f"{means}none of {there}", "unset it, or name one exactly: =NAME")
-        elif len(found) > 1 and not value.startswith(("^", "=")) and len(found) > len(value.split(",")):
-            yield Seen(WARN, means, f"name it exactly: NCCL_SOCKET_IFNAME=={found[0]}")
-        elif all(nic.up is False for nic in nics if nic.name in found):
+        matched = matches(value, [nic.name for nic in nics])
+        means = f"NCCL_SOCKET_IFNAME={value} means {', '.join(matched)}"
+        if not matched:
+            yield Seen(FAIL, f"{means}none of {names}", "unset it, or name one exactly: =NAME")
+        elif len(matched) > 1 and not value.startswith(("^", "=")) and len(matched) > len(value.split(",")):
+            yield Seen(WARN, means, f"name it exactly: NCCL_SOCKET_IFNAME=={matched[0]}")
+        elif all(nic.up is False for nic in nics if nic.name in matched):
             yield Seen(FAIL, f"{means}, which is down", "unset it")
 
 
@@ -74,13 +74,13 @@ def interface_subnet(m: Machine) -> Iterator[Seen]:
     if not value or nic is None or not nic.addresses:
         return
     with contextlib.suppress(ValueError):
-        wanted, own = ipaddress.ip_network(str(value), strict=False), []
+        subnet, own = ipaddress.ip_network(str(value), strict=False), []
         for text in nic.addresses:
             with contextlib.suppress(ValueError):
                 own.append(ipaddress.ip_interface(text).ip)
-        inside = any(address in wanted for address in own if address.version == wanted.version)
-        outside = "" if inside else f"{nic.name} has {', '.join(nic.addresses)}, not in {wanted}"
-        yield from either(FAIL if m.several else WARN, outside, f"{nic.name} is in {wanted}")
+        inside = any(address in subnet for address in own if address.version == subnet.version)
+        outside = "" if inside else f"{nic.name} has {', '.join(nic.addresses)}, not in {subnet}"
+        yield from either(FAIL if m.several else WARN, outside, f"{nic.name} is in {subnet}")
 
 
 @RULES("interface-speed")
@@ -159,8 +159,8 @@ def rdma_port(m: Machine) -> Iterator[Seen]:
         yield Seen(status, f"no port is active: {states}", fix)
     else:
         few = len(active) < int(network.get("ports") or 1)
-        found = f"{len(active)} ports active, the cluster file says {network.get('ports')}" if few else ""
-        yield from either(WARN, found, f"active: {', '.join(active)}", fix)
+        shortage = f"{len(active)} ports active, the cluster file says {network.get('ports')}" if few else ""
+        yield from either(WARN, shortage, f"active: {', '.join(active)}", fix)
 
 
 @RULES("rdma-verbs")
@@ -221,8 +221,8 @@ def node_names(m: Machine) -> Iterator[Seen]:
     names, own = m.facts.names, m.facts.hostname.partition(".")[0]
     if not names or not (m.is_member or m.in_step or not m.cluster):
         return
-    unknown = sorted(name for name, found in names.items() if not found)
-    looped = [name for name, found in names.items() if found and all(map(_is_loopback, found))]
+    unknown = sorted(name for name, addresses in names.items() if not addresses)
+    looped = [name for name, addresses in names.items() if addresses and all(map(_is_loopback, addresses))]
     wrong = sorted(name for name in looped if name.partition(".")[0] != own)
     for what, bad in (("unknown", unknown), ("resolve to loopback", wrong)):
         if bad:

@@ -77,8 +77,8 @@ def mount_missing(m: Machine) -> Iterator[Seen]:
 def mount_read_only(m: Machine) -> Iterator[Seen]:
     """Bricks, pool, scratch and /tmp are writable."""
     named = _named(m)
-    wanted = [*named, str(m.section("storage").get("scratch") or ""), "/tmp"]  # noqa: S108 - it is looked at
-    mounts = [mount for path in wanted if path and (mount := m.mount_of(path)) and "ro" in mount.options]
+    paths = [*named, str(m.section("storage").get("scratch") or ""), "/tmp"]  # noqa: S108 - it is looked at
+    mounts = [mount for path in paths if path and (mount := m.mount_of(path)) and "ro" in mount.options]
     bad = {mount.point: mount for mount in mounts if mount.point != "/" or not m.in_container}
     for mount in bad.values():
         hard = m.computes and not m.in_container and named.get(mount.point) != "brick"  # a pool passes over such a brick

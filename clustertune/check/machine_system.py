@@ -90,10 +90,10 @@ def cores_in_step(m: Machine) -> Iterator[Seen]:
     requested = int(requested_text) if requested_text.isdigit() else m.expects.cpus
     if not m.in_step or f.affinity is None or not f.cpus or not requested:
         return
-    wanted = min(requested, f.cpus)  # a rehearsal claims more than there are
-    few = f"{f.affinity} CPUs ({f.affinity_list or '?'}), asked for {requested}" if f.affinity < wanted else ""
+    needed = min(requested, f.cpus)  # a rehearsal claims more than there are
+    few = f"{f.affinity} CPUs ({f.affinity_list or '?'}), asked for {requested}" if f.affinity < needed else ""
     fix = f"srun --cpus-per-task={requested}, or export SRUN_CPUS_PER_TASK in the job's script"
-    status = FAIL if f.affinity * 2 <= wanted else WARN
+    status = FAIL if f.affinity * 2 <= needed else WARN
     yield from either(status, few, f"{f.affinity} CPUs, asked for {requested}", fix)
 
 
@@ -139,8 +139,8 @@ def slurm_nodes(m: Machine) -> Iterator[Seen]:
         yield Seen(UNKNOWN, f"Slurm's controller does not answer: {f.slurm_silent}")
     if f.slurm_silent or not f.slurm:
         return
-    wanted = {first_part(name) for name in m.names_with("compute")}
-    bad = [f"{name}: {state}" for name, state in sorted(f.slurm_nodes.items()) if not wanted or first_part(name) in wanted]
+    compute = {first_part(name) for name in m.names_with("compute")}
+    bad = [f"{name}: {state}" for name, state in sorted(f.slurm_nodes.items()) if not compute or first_part(name) in compute]
     yield from either(WARN, listed(bad, 8, "; ", "; and"), "all take jobs")
 
 
@@ -159,12 +159,12 @@ def slurm_devices(m: Machine) -> Iterator[Seen]:
 def slurm_gres(m: Machine) -> Iterator[Seen]:
     """Slurm counts the GPUs of each node that the cluster file names, and that this one has."""
     f, stated = m.facts, m.section("compute").get("gpus")
-    wanted = {first_part(name) for name in m.names_with("compute")}
+    compute = {first_part(name) for name in m.names_with("compute")}
     own = first_part(f.hostname)
     counts = {first_part(name): gpus_of(gres)[0] for name, gres in f.slurm_gres.items()}
     if m.rehearsal or not counts:
         return
-    bad = [f"{name} has {counts[name]}" for name in sorted(wanted & set(counts)) if stated and counts[name] != stated]
+    bad = [f"{name} has {counts[name]}" for name in sorted(compute & set(counts)) if stated and counts[name] != stated]
     text = f"the cluster file says {stated} GPUs a node: {listed(bad, 8)}" if bad else ""
     if not text and f.nvidia_devices is not None and counts.get(own, f.nvidia_devices) != f.nvidia_devices:
         text = f"{f.nvidia_devices} GPUs are on the bus, Slurm counts {counts[own]}"
@@ -226,10 +226,10 @@ def user_site(m: Machine) -> Iterator[Seen]:
     f = m.facts
     home = f.user_site.rstrip("/")
     local = sorted(p.name for p in f.packages if home and (p.location == home or "/.local/lib/python" in p.location))
-    found = f"from {home or '~/.local'}: {', '.join(local)}" if local else ""
+    strays = f"from {home or '~/.local'}: {', '.join(local)}" if local else ""
     good = "Python does not use it" if f.user_site_used is False else "nothing of the stack in it"
     if f.executable:
-        yield from either(FAIL if m.in_container else WARN, found, good)
+        yield from either(FAIL if m.in_container else WARN, strays, good)
 
 
 @RULES("python-path")
@@ -243,9 +243,9 @@ def python_path(m: Machine) -> Iterator[Seen]:
 @RULES("library-path")
 def library_path(m: Machine) -> Iterator[Seen]:
     """LD_LIBRARY_PATH puts nothing in front of torch's libraries."""
-    found = m.facts.libraries
-    bad = [path for path in found if re.search(r"/lib(nccl|cudart|cudnn|cublas|cublasLt|nvrtc|stdc\+\+)\.so", path)]
-    stub = next((path for path in found if "/stubs/libcuda.so" in path), "")
+    libraries = m.facts.libraries
+    bad = [path for path in libraries if re.search(r"/lib(nccl|cudart|cudnn|cublas|cublasLt|nvrtc|stdc\+\+)\.so", path)]
+    stub = next((path for path in libraries if "/stubs/libcuda.so" in path), "")
     if stub:
         fix = "take the folder 'stubs' out of LD_LIBRARY_PATH: it is for linking only"
         yield Seen(FAIL if m.computes else WARN, stub, fix)
@@ -277,8 +277,8 @@ def nccl_settings(m: Machine) -> Iterator[Seen]:
 @RULES("debug-settings")
 def debug_settings(m: Machine) -> Iterator[Seen]:
     """Nothing is set that slows every step."""
-    given = [(name, m.environ(name), values) for name, values in VARIABLES["debugging"].items()]
-    bad = [f"{name}={value}" for name, value, values in given if value.upper() in map(str.upper, values)]
+    variables = [(name, m.environ(name), values) for name, values in VARIABLES["debugging"].items()]
+    bad = [f"{name}={value}" for name, value, values in variables if value.upper() in map(str.upper, values)]
     yield from either(WARN, ", ".join(bad), "none")
 
 

@@ -113,8 +113,8 @@ class Machine:
 
     def section(self, name: str) -> dict[str, Any]:
         """A section of the cluster file; empty where it has none."""
-        found = self.cluster.get(name)
-        return found if isinstance(found, dict) else {}
+        value = self.cluster.get(name)
+        return value if isinstance(value, dict) else {}
 
     def names_with(self, role: str) -> list[str]:
         """The machines of the cluster file that have a role."""
@@ -157,14 +157,14 @@ RULES = Rules(NODES, __file__)
 
 def machine_findings(machine: Machine) -> list[Finding]:
     """What all machine rules find on one machine."""
-    unread = [found for text in machine.facts.unread for found in rule_broken((text, machine.where))]
+    unread = [item for text in machine.facts.unread for item in rule_broken((text, machine.where))]
     return [*run(checks(MACHINE), machine, machine.where), *unread]
 
 
 def cluster_findings(several: JobNodes) -> list[Finding]:
     """What the rules find on each of several machines, and between them."""
-    found = [item for machine in several.machines for item in machine_findings(machine)]
-    return found + list(run(checks(NODES), several))
+    findings = [item for machine in several.machines for item in machine_findings(machine)]
+    return findings + list(run(checks(NODES), several))
 
 
 @dataclass(frozen=True)
@@ -198,9 +198,9 @@ def differing(machines: Sequence[Machine], value: Callable[[Machine], object]) -
     """
     groups: dict[str, list[str]] = {}
     for machine in machines:
-        found = value(machine)
-        if found not in NOTHING:
-            groups.setdefault(str(found), []).append(machine.where)
+        answer = value(machine)
+        if answer not in NOTHING:
+            groups.setdefault(str(answer), []).append(machine.where)
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])) if len(groups) > 1 else []
     return "; ".join(f"{text}: {listed(names, 6)}" for text, names in ordered[:6])
 
@@ -208,27 +208,27 @@ def differing(machines: Sequence[Machine], value: Callable[[Machine], object]) -
 def _compare(machines: Sequence[Machine], status: str, values: Values, fix: str) -> Iterator[Seen]:
     if len(machines) < 2:
         return
-    found = [f"{name}: {difference}" for name, value in values if (difference := differing(machines, value))]
-    for text in found:
+    differences = [f"{name}: {difference}" for name, value in values if (difference := differing(machines, value))]
+    for text in differences:
         yield Seen(status, text, fix)
-    if not found and any(value(machine) not in NOTHING for _, value in values for machine in machines):
+    if not differences and any(value(machine) not in NOTHING for _, value in values for machine in machines):
         yield Seen(PASS, f"{', '.join(name for name, _ in values)}: the same on {len(machines)} nodes")
 
 
 def about(values: Sequence[int | None]) -> dict[int, int]:
     """Each value to one that stands for all within 3 % of it: firmware keeps some MB more of one machine than of its twin."""
-    found: dict[int, int] = {}
+    heads: dict[int, int] = {}
     head = None
     for value in sorted(value for value in values if value is not None):
         head = value if head is None or value > head * 1.03 else head
-        found[value] = head
-    return found
+        heads[value] = head
+    return heads
 
 
 def origin(source: str) -> str:
     """Where a mount comes from, of the many addresses of one server the network alone: each node is given another of them."""
-    found = re.fullmatch(r"(\d+\.\d+\.\d+)\.\d+:(/.*)", source)
-    return f"{found[1]}.0/24:{found[2]}" if found else source
+    match = re.fullmatch(r"(\d+\.\d+\.\d+)\.\d+:(/.*)", source)
+    return f"{match[1]}.0/24:{match[2]}" if match else source
 
 
 @RULES("nodes-driver")
@@ -252,8 +252,8 @@ def nodes_packages(several: JobNodes) -> Iterator[Seen]:
     names = sorted({package.name for machine in machines for package in machine.facts.packages})
 
     def version_of(machine: Machine, name: str) -> object:
-        found = next((package.version for package in machine.facts.packages if package.name == name), "")
-        return found or ("none" if machine.facts.packages else None)
+        version = next((package.version for package in machine.facts.packages if package.name == name), "")
+        return version or ("none" if machine.facts.packages else None)
 
     if len(machines) < 2:
         return

@@ -125,8 +125,8 @@ def rule_of(name: str, texts: Mapping[str, Any]) -> Rule:
 def _texts(folder: Path) -> dict[str, dict[str, Any]]:
     import yaml  # a command that only looks at its arguments must not pay for it
 
-    found: dict[str, dict[str, Any]] = yaml.safe_load((folder / "rules.yaml").read_text(encoding="utf-8"))
-    return found
+    texts: dict[str, dict[str, Any]] = yaml.safe_load((folder / "rules.yaml").read_text(encoding="utf-8"))
+    return texts
 
 
 class Rules(list[Check]):
@@ -149,8 +149,8 @@ class Rules(list[Check]):
 def checks(*subjects: str) -> list[Check]:
     """The rules of these subjects, in the order of :data:`MODULES`; without any, of all subjects."""
     modules = dict.fromkeys(module for subject in subjects or MODULES for module in MODULES[subject].split())
-    found = [check for module in modules for check in importlib.import_module(f"clustertune.{module}").RULES]
-    return [check for check in found if not subjects or check.subject in subjects]
+    rules = [check for module in modules for check in importlib.import_module(f"clustertune.{module}").RULES]
+    return [check for check in rules if not subjects or check.subject in subjects]
 
 
 def finding(rule: Rule, status: str, found: str, fix: str = "", where: str = "") -> Finding:
@@ -190,8 +190,8 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
 
 def listed(items: Iterable[str], most: int, between: str = ", ", last: str = " and") -> str:
     """``a, b and 3 more``: the first ``most`` of the items, and how many more there are."""
-    given = list(items)
-    return between.join(given[:most]) + (f"{last} {len(given) - most} more" if len(given) > most else "")
+    texts = list(items)
+    return between.join(texts[:most]) + (f"{last} {len(texts) - most} more" if len(texts) > most else "")
 
 
 def printable(text: str) -> str:
@@ -260,11 +260,11 @@ class Report:
 
 def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[str]]]:
     """Findings that differ in nothing but where they are, as one with the places."""
-    found: dict[tuple[str, ...], tuple[Finding, list[str]]] = {}
+    groups: dict[tuple[str, ...], tuple[Finding, list[str]]] = {}
     for item in findings:
-        _, places = found.setdefault((item.rule, item.status, item.found, item.fix), (item, []))
+        _, places = groups.setdefault((item.rule, item.status, item.found, item.fix), (item, []))
         places += [item.where] if item.where else []
-    return list(found.values())
+    return list(groups.values())
 
 
 def describe(item: Finding, places: Sequence[str]) -> list[str]:

@@ -60,7 +60,7 @@ class Assigned(NamedTuple):
 
 def options_of(words: list[str], line: int) -> tuple[list[Option], list[str]]:
     """The options that ``words`` begin with, and the words behind them."""
-    found = []
+    options = []
     while words and words[0].startswith("-") and words[0] != "-":
         written, words = words[0], words[1:]
         if written.startswith("--"):
@@ -72,8 +72,8 @@ def options_of(words: list[str], line: int) -> tuple[list[Option], list[str]]:
             takes = not value and written[1] in SHORT
         if takes and words and not words[0].startswith("-"):
             value, words = words[0], words[1:]
-        found.append(Option(full, value, line))
-    return found, words
+        options.append(Option(full, value, line))
+    return options, words
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Script:
                 self.first = number
                 break
         self._read()
-        self.given = {option.name: option for option in self.options}
+        self.directives = {option.name: option for option in self.options}
 
     def _read(self) -> None:
         held, start, end, quoted = "", 0, "", False
@@ -133,7 +133,7 @@ class Script:
 
     def value(self, name: str) -> str:
         """An option of the header; empty where it is not given."""
-        return self.given[name].value if name in self.given else ""
+        return self.directives[name].value if name in self.directives else ""
 
     def count(self, name: str) -> int:
         """A whole number of the header; 0 where it says none."""
@@ -156,18 +156,18 @@ class Script:
     @cached_property
     def assigned(self) -> dict[str, list[Assigned]]:
         """For each variable the texts that the script gives it."""
-        found: dict[str, list[Assigned]] = {}
+        assignments: dict[str, list[Assigned]] = {}
         for start, text in self.lines:
             for match in _ASSIGNED.finditer(text):
                 value, line = match[2], start + text.count("\n", 0, match.start(2))
                 plain = value[1:-1] if value[:1] in "'\"(" and value[-1:] in "'\")" else value
-                found.setdefault(match[1], []).append(Assigned(plain, _shell(value), line))
-        return found
+                assignments.setdefault(match[1], []).append(Assigned(plain, _shell(value), line))
+        return assignments
 
     def last(self, name: str, line: int) -> Assigned | None:
         """What a variable was given last in front of ``line``, else anywhere."""
-        found = self.assigned.get(name, [])
-        return next(reversed([one for one in found if one.line < line] or found), None)
+        assigned = self.assigned.get(name, [])
+        return next(reversed([one for one in assigned if one.line < line] or assigned), None)
 
     def expand(self, text: str, line: int, depth: int = 4, *, early: bool = False) -> str:
         """``text`` with the variables put in that the script sets; others stay, but for their defaults.
@@ -188,14 +188,14 @@ class Script:
     @cached_property
     def commands(self) -> list[tuple[int, str]]:
         """Line and text of each simple command, variables put in; those of substitutions stand behind their own."""
-        found: list[tuple[int, list[str]]] = []
+        split_commands: list[tuple[int, list[str]]] = []
         for start, text in self.lines:
             for piece in _substitutions(self.expand(text, start)):
                 line = start
                 for words in _commands(piece):
-                    found.append((line + words.count("\n"), [word for word in words if word != "\n"]))
+                    split_commands.append((line + words.count("\n"), [word for word in words if word != "\n"]))
                     line += words.count("\n")
-        return [(line, " ".join(" ".join(words).split())) for line, words in found if words]
+        return [(line, " ".join(" ".join(words).split())) for line, words in split_commands if words]
 
     @cached_property
     def body(self) -> str:
@@ -209,21 +209,21 @@ class Script:
     @cached_property
     def hits(self) -> dict[str, dict[int, dict[str, Any]]]:
         """By rule and line what its texts name in braces."""
-        found: dict[str, dict[int, dict[str, Any]]] = {}
+        by_line: dict[str, dict[int, dict[str, Any]]] = {}
         for reader in READERS:
             for name, line, words in reader(self):
-                found.setdefault(name, {}).setdefault(line, words)
-        return found
+                by_line.setdefault(name, {}).setdefault(line, words)
+        return by_line
 
     @cached_property
     def conditions(self) -> dict[str, bool]:
         """What the rows of ``sbatch.yaml`` may ask for with ``when``."""
-        has, body, signal = self.given.__contains__, self.body, self.value("signal")
+        has, body, signal = self.directives.__contains__, self.body, self.value("signal")
         commands = [text for _, text in self.commands]
         name = re.sub(r"^[RB]*:|@\d+$|^SIG", "", signal.upper()).replace("SIG", "")
         name = {"10": "USR1", "12": "USR2", "15": "TERM"}.get(name, name)
-        found = {name: bool(re.search(pattern, body)) for name, pattern in TABLE["conditions"].items()}
-        return found | {
+        conditions_met = {name: bool(re.search(pattern, body)) for name, pattern in TABLE["conditions"].items()}
+        return conditions_met | {
             "several_nodes": self.count("nodes") != 1,
             "two_nodes": self.least_nodes > 1,
             "header": bool(self.options),
@@ -243,7 +243,7 @@ class Script:
             "all_nodes": any(
                 _STARTER.search(one) or (_SRUN.search(one) and not _ASIDE.search(one)) for _, one in self.commands
             ),
-            "secrets": found["dotenv"] or any(map(names_secret, self.assigned)),
+            "secrets": conditions_met["dotenv"] or any(map(names_secret, self.assigned)),
         }
 
 
@@ -266,14 +266,14 @@ def _words(text: str) -> list[str]:
 
 def _substitutions(text: str) -> list[str]:
     """``text`` with ``$(...)`` taken out, and what stood in each."""
-    found = []
+    parts = []
     for _ in range(50):
         match = re.search(r"\$?\(\(([^()]*)\)\)|\$\(([^()]*)\)|`([^`]*)`", text)
         if match is None:
             break
-        found += [part for part in match.groups()[1:] if part]
+        parts += [part for part in match.groups()[1:] if part]
         text = text[: match.start()] + "$@" + text[match.end() :]
-    return [text, *found]
+    return [text, *parts]
 
 
 def _commands(text: str) -> Iterator[list[str]]:
@@ -354,7 +354,7 @@ def _header(script: Script) -> Iterator[Hit]:
                 option.line,
                 {"name": option.name, "value": option.value, "other": before.value, "at": before.line},
             )
-    if script.options and not {"time", "time-min"} & set(script.given):
+    if script.options and not {"time", "time-min"} & set(script.directives):
         yield "no-time", max(option.line for option in script.options), {}
     job, folders = script.value("job-name") or Path(script.path).name, set()
     for name in ("output", "error"):
@@ -366,7 +366,7 @@ def _header(script: Script) -> Iterator[Hit]:
         places = (script.cwd / (script.value("chdir") or "."), script.cwd, Path(script.path).parent)
         if late or not any(_is_folder(place / folder) for place in places):
             what = "has a name that is known only when the job runs" if late else "does not exist here"
-            yield "log-folder", script.given[name].line, {"name": name, "folder": folder, "what": what}
+            yield "log-folder", script.directives[name].line, {"name": name, "folder": folder, "what": what}
 
 
 def _is_folder(path: Path) -> bool:

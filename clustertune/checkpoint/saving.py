@@ -100,11 +100,11 @@ def describe_error(error: BaseException) -> str:
 
 def digest(tensors: list[torch.Tensor]) -> str:
     """The digest (hex) over the bytes of tensors, in their order."""
-    found = new_hasher(XXH3_128)
+    hasher = new_hasher(XXH3_128)
     for tensor in tensors:
         for piece in as_bytes(tensor):
-            found.update(piece)
-    return found.hexdigest()
+            hasher.update(piece)
+    return hasher.hexdigest()
 
 
 class StateWriter:
@@ -138,8 +138,8 @@ class StateWriter:
         if size <= self.copied_bytes:  # it is there already
             return None
         probe = Probe()
-        found = memory(probe)
-        free, limit = found["memory_available_bytes"], found["memory_limit_bytes"]
+        figures = memory(probe)
+        free, limit = figures["memory_available_bytes"], figures["memory_limit_bytes"]
         if free is None:
             return "how much memory of this node is free is unknown"
         if limit is not None:
@@ -266,15 +266,15 @@ class StateWriter:
 
     def _write_all(self, step: int, state: RankState, meta: Mapping[str, Any], folder: Path | None) -> tuple[int, list[Path]]:
         """Write, hash and commit a state; the checkpoint's bytes, and the checkpoints that went in its place."""
-        records, fault, found, finite = dict[str, FileRecord](), None, state.digest, True
+        records, fault, own_digest, finite = dict[str, FileRecord](), None, state.digest, True
         folder = folder or self._store.begin(step)
         try:
             records = self._write(folder, state)
             finite = all(bool(torch.isfinite(part).all()) for part in state.parts[: state.trained])
-            found = found or (digest(state.parts) if state.parts else None)
+            own_digest = own_digest or (digest(state.parts) if state.parts else None)
         except (Exception, CheckpointException) as error:  # torch derives its own from BaseException
             fault = (describe_error(error), isinstance(error, OSError) or bool(storage_cause(error)) or is_full(folder))
-        gathered = self._ranks.gather((fault, found, finite))
+        gathered = self._ranks.gather((fault, own_digest, finite))
         if failed := [f"rank {rank}: {one[0]}" for rank, (one, _, _) in enumerate(gathered) if one]:
             raise NotSaved("; ".join(failed), stored=any(one and one[1] for one, _, _ in gathered))
         if ranks := [rank for rank, (_, _, good) in enumerate(gathered) if not good]:

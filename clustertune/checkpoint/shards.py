@@ -148,17 +148,17 @@ class ShardWriter(FileSystemWriter):  # type: ignore[misc]
 
 def write_new(path: Path, content: Iterator[Any], algorithm: str) -> FileRecord:
     """Write a file that is not there yet, durably, hashed on its way."""
-    found, size = new_hasher(algorithm), 0
+    hasher, size = new_hasher(algorithm), 0
     path.parent.mkdir(exist_ok=True)
     with path.open("xb", buffering=0) as out:
         for piece in content:
-            found.update(piece)
+            hasher.update(piece)
             rest = memoryview(piece)
             size += rest.nbytes
             while rest:  # an unbuffered write may take only some
                 rest = rest[out.write(rest) :]
         os.fsync(out.fileno())
-    return FileRecord(size, found.hexdigest(), algorithm)
+    return FileRecord(size, hasher.hexdigest(), algorithm)
 
 
 def _describe(item: Any, planner: Any) -> Tensor:
@@ -256,10 +256,10 @@ class ShardReader(FileSystemReader):  # type: ignore[misc]
                 row = span.length // max(1, *span.shape[:1]) if span.shape else span.length
                 data = _read(src, span.offset + start * row, rows * row)
             shape = torch.Size([rows, *span.shape[1:]]) if span.shape else span.shape
-            found = torch.frombuffer(data, dtype=span.dtype) if data else torch.empty(0, dtype=span.dtype)
+            tensor = torch.frombuffer(data, dtype=span.dtype) if data else torch.empty(0, dtype=span.dtype)
             offsets = torch.Size([0, *item.storage_offsets[1:]]) if span.shape else item.storage_offsets
             target = planner.resolve_tensor(item).detach()
-            target.copy_(narrow_tensor_by_index(found.view(shape), offsets, item.lengths))
+            target.copy_(narrow_tensor_by_index(tensor.view(shape), offsets, item.lengths))
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -271,11 +271,11 @@ class LoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         """Raises ValueError for anything but JSON."""
-        found, name = json.load(value), read_item.dest_index.fqn
+        loaded, name = json.load(value), read_item.dest_index.fqn
         if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[name], found)
+            set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
-            self.state_dict[name] = found
+            self.state_dict[name] = loaded
 
 
 def load(state: dict[str, Any], folder: Path, group: Any = None) -> None:
@@ -333,43 +333,45 @@ def put_small(folder: Path, name: str, value: Any) -> None:
 
 def small_content(value: Any) -> Iterator[Any]:
     """The bytes of a value's file, piece by piece."""
-    found: list[torch.Tensor] = []
-    shape = json.dumps(_pack(value, found), separators=(",", ":"))
+    tensors: list[torch.Tensor] = []
+    shape = json.dumps(_pack(value, tensors), separators=(",", ":"))
     # The widest elements first, so that each tensor is aligned.
-    order = sorted(range(len(found)), key=lambda at: -found[at].element_size())
-    entries = [Tensor(str(at), NAMES[found[at].dtype], tuple(found[at].shape), Path(), 0, found[at].nbytes) for at in order]
+    order = sorted(range(len(tensors)), key=lambda at: -tensors[at].element_size())
+    entries = [
+        Tensor(str(at), NAMES[tensors[at].dtype], tuple(tensors[at].shape), Path(), 0, tensors[at].nbytes) for at in order
+    ]
     yield build_header(entries, {_KEY: shape})
     for at in order:
-        yield from as_bytes(found[at])
+        yield from as_bytes(tensors[at])
 
 
-def _pack(value: Any, found: list[torch.Tensor]) -> Any:
-    """A value as JSON; its tensors go to ``found``. A list, of a kind and what it holds, stands for any other value."""
+def _pack(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """A value as JSON; its tensors go to ``tensors``. A list, of a kind and what it holds, stands for any other value."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor | np.ndarray):
-        found.append(torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value)
-        if found[-1].dtype not in NAMES:
-            raise TypeError(f"a tensor of {found[-1].dtype}, which safetensors has no name for")
-        return ["array" if isinstance(value, np.ndarray) else "tensor", len(found) - 1]
+        tensors.append(torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value)
+        if tensors[-1].dtype not in NAMES:
+            raise TypeError(f"a tensor of {tensors[-1].dtype}, which safetensors has no name for")
+        return ["array" if isinstance(value, np.ndarray) else "tensor", len(tensors) - 1]
     if isinstance(value, Mapping):
-        return ["dict", [[_pack(key, found), _pack(one, found)] for key, one in value.items()]]
+        return ["dict", [[_pack(key, tensors), _pack(one, tensors)] for key, one in value.items()]]
     if isinstance(value, list | tuple):
-        return ["list" if isinstance(value, list) else "tuple", [_pack(one, found) for one in value]]
+        return ["list" if isinstance(value, list) else "tuple", [_pack(one, tensors) for one in value]]
     raise TypeError(f"a {type(value).__name__}: a checkpoint keeps tensors, numbers and text")
 
 
-def _unpack(body: Any, found: list[torch.Tensor]) -> Any:
+def _unpack(body: Any, tensors: list[torch.Tensor]) -> Any:
     if not isinstance(body, list):
         return body
     kind, held = body
     if kind in ("tensor", "array"):
-        return found[held] if kind == "tensor" else found[held].numpy()
+        return tensors[held] if kind == "tensor" else tensors[held].numpy()
     if kind == "dict":
-        return {_unpack(key, found): _unpack(one, found) for key, one in held}
-    return {"list": list, "tuple": tuple}[kind](_unpack(one, found) for one in held)
+        return {_unpack(key, tensors): _unpack(one, tensors) for key, one in held}
+    return {"list": list, "tuple": tuple}[kind](_unpack(one, tensors) for one in held)
 
 
 def load_small(folder: Path, name: str) -> Any:
@@ -382,7 +384,7 @@ def load_small(folder: Path, name: str) -> Any:
         return None
     try:
         header = read_header(path)
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         with path.open("rb") as src:
             for entry in header.tensors:
                 data, dtype = bytearray(entry.size), DTYPES[entry.dtype]
@@ -390,8 +392,8 @@ def load_small(folder: Path, name: str) -> Any:
                 if src.readinto(data) != entry.size:
                     raise ValueError("it is cut short")
                 flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-                found[entry.name] = flat.view(entry.shape)
-        return _unpack(json.loads(header.metadata[_KEY]), [found[str(at)] for at in range(len(found))])
+                tensors[entry.name] = flat.view(entry.shape)
+        return _unpack(json.loads(header.metadata[_KEY]), [tensors[str(at)] for at in range(len(tensors))])
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         fix = "find out who wrote it; resume from another checkpoint, or train again"
         text = f"contains no state of a training: {type(error).__name__}: {error}"

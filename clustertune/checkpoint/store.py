@@ -52,8 +52,8 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     """All checkpoint folders, newest first, whole or not."""
     if not folder.is_dir():
         return []
-    found = (parse(path) for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    return sorted((c for c in found if c), reverse=True)
+    checkpoints = (parse(path) for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    return sorted((c for c in checkpoints if c), reverse=True)
 
 
 def verify(path: Path, *, hashes: bool = True) -> list[Problem]:
@@ -137,7 +137,7 @@ def find_checkpoint(path: Path) -> Path:
     checkpoint, broken = newest_whole(folder)
     if checkpoint:
         return checkpoint.path
-    problems = [problem for _, found in broken for problem in found[:3]]
+    problems = [problem for _, faults in broken for problem in faults[:3]]
     raise UserError(
         [
             Problem("no complete checkpoint in this folder", file=str(folder), fix="train first: clustertune run RECIPE"),
@@ -178,12 +178,12 @@ class CheckpointStore:
             chosen = self.on_first(lambda: self._choose(damaged))
             if chosen is None:
                 return None
-            if not (found := self._compare(chosen)):
+            if not (problems := self._compare(chosen)):
                 self._read_back = chosen
                 return chosen, manifest.read_manifest(chosen).meta
             damaged.append(chosen)
             if self.ranks.rank == 0:
-                self.tell(f"checkpoint {chosen.name} is incomplete or damaged and is skipped: {found[0]}")
+                self.tell(f"checkpoint {chosen.name} is incomplete or damaged and is skipped: {problems[0]}")
 
     def _choose(self, damaged: list[Path]) -> Path | None:
         """The newest that is whole but for those known to be ``damaged``. Raises UserError where it must not be loaded."""
@@ -220,10 +220,10 @@ class CheckpointStore:
                     break
                 if self.ranks.rank == 0 and time.monotonic() - reported_at > PROGRESS_SECONDS:
                     reported_at = time.monotonic()
-                    done, whole = (sum(part[column] for part in parts) / 1e9 for column in (1, 2))
-                    self.tell(f"comparing {path.name} with its digests: {done:,.1f} of {whole:,.1f} GB")
+                    done, total = (sum(part[column] for part in parts) / 1e9 for column in (1, 2))
+                    self.tell(f"comparing {path.name} with its digests: {done:,.1f} of {total:,.1f} GB")
                 comparison.wait(1.0)
-            return [problem for found in self.ranks.gather(comparison.finish()) for problem in found]
+            return [problem for problems_of_rank in self.ranks.gather(comparison.finish()) for problem in problems_of_rank]
 
     def on(self, ranks: manifest.Ranks) -> CheckpointStore:
         """The same store among others of its ranks' threads."""
@@ -255,8 +255,8 @@ class CheckpointStore:
         self.check_fence()
 
         def seal() -> None:
-            found = manifest.read_manifest(path, KIND)
-            manifest.seal(path, KIND, {**found.meta, **meta}, found.files)
+            sealed = manifest.read_manifest(path, KIND)
+            manifest.seal(path, KIND, {**sealed.meta, **meta}, sealed.files)
 
         self.on_first(seal)
 
@@ -286,8 +286,8 @@ class CheckpointStore:
                 errors = [f"rank 0: {caught}"]
         if errors := self.ranks.broadcast(errors):
             raise OSError("; ".join(errors))
-        if self.ranks.rank == 0 and (found := find_open(path)):  # NFS that maps owners, a file system without modes
-            self.tell(f"warning: the storage keeps neither owner nor mode, the next attempt would refuse it: {found[0]}")
+        if self.ranks.rank == 0 and (problems := find_open(path)):  # NFS that maps owners, a file system without modes
+            self.tell(f"warning: the storage keeps neither owner nor mode, the next attempt would refuse it: {problems[0]}")
         return sum(record.size for part, _ in parts for record in part.values())
 
     def check_fence(self) -> None:
@@ -313,21 +313,21 @@ class CheckpointStore:
         removed: list[Path] = []
         self.check_fence()
         if self.ranks.rank == 0:
-            whole = 0
+            intact = 0
             for checkpoint in list_checkpoints(self.folder):
                 if checkpoint.attempt > self.attempt:
                     continue
                 if not (checkpoint.path / manifest.MANIFEST).exists():
-                    if checkpoint.attempt < self.attempt and whole:
+                    if checkpoint.attempt < self.attempt and intact:
                         self._remove(checkpoint, "left unfinished by an earlier attempt", removed)
                 elif self.is_kept(checkpoint):
                     continue
                 elif verify(checkpoint.path, hashes=False):
                     self.tell(f"checkpoint {checkpoint.path.name} is damaged: kept, not counted")
-                elif self.limit is not None and whole >= max(self.limit, 1) and checkpoint.path != self._read_back:
+                elif self.limit is not None and intact >= max(self.limit, 1) and checkpoint.path != self._read_back:
                     self._remove(checkpoint, f"older than the newest {max(self.limit, 1)}", removed)
                 else:
-                    whole += 1
+                    intact += 1
         self.ranks.barrier()
         return removed
 
@@ -353,8 +353,8 @@ def verify_all(path: Path) -> tuple[Path | None, list[Problem], list[str]]:
     for checkpoint in list_checkpoints(folder):
         if not (checkpoint.path / manifest.MANIFEST).exists():
             notes.append(f"{checkpoint.path} has no manifest: it was never finished, and is not used")
-        elif found := verify(checkpoint.path):
-            problems += found
+        elif faults := verify(checkpoint.path):
+            problems += faults
         else:
             newest = newest or checkpoint.path
             notes += map(str, find_open(checkpoint.path)[:1])

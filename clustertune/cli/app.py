@@ -281,8 +281,8 @@ def _as_override(key: str) -> str | None:
     from clustertune.recipe import library_facts
 
     sections = {"train": library_facts.facts("trl")["fields"], "lora": library_facts.facts("peft")["fields"]}
-    found = section or next((known for known, keys in sections.items() if name in keys), None)
-    return f"settings of a recipe are given without dashes: {found}.{name}=VALUE" if found else None
+    owner = section or next((known for known, keys in sections.items() if name in keys), None)
+    return f"settings of a recipe are given without dashes: {owner}.{name}=VALUE" if owner else None
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

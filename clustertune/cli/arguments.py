@@ -56,8 +56,8 @@ def takes(options: type, program: Callable[[Any], int | None]) -> Callable[..., 
     ``program`` gets the dataclass, and returns the exit code (None: 0).
     """
 
-    def command(**given: Any) -> None:
-        raise typer.Exit(program(options(**given)) or 0)
+    def command(**values: Any) -> None:
+        raise typer.Exit(program(options(**values)) or 0)
 
     command.__doc__ = options.__doc__
     command.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]

@@ -126,8 +126,8 @@ def demo_slurm(
 def _spec(nodes: str, gpus: int, isolation: Isolation) -> spec.ClusterSpec:
     from clustertune.testbed import spec
 
-    wanted = int(nodes) if re.fullmatch(r"[0-9]{1,9}", nodes) else tuple(nodes.split(","))
-    return spec.ClusterSpec(nodes=wanted, gpus=gpus, isolation=isolation)
+    chosen = int(nodes) if re.fullmatch(r"[0-9]{1,9}", nodes) else tuple(nodes.split(","))
+    return spec.ClusterSpec(nodes=chosen, gpus=gpus, isolation=isolation)
 
 
 # --- stage ------------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def stage(
 
 
 def _check_modes(to: Path | None, verify: Path | None, clean: bool, rows: Path | None) -> None:
-    modes = [name for name, given in (("--to", to), ("--verify", verify), ("--clean", clean)) if given]
+    modes = [name for name, value in (("--to", to), ("--verify", verify), ("--clean", clean)) if value]
     if len(modes) > 1:
         raise UserError(f"{' and '.join(modes)} exclude each other", file="command line", fix="give one of them")
     if rows is not None and to is None:
@@ -216,8 +216,8 @@ def _copy_here(resolved: Resolved, staging: Staging, run_dir: Path | None, stall
     if dry_run:
         plans = [stager.plan(source) for source in sources]
         for plan in plans:
-            there = "is there, and would be verified" if plan["there"] else f"would be copied from {plan['from']}"
-            say(f"{plan['what']} {plan['name']}: {hashed_copy.amount(plan['bytes'])} in {plan['files']} files {there}")
+            state = "is there, and would be verified" if plan["there"] else f"would be copied from {plan['from']}"
+            say(f"{plan['what']} {plan['name']}: {hashed_copy.amount(plan['bytes'])} in {plan['files']} files {state}")
         reply(as_json, {"host": host, "trees": plans, "notes": notes})
         return
     staged = []

@@ -125,31 +125,31 @@ def answer(args: DoctorArguments) -> int:
     if job is None or not job.nodes:
         if args.dry_run:
             raise UserError(Problem("--dry-run needs --submit", file=COMMAND_LINE, key="--dry-run", fix="add --submit"))
-        found, facts, hosts = _look_locally(args, cluster)
+        findings, facts, hosts = _look_locally(args, cluster)
     elif args.dry_run:
         command = preflight.step_command(cluster, job, [], args.seconds)
         reply(args.as_json, {"command": command}, lambda: sys.stdout.write(f"$ {shlex.join(command)}\n"))
         return 0
     else:
-        found, facts, hosts = _on_nodes(args, cluster, job)
-    return _tell(args, cluster, Report([*found, *_of_recipe(args, cluster, facts)], left_out), facts, hosts)
+        findings, facts, hosts = _on_nodes(args, cluster, job)
+    return _tell(args, cluster, Report([*findings, *_of_recipe(args, cluster, facts)], left_out), facts, hosts)
 
 
 doctor_app.command("check")(takes(DoctorArguments, answer))
 
 
 def _contradictions(args: DoctorArguments) -> Iterator[Problem]:
-    found = []
+    contradictions = []
     if args.place is not None and args.place not in PLACES:
-        found.append(("--place", f"{args.place!r} is not a place", f"one of {', '.join(PLACES)}"))
+        contradictions.append(("--place", f"{args.place!r} is not a place", f"one of {', '.join(PLACES)}"))
     if args.submit and (args.here or args.place):
-        found.append(("--submit", "a job looks at its own nodes", "leave --here and --place out"))
+        contradictions.append(("--submit", "a job looks at its own nodes", "leave --here and --place out"))
     for key, value in (("--nodes", args.nodes), ("--time", args.time)):
         if value is not None and not args.submit:
-            found.append((key, "is read only with --submit", "inside of a job all its nodes are checked"))
+            contradictions.append((key, "is read only with --submit", "inside of a job all its nodes are checked"))
     if args.recipe is None and (args.tiny or args.run_dir):
-        found.append(("RECIPE", "a recipe is missing", "clustertune doctor RECIPE ..."))
-    return (Problem(message, file=COMMAND_LINE, key=key, fix=fix) for key, message, fix in found)
+        contradictions.append(("RECIPE", "a recipe is missing", "clustertune doctor RECIPE ..."))
+    return (Problem(message, file=COMMAND_LINE, key=key, fix=fix) for key, message, fix in contradictions)
 
 
 # --- looking -----------------------------------------------------------------------------------------------------------
@@ -185,8 +185,8 @@ def _on_nodes(args: DoctorArguments, cluster: schema.Cluster, job: allocation.Al
     binds = [str(path.resolve()) for path in [args.run_dir] if path is not None and path.exists()]
     with _waiting(args.seconds, f"looking at {len(job.nodes)} nodes"):
         looked = preflight.look(cluster, job, binds=binds, seconds=args.seconds)
-    found = preflight.findings(looked, cluster, job.nodes, expects)
-    return found, next(iter(looked.facts.values()), None), list(job.nodes)
+    findings = preflight.findings(looked, cluster, job.nodes, expects)
+    return findings, next(iter(looked.facts.values()), None), list(job.nodes)
 
 
 def _waiting(seconds: float, text: str) -> contextlib.AbstractContextManager[Any]:
@@ -239,11 +239,11 @@ def _tell(args: DoctorArguments, cluster: schema.Cluster, report: Report, facts:
 
 def _submit(args: DoctorArguments, cluster: schema.Cluster) -> int:
     """A job of whole nodes over the body of ops/doctor/doctor.sbatch, which looks at each of them."""
-    wanted = links.job_shape(cluster, args.nodes, args.time, args.seconds + preflight.START_SECONDS)
+    shape = links.job_shape(cluster, args.nodes, args.time, args.seconds + preflight.START_SECONDS)
     note = "Derived by clustertune doctor --submit from the cluster file."
     job = stage_jobs.BatchJob(
-        shape=wanted,
-        script=stage_jobs.render_alone("doctor", wanted, note, (ROOT / "ops/doctor/doctor.sbatch").read_text(), alone=False),
+        shape=shape,
+        script=stage_jobs.render_alone("doctor", shape, note, (ROOT / "ops/doctor/doctor.sbatch").read_text(), alone=False),
         folder=(cluster_paths.runs(cluster) / "doctor" / cluster.name).absolute(),
         arguments=tuple(_arguments(args, cluster)),
         file="doctor.sbatch",
@@ -283,10 +283,10 @@ def sbatch(
     """
     from clustertune.check import sbatch as linter
 
-    found, problems = [], []
+    results, problems = [], []
     for file in files:
         try:
-            found.append((file, linter.lint_file(str(path_argument(file)))))
+            results.append((file, linter.lint_file(str(path_argument(file)))))
         except UserError as error:
             problems += error.problems
         except ValueError as error:
@@ -298,12 +298,12 @@ def sbatch(
         keys = {"rule": "rule", "message": "found", "remedy": "fix", "link": "link"}
         listing = [
             {"file": path, "findings": [{"line": int(i.where)} | {k: getattr(i, v) for k, v in keys.items()} for i in findings]}
-            for path, findings in found
+            for path, findings in results
         ]
-        emit_json({"files": listing, "findings": sum(len(findings) for _, findings in found)})
-    for path, findings in found if not as_json else []:
+        emit_json({"files": listing, "findings": sum(len(findings) for _, findings in results)})
+    for path, findings in results if not as_json else []:
         for item in findings:
             sys.stdout.write(escape(printable(f"{path}:{item.where}: {item.rule}: {item.found} -> {item.fix}")) + "\n")
-    count = sum(len(findings) for _, findings in found)
-    say(f"{len(found)} files, {count} findings" if len(found) > 1 else f"{count} findings")
+    count = sum(len(findings) for _, findings in results)
+    say(f"{len(results)} files, {count} findings" if len(results) > 1 else f"{count} findings")
     raise typer.Exit(int(ExitCode.FAILED) if count else 0)

@@ -99,10 +99,10 @@ def job(
         chosen = _point(sweep)
         recipe, remaining, tiny, run_dir = chosen.recipe, list(chosen.overrides), chosen.tiny, chosen.run_dir
     secrets.read_env(secrets.DEFAULT)
-    given = allocation.read()
-    if given.restart and not submitted and sweep is None:
+    allocated = allocation.read()
+    if allocated.restart and not submitted and sweep is None:
         folders = [run_dir] if run_dir else sorted(cluster_paths.runs(load.load_cluster(cluster)).glob("*/*"))
-        before = program.begun(given.job_id, folders)
+        before = program.begun(allocated.job_id, folders)
         run_dir, submitted = before or run_dir, before is not None
     recorded = program.recorded(run_dir, of_sweep=not submitted) if submitted or sweep is not None else None
     on = recorded.cluster if recorded and recorded.cluster else load.load_cluster(cluster)
@@ -110,10 +110,10 @@ def job(
     variables = cluster_paths.enter(on, cluster_paths.parse(env or []))
     if recorded:
         resolved = recorded.resolved
-        found = recorded.evaluation
-        evaluation = serving.Evaluation.of(found, RunDir(run_dir).run_json) if found and run_dir else None
+        record = recorded.evaluation
+        evaluation = serving.Evaluation.of(record, RunDir(run_dir).run_json) if record and run_dir else None
     else:
-        resolved = allocation.resolve_for(given, recipe, remaining, tiny=tiny)
+        resolved = allocation.resolve_for(allocated, recipe, remaining, tiny=tiny)
         if (collected := program.collected(resolved, on)) is not None:
             remaining.append(f"staged={collected}")
             resolved = resolved.with_staged(collected)
@@ -125,8 +125,8 @@ def job(
         arguments += ["--from", first] if first != STAGES[0] else []
         arguments += ["--to", last] if last != STAGES[-1] else []
     path = run_dir or default_run_dir(resolved, cluster_paths.runs(on))
-    inputs = program.JobInputs(resolved, on, given, path, (first, last), variables, evaluation)
-    raise_if(allocation.check(given, resolved, on, arguments, (first, last)))
+    inputs = program.JobInputs(resolved, on, allocated, path, (first, last), variables, evaluation)
+    raise_if(allocation.check(allocated, resolved, on, arguments, (first, last)))
     program.start(inputs, script, chain.command_line())
 
 
@@ -235,21 +235,19 @@ def resolve_for_nodes(
     from clustertune import chain
     from clustertune.resolve import resolve
 
-    found = resolve.resolve(recipe, overrides, tiny=tiny)
-    found.require_startable()
-    recipe_given = found.recipe
+    resolved = resolve.resolve(recipe, overrides, tiny=tiny)
+    resolved.require_startable()
+    recipe_given = resolved.recipe
     small, gpus = tiny or recipe_given.model.weights == "random", chain.visible_gpus()
-    wanted = recipe_given.slurm.gpus_per_node
-    each = ranks_per_node or (min(wanted, gpus) or max(1, 2 // nodes) if small else wanted)
+    asked = recipe_given.slurm.gpus_per_node
+    each = ranks_per_node or (min(asked, gpus) or max(1, 2 // nodes) if small else asked)
     problems = []
     if not small and nodes != recipe_given.slurm.nodes:
         text = f"the recipe is for {recipe_given.slurm.nodes} nodes, this call for {nodes}"
         problems.append(Problem(text, file=recipe, key="slurm.nodes", fix=f"slurm.nodes={nodes} makes it a run of its own"))
-    if not small and ranks_per_node is None and wanted > gpus:
+    if not small and ranks_per_node is None and asked > gpus:
         fix = "--tiny runs it scaled down; --ranks-per-node N runs it as it is"
-        problems.append(
-            Problem(f"needs {wanted} GPUs on each node, this machine has {gpus}", file=recipe, key="slurm", fix=fix)
-        )
+        problems.append(Problem(f"needs {asked} GPUs on each node, this machine has {gpus}", file=recipe, key="slurm", fix=fix))
     raise_if(problems)
     return resolve.resolve(recipe, overrides, tiny=tiny, ranks=nodes * each), each
 
@@ -327,5 +325,5 @@ def _submit(made: Sweep, resolved: list[Resolved], cluster: Cluster, job: Any, a
 def _show_results(made: Sweep, metric: str, as_json: bool) -> None:
     from clustertune import sweep as sweeps
 
-    found = sweeps.collect(made, metric)
-    reply(as_json, sweeps.as_json(made, metric, found), *sweeps.lines(made, metric, found))
+    results = sweeps.collect(made, metric)
+    reply(as_json, sweeps.as_json(made, metric, results), *sweeps.lines(made, metric, results))

@@ -52,14 +52,14 @@ def show_cluster(
         say(f"wrote {write}: {text.count('# unknown')} lines say what could not be found out")
         cluster = str(file)
     try:
-        found = load_cluster(cluster)
+        loaded = load_cluster(cluster)
     except UserError as error:
         if write is None:
             raise
         for one in error.problems:
             say(f"still to write: {one}")
         return
-    reply(as_document, found.model_dump(mode="json"), lambda: view.render_cluster(found, console.stdout))
+    reply(as_document, loaded.model_dump(mode="json"), lambda: view.render_cluster(loaded, console.stdout))
 
 
 def _draft(file: Path) -> str:
@@ -153,23 +153,23 @@ def runs(
     from clustertune.report import content
 
     where = below or cluster_paths.found_runs()
-    found = []
+    summaries = []
     for folder in cluster_paths.run_folders(where):
         try:
-            found.append(statuses.Watcher(folder).look().summary(folder))
+            summaries.append(statuses.Watcher(folder).look().summary(folder))
         except UserError as error:
             say(f"note: left out: {error.problems[0]}")
     if as_json:
-        emit_json(found)
+        emit_json(summaries)
         return
     table = console.make_table("run", "begun", "state", "step", "score", "GPU-hours", "USD", "kWh", text_columns=3)
-    for row in found:
+    for row in summaries:
         steps = f"{content.number(row['step'])}/{content.number(row['steps'])}"
         score = f"{row['score_name']} {content.number(row['score'], 2)}" if row["score_name"] else content.number(None)
         spent = (content.number(row[key], 2) for key in ("gpu_hours", "usd", "kwh"))
         table.add_row(str(row["run"]), row["begun"] or "", row["state"], steps, score, *spent)
     console.stderr.print(table)
-    if not found:
+    if not summaries:
         say(f"no run below {where}")
 
 
@@ -188,13 +188,13 @@ def compare(
     """
     from clustertune.report import comparison as room
 
-    found = room.compare([path_argument(text) for text in runs])
-    reply(as_json, found.as_dict(), lambda: console.stderr.print(room.table(found), soft_wrap=True))
-    for note in found.notes:
+    comparison = room.compare([path_argument(text) for text in runs])
+    reply(as_json, comparison.as_dict(), lambda: console.stderr.print(room.table(comparison), soft_wrap=True))
+    for note in comparison.notes:
         say(f"note: {note}")
     if out is not None:
         if out.suffix == ".html":
-            replace_ours(out, room.page(found), room.PAGE_MARK)
+            replace_ours(out, room.page(comparison), room.PAGE_MARK)
         else:
-            replace_ours(out, room.markdown(found), room.MARK)
+            replace_ours(out, room.markdown(comparison), room.MARK)
         say(f"in {out}")

@@ -142,9 +142,9 @@ def answer(args: PlanArguments) -> None:
         nodes, gpus = len(calibrated.cluster.compute_nodes), calibrated.cluster.compute.gpus
         overrides = [f"slurm.nodes={nodes}", f"slurm.gpus_per_node={gpus}", *overrides]
     if args.data is not None:
-        found = prepare.measure(args.data, draft.stated(overrides).get("data"))
-        known = known or (known_lengths.of_counts(list(found.tokens.items()), found.source) if found.tokens else None)
-        overrides = [*(f"data.{key}={json.dumps(value)}" for key, value in found.section.items()), *overrides]
+        measured = prepare.measure(args.data, draft.stated(overrides).get("data"))
+        known = known or (known_lengths.of_counts(list(measured.tokens.items()), measured.source) if measured.tokens else None)
+        overrides = [*(f"data.{key}={json.dumps(value)}" for key, value in measured.section.items()), *overrides]
     _answer(args, overrides, calibrated, [_plan(calibrated, name, overrides, args.tiny, known) for name in args.names])
 
 
@@ -156,19 +156,19 @@ def _compare_clusters(args: PlanArguments, known: Lengths | None) -> None:
     from clustertune.plan import tables
     from clustertune.report import comparison as runs_page
 
-    found = bill.choices(args.names[0], args.overrides, bill.clusters(args.clusters or "", args.gpus), lengths=known)
-    document = {"recipe": args.names[0], "clusters": [one.as_json() for one in found]}
-    rows = bill.cells(found)
+    choices = bill.choices(args.names[0], args.overrides, bill.clusters(args.clusters or "", args.gpus), lengths=known)
+    document = {"recipe": args.names[0], "clusters": [one.as_json() for one in choices]}
+    rows = bill.cells(choices)
     reply(args.as_document, document, lambda: tables.clusters(args.names[0], bill.COLUMNS, rows, console.stdout))
     if args.out is not None:
-        bills = [(one.cluster.name, one.whole) for one in found if one.whole]
-        notes = list(dict.fromkeys(whole.source for _, whole in bills if whole.source))
-        notes += [f"{name}: {whole.saving}" for name, whole in bills if whole.saving]
+        bills = [(one.cluster.name, one.bill) for one in choices if one.bill]
+        notes = list(dict.fromkeys(billed.source for _, billed in bills if billed.source))
+        notes += [f"{name}: {billed.saving}" for name, billed in bills if billed.saving]
         title = f"What {shlex.join([*args.names, *args.overrides])} takes on each cluster"
         out = path_argument(args.out)
         replace_ours(out, runs_page.table_page(title, bill.page_columns(), rows, notes), runs_page.PAGE_MARK)
         say(f"in {out}")
-    _end(any(one.fits for one in found))
+    _end(any(one.fits for one in choices))
 
 
 def _answer_model(args: PlanArguments, known: Lengths | None) -> None:
@@ -189,9 +189,9 @@ def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedClu
     if args.compare:
         from clustertune.plan import tables
 
-        documents = [explanation.as_json(plan) | {"total": whole.as_json()} for plan, whole in zip(plans, bills, strict=True)]
+        documents = [explanation.as_json(plan) | {"total": billed.as_json()} for plan, billed in zip(plans, bills, strict=True)]
         document = {"plans": documents, "speedup": plans[0].step.seconds / plans[1].step.seconds}
-        rows = [whole.rows(plan.machine.gpu) for plan, whole in zip(plans, bills, strict=True)]
+        rows = [billed.rows(plan.machine.gpu) for plan, billed in zip(plans, bills, strict=True)]
         reply(args.as_document, document, lambda: tables.compare(plans[0], plans[1], rows, console.stdout))
         _end(all(plan.fits for plan in plans))
     elif args.why is not None:
@@ -211,14 +211,14 @@ def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedClu
         _show(plans[0], bills[0], tuple(overrides), args.as_document, scored, simulated)
 
 
-def _simulate(found: Plan, args: PlanArguments) -> tuple[Plan, Simulation]:
+def _simulate(plan: Plan, args: PlanArguments) -> tuple[Plan, Simulation]:
     """The simulation, and the plan of what was simulated: of the same depth, of full rows. Says how far it is on stderr."""
-    resolved = found.resolved if args.depth is None else simulator.with_depth(found.resolved, args.depth)
+    resolved = plan.resolved if args.depth is None else simulator.with_depth(plan.resolved, args.depth)
     ranks = simulator.read_ranks(args.ranks, resolved)
     longest = known_lengths.Lengths((int(native_rules.row_tokens(resolved.train_args)),), "full rows")
-    same = prediction.make_plan(resolved, found.machine, found.constants, lengths=longest, sure=False)
+    same = prediction.make_plan(resolved, plan.machine, plan.constants, lengths=longest, sure=False)
     return same, simulator.simulate(
-        resolved, found.machine, ranks=ranks, tell=lambda body: console.say(simulator.progress(body))
+        resolved, plan.machine, ranks=ranks, tell=lambda body: console.say(simulator.progress(body))
     )
 
 
@@ -235,12 +235,12 @@ def _check_usage(args: PlanArguments) -> None:
     def wrong(key: str | None, text: str, fix: str | None) -> None:
         problems.append(Problem(text, file="command line", key=key, fix=fix))
 
-    wanted = 2 if args.compare else 1
+    needed = 2 if args.compare else 1
     if args.calibrate and not args.names:
         wrong("--calibrate", "no run was given", "give run folders with metrics.jsonl")
     elif args.model is not None and (args.names or args.compare or args.calibrate):
         wrong("--model", "--model plans one model, without a recipe", "leave the recipe, --compare or --calibrate out")
-    elif not args.calibrate and len(args.names) != wanted and args.model is None:
+    elif not args.calibrate and len(args.names) != needed and args.model is None:
         text = f"{'--compare needs two recipes' if args.compare else 'one recipe is needed'}, got {len(args.names)}"
         split = any(one.startswith("=") or one.endswith("=") for one in args.overrides)
         fix = "clustertune plan RECIPE [section.key=value]..., or --model OWNER/NAME"
@@ -276,28 +276,28 @@ def _plan(calibrated: CalibratedCluster, recipe: str, changes: list[str], tiny: 
 
 
 def _show(
-    found: Plan,
-    whole: bill.Bill,
-    given: tuple[str, ...],
+    plan: Plan,
+    total: bill.Bill,
+    named: tuple[str, ...],
     as_document: bool,
     scored: serving.Evaluation,
     simulated: tuple[Plan, Simulation] | None = None,
 ) -> None:
-    better = [] if found.fits else advisor.remedies(found, given)
+    better = [] if plan.fits else advisor.remedies(plan, named)
     if as_document:
-        body = explanation.as_json(found) | {"evaluation": scored.as_json(), "total": whole.as_json()}
+        body = explanation.as_json(plan) | {"evaluation": scored.as_json(), "total": total.as_json()}
         if simulated is not None:
             body["simulation"] = simulator.as_json(*simulated)
-        if not found.fits:
+        if not plan.fits:
             body["remedies"] = [{"change": r.what, "overrides": r.arguments, "step_s": r.plan.step.seconds} for r in better]
         emit_json(body)
-        return _end(found.fits)
+        return _end(plan.fits)
     from clustertune.plan import tables  # they load rich, which a document has no use for
     from clustertune.simulate import show as simulation_show
 
-    tables.render(found, whole.headline(), whole.rows(found.machine.gpu), console.stdout)
+    tables.render(plan, total.headline(), total.rows(plan.machine.gpu), console.stdout)
     show(f"\n{scored}")
-    if not found.fits:
+    if not plan.fits:
         told = "It would fit with one of these, the smallest change first:" if better else "No single change would make it fit."
         show(f"\n{told}")
     for remedy in better[:6]:
@@ -307,19 +307,19 @@ def _show(
     if simulated is not None:
         show("")
         simulation_show.render(*simulated, console.stdout)
-    return _end(found.fits)
+    return _end(plan.fits)
 
 
-def _advise_splits(calibrated: CalibratedCluster, found: Plan, args: PlanArguments, overrides: list[str]) -> None:
+def _advise_splits(calibrated: CalibratedCluster, base_plan: Plan, args: PlanArguments, overrides: list[str]) -> None:
     """How the nodes of a job with servers may be split: each plan that fits on as many nodes, the fastest first."""
-    recipe, each = found.resolved.recipe, found.machine.gpus_per_node
-    whole, plans = recipe.slurm.nodes + recipe.server_nodes, []
-    for serving_nodes in range(1, whole):
+    recipe, each = base_plan.resolved.recipe, base_plan.machine.gpus_per_node
+    nodes, plans = recipe.slurm.nodes + recipe.server_nodes, []
+    for serving_nodes in range(1, nodes):
         for wide in (n for n in range(1, each + 1) if each % n == 0):
-            own = [f"slurm.nodes={whole - serving_nodes}", f"servers.nodes={serving_nodes}"]
+            own = [f"slurm.nodes={nodes - serving_nodes}", f"servers.nodes={serving_nodes}"]
             own.append(f"servers.tensor_parallel_size={wide}")
             with contextlib.suppress(UserError):  # a batch that does not divide, weights that do not fit
-                plans.append((own, _plan(calibrated, args.names[0], [*overrides, *own], args.tiny, found.lengths)))
+                plans.append((own, _plan(calibrated, args.names[0], [*overrides, *own], args.tiny, base_plan.lengths)))
     fitting = sorted((plan.step.seconds, own, plan) for own, plan in plans if plan.fits)
     rows: list[dict[str, Any]] = [
         {
@@ -334,44 +334,44 @@ def _advise_splits(calibrated: CalibratedCluster, found: Plan, args: PlanArgumen
         f"{row['step_s']:8.3g} s a step, {row['generation_s']:.3g} s of it generation: {' '.join(row['overrides'])}"
         for row in rows
     ]
-    reply(args.as_document, {"splits": rows}, lambda: show("\n".join([f"{whole} nodes of {each} GPUs, split:", *lines])))
+    reply(args.as_document, {"splits": rows}, lambda: show("\n".join([f"{nodes} nodes of {each} GPUs, split:", *lines])))
     _end(bool(rows))
 
 
-def _advise(calibrated: CalibratedCluster, found: Plan, whole: bill.Bill, args: PlanArguments, overrides: list[str]) -> None:
+def _advise(calibrated: CalibratedCluster, plan: Plan, total: bill.Bill, args: PlanArguments, overrides: list[str]) -> None:
     from clustertune.plan import tables
 
-    counts = _counts(args.nodes, found)
-    source = recipe_source.RecipeSource(found.resolved, tuple(overrides))
+    counts = _counts(args.nodes, plan)
+    source = recipe_source.RecipeSource(plan.resolved, tuple(overrides))
     advice = advisor.advise(
-        source, calibrated.machine(max(counts)), found.constants, nodes=counts, goal=args.goal, lengths=found.lengths,  # type: ignore[arg-type]
+        source, calibrated.machine(max(counts)), plan.constants, nodes=counts, goal=args.goal, lengths=plan.lengths,  # type: ignore[arg-type]
     )  # fmt: skip
     named = advisor.overrides(advice, source)
     if args.as_document:
-        emit_json(explanation.advice_json(advice, named, calibrated.cluster, whole.money, whole.currency))
+        emit_json(explanation.advice_json(advice, named, calibrated.cluster, total.money, total.currency))
     else:
-        given = {"--model": args.model, "--data": args.data, "--gpus": args.gpus, "--cluster": args.cluster}
-        given |= {"--method": args.method} if args.model else {}
-        recipe = [*args.names, *(word for key, value in given.items() if value for word in (key, value))]
+        sources = {"--model": args.model, "--data": args.data, "--gpus": args.gpus, "--cluster": args.cluster}
+        sources |= {"--method": args.method} if args.model else {}
+        recipe = [*args.names, *(word for key, value in sources.items() if value for word in (key, value))]
         quoted = {family: [shlex.quote(text) for text in arguments] for family, arguments in named.items()}
         tables.advice(
-            advice, quoted, found, console.stdout, recipe=shlex.join(recipe), cluster=calibrated.cluster, money=whole.money,
-            currency=whole.currency,
+            advice, quoted, plan, console.stdout, recipe=shlex.join(recipe), cluster=calibrated.cluster, money=total.money,
+            currency=total.currency,
         )  # fmt: skip
     _end(any(option.starts(calibrated.cluster) for option in advice.fitting))
 
 
-def _counts(text: str | None, found: Plan) -> list[int]:
+def _counts(text: str | None, plan: Plan) -> list[int]:
     if text is None:
-        return [found.resolved.recipe.slurm.nodes]
+        return [plan.resolved.recipe.slurm.nodes]
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = []
-    beside = found.strategy.server_nodes
-    most = found.machine.nodes - beside
+    beside = plan.strategy.server_nodes
+    most = plan.machine.nodes - beside
     if not counts or any(not 1 <= count <= most for count in counts):
-        text = f"{text!r} is not a list of node counts from 1 to {most}, which {found.machine.name} has"
+        text = f"{text!r} is not a list of node counts from 1 to {most}, which {plan.machine.name} has"
         text += f" beside {beside} of servers" if beside else ""
         raise UserError(text, file="command line", key="--nodes", fix="write --nodes 1,2,4")
     return counts
@@ -385,15 +385,15 @@ def _calibrate(calibrated: CalibratedCluster, runs: list[str], lengths: Lengths 
     if calibrated.calibration is None:
         text = "a cluster found by looking has no file to keep a calibration beside"
         raise UserError(text, file="command line", key="--cluster", fix="write a cluster file: docs/clusters.md")
-    found = calibration.fit([observe(calibrated, path_argument(run), lengths) for run in runs])
-    calibration.store(calibrated.calibration, calibrated.cluster.name, datetime.date.today().isoformat(), found)
-    document = {"file": str(calibrated.calibration), "constants": found.values, "deviation": found.deviation}
-    document |= {"not_identified": found.left, "unexplained": calibration.unexplained(found)}
+    fitted = calibration.fit([observe(calibrated, path_argument(run), lengths) for run in runs])
+    calibration.store(calibrated.calibration, calibrated.cluster.name, datetime.date.today().isoformat(), fitted)
+    document = {"file": str(calibrated.calibration), "constants": fitted.values, "deviation": fitted.deviation}
+    document |= {"not_identified": fitted.left, "unexplained": calibration.unexplained(fitted)}
     kept = f"kept in {calibrated.calibration}: plans on {calibrated.cluster.name} use it from now on"
     reply(
         as_document,
-        {**document, "runs": [run.model_dump() for run in found.runs]},
-        lambda: tables.calibration(found, console.stdout),
+        {**document, "runs": [run.model_dump() for run in fitted.runs]},
+        lambda: tables.calibration(fitted, console.stdout),
         lambda: show(kept),
     )
 
@@ -414,14 +414,14 @@ def new(
     """LoRA target modules come from the model's architecture, the distribution from the planner. Prints every assumption."""
     folder = draft.target(name)
     stated = draft.stated(overrides or ())
-    made_of, found, at = draft.read_options(model, data, method, gpus, cluster, needs_data=True, of_data=stated.get("data"))
+    made_of, dataset, at = draft.read_options(model, data, method, gpus, cluster, needs_data=True, of_data=stated.get("data"))
     if not (stated.get("model") or {}).keys() & {"revision", "path"}:
         made_of = models.pinned(made_of)
-    keys, notes = draft.look_at_tokenizer(made_of, found, stated)
+    keys, notes = draft.look_at_tokenizer(made_of, dataset, stated)
     stated = layers.laid_over(keys, stated)
     shown = folder.name if "/" not in name else name
     if at.assumed and method != "qlora" and tiny.is_small(made_of.architecture):
-        made = draft.on_cpus(made_of, method, found, stated)
+        made = draft.on_cpus(made_of, method, dataset, stated)
         made.assumed.extend(notes)
         following = draft.commands(shown, ())
         with draft.folder_of(made, folder.name) as written:
@@ -431,15 +431,15 @@ def new(
         text = "\nfor this machine's CPUs. Next:\n"
     else:
         following = draft.commands(shown, at.options)
-        with draft.drafted(folder.name, made_of, method, found, at, stated) as (made, written):
+        with draft.drafted(folder.name, made_of, method, dataset, at, stated) as (made, written):
             made.assumed.extend(notes)
             machine = at.calibrated.machine(int(made.recipe["slurm"]["nodes"]))
             plan = prediction.make_plan(resolve.resolve(written), machine, at.calibrated.constants, lengths=made.lengths)
             _keep(written, folder, draft.page(made, folder.name, made_of, following))
-        whole = bill.bill(plan, at.calibrated.cluster)
-        document = {"fits": plan.fits, "step_s": plan.step.seconds, "hours": plan.hours, "total": whole.as_json()}
+        total = bill.bill(plan, at.calibrated.cluster)
+        document = {"fits": plan.fits, "step_s": plan.step.seconds, "hours": plan.hours, "total": total.as_json()}
         hours = f"{plan.hours:.2g} h of training" if plan.hours else f"{plan.step.seconds:.3g} s a step"
-        spent = f"; all stages {headline}" if (headline := whole.headline()) else ""
+        spent = f"; all stages {headline}" if (headline := total.headline()) else ""
         memory = f"{plan.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB a GPU"
         text = f"\nplanned: {hours} on {machine.name}, {memory}{spent}. Next:\n"
     if overrides:

@@ -169,12 +169,17 @@ def evaluate(
 
     below = cluster_paths.enter_local()
     model = newest_merged(below) if model is None else merged_or_model(model)
-    given: dict[str, Any] = {"num_fewshot": num_fewshot, "max_gen_toks": max_gen_toks, "batch_size": batch_size, "limit": limit}
-    given |= {} if tasks is None else {"tasks": tasks.split(",")}
+    options: dict[str, Any] = {
+        "num_fewshot": num_fewshot,
+        "max_gen_toks": max_gen_toks,
+        "batch_size": batch_size,
+        "limit": limit,
+    }
+    options |= {} if tasks is None else {"tasks": tasks.split(",")}
     prompts = None
-    if data is not None and own_prompts.are_own(data, given.get("tasks", [sections.FIRST_TASK])):
-        prompts, given, data = data, {"tasks": [], **given, "data": str(data.absolute())}, None
-    settings = _eval_settings({**given, "apply_chat_template": apply_chat_template, "backend": backend})
+    if data is not None and own_prompts.are_own(data, options.get("tasks", [sections.FIRST_TASK])):
+        prompts, options, data = data, {"tasks": [], **options, "data": str(data.absolute())}, None
+    settings = _eval_settings({**options, "apply_chat_template": apply_chat_template, "backend": backend})
     used = {**settings.model_dump(mode="json"), "device": device}
     beside = {"adapter": str(adapter.resolve()) if adapter else None, "base": str(base.resolve()) if base else None}
     folder = out or eval_folder(below / "eval", model, data, {**used, **beside})
@@ -211,7 +216,7 @@ def _eval_settings(values: Mapping[str, Any]) -> Eval:
     from clustertune.recipe.sections import Eval
 
     try:
-        found = Eval.model_validate(values)
+        settings = Eval.model_validate(values)
     except ValidationError as error:
         raise UserError(
             Problem(f"{item['input']!r}: {item['msg']}", file="command line", key=f"--{str(item['loc'][0]).replace('_', '-')}")
@@ -219,9 +224,9 @@ def _eval_settings(values: Mapping[str, Any]) -> Eval:
         ) from None
     raise_if(
         Problem(f"lm-eval has no task {task!r}", file="command line", key="--tasks", fix=did_you_mean(task, known))
-        for task, known in unknown_tasks(found.tasks).items()
+        for task, known in unknown_tasks(settings.tasks).items()
     )
-    return found
+    return settings
 
 
 def report(
@@ -316,11 +321,11 @@ def _prepared(resolved: Resolved, out: Path, input_path: Path | None, samples: i
     input_path = input_path or bundle.data_input(resolved)
     seed = int(resolved.train_args["seed"])
     with secrets.lent(secrets.of_the_hub()), contextlib.redirect_stdout(sys.stderr):
-        found = conversations.prepare(
+        prepared = conversations.prepare(
             resolved.recipe.data, recipe_folder=Path(resolved.folder), seed=seed, out=out, input_path=input_path
         )
         keys = ("dir", "train", "eval", "rejected", "unused", "sources")
-        document = {key: found[key] for key in keys if key in found} | dict.fromkeys(tokens.SUMMARY)
+        document = {key: prepared[key] for key in keys if key in prepared} | dict.fromkeys(tokens.SUMMARY)
         try:
             with _tokenizer(resolved, out) as tokenizer:
                 made = tokens.make(out, tokenizer, resolved.train_args)
@@ -435,8 +440,8 @@ def bench(
     made = benches.make(recipe, overrides or (), path, warmup, steps, tiny=tiny, ranks=ranks, synthetic=synthetic)
     if synthetic and not chain.visible_gpus() and (large := benches.too_large(made)):
         fix = "run it where there are GPUs, or give a recipe folder with a smaller model.json"
-        raise UserError(large, file=made.whole.name, key="model", fix=fix)
-    for warning in made.whole.warnings:
+        raise UserError(large, file=made.resolved.name, key="model", fix=fix)
+    for warning in made.resolved.warnings:
         say(f"warning: {warning}")
     if dry_run:
         command = node.ranks_command(RunDir(path), made.measured, 1)
@@ -488,13 +493,13 @@ def show_summary(
     out.print()
     out.print(table)
     metrics = read_metrics(run.metrics)
-    name, found = "reward of the held-out prompts", content.held_out_rewards(metrics)
-    if found is None:
-        name, found = "eval loss", content.eval_losses(metrics)
-    if found is None:
-        name, found = "training loss", content.train_losses(metrics)
-    if found is not None:
-        when, values = found
+    name, ends = "reward of the held-out prompts", content.held_out_rewards(metrics)
+    if ends is None:
+        name, ends = "eval loss", content.eval_losses(metrics)
+    if ends is None:
+        name, ends = "training loss", content.train_losses(metrics)
+    if ends is not None:
+        when, values = ends
         out.print(f"\n{name}, {when}: {', '.join(f'{value:.4f}' for value in values)}", markup=False)
     if evaluation:
         out.print()
@@ -509,15 +514,15 @@ def finish_run(run: RunDir, results: dict[str, dict[str, Any]], as_json: bool) -
     """What a finished chain says: a table on stderr, or one document on stdout."""
     from clustertune.evaluate import scores
 
-    found = scores.read_result(run.eval)
+    result = scores.read_result(run.eval)
     stages = {name: {"seconds": r["seconds"], "status": r["status"]} for name, r in results.items()}
-    document = {"run_dir": str(run.path), "stages": stages, **_scores(found)}
-    reply(as_json, document, lambda: show_summary(run, stages, found, console.stderr))
+    document = {"run_dir": str(run.path), "stages": stages, **_scores(result)}
+    reply(as_json, document, lambda: show_summary(run, stages, result, console.stderr))
 
 
-def _scores(found: dict[str, Any] | None) -> dict[str, Any]:
+def _scores(result: dict[str, Any] | None) -> dict[str, Any]:
     """``tasks``, and ``paired`` where the base was scored."""
-    if found is None:
+    if result is None:
         return {"tasks": None}
-    paired = {"paired": found["paired"]} if found.get("paired") else {}
-    return {"tasks": found["tasks"], **paired}
+    paired = {"paired": result["paired"]} if result.get("paired") else {}
+    return {"tasks": result["tasks"], **paired}

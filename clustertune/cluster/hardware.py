@@ -141,23 +141,23 @@ def _find_problems(hardware: HardwareFile) -> Iterator[Found]:  # noqa: PLR0912 
         entries += [((kind, name), entry) for name, entry in getattr(hardware, kind).items()]
     for path, entry in entries:
         figures = [key for key in type(entry).model_fields if key not in NO_FIGURE]
-        given = [key for key in figures if getattr(entry, key) is not None]
-        for key in given:
+        stated = [key for key in figures if getattr(entry, key) is not None]
+        for key in stated:
             if not entry.sources.get(key, "").strip():
                 yield (*path, "sources", key), "missing: every figure has its source", "give the link that it was read from"
-        for key in sorted(set(entry.sources) - set(given)):
+        for key in sorted(set(entry.sources) - set(stated)):
             message = "the figure is not given" if key in figures else "there is no such figure"
             yield (*path, "sources", key), message, "take it away"
 
     # A cluster file may name every one of these: a plan must not find nothing.
-    for section, wanted in (
+    for section, names in (
         ("nodes", sorted({f"nvlink{gpu.nvlink}" if gpu.nvlink else "pcie" for gpu in hardware.gpus.values()})),
         ("links", [name for name in INTERCONNECTS if name != "none"]),
         ("host_links", sorted({gpu.host_link for gpu in hardware.gpus.values()})),
         ("networks", [name for name in NETWORKS if name not in ("none", "unknown")]),
     ):
         table = getattr(hardware, section)
-        for name in wanted:
+        for name in names:
             if name not in table:
                 yield (section, name), "missing: cluster files name it", None
             elif section == "links" and table[name].latency_us is None:
@@ -196,9 +196,9 @@ def plain(word: str) -> str:
 
 def recognise(word: str) -> str | None:
     """The GPU that ``nvidia-smi`` or a GRES type calls ``word``; None where it is unknown or could be several."""
-    wanted = plain(word)
+    plain_word = plain(word)
     for name, gpu in read_hardware().gpus.items():
-        if wanted in {plain(name), *map(plain, gpu.names), *map(plain, gpu.types)}:
+        if plain_word in {plain(name), *map(plain, gpu.names), *map(plain, gpu.types)}:
             return name
     return None
 

@@ -54,8 +54,8 @@ LOCAL = "local"
 def known_clusters(folder: Path | None = None) -> dict[str, Path]:
     """The cluster files by name: those of a folder, else of ``ops/clusters`` here and of the project's."""
     places = [folder] if folder else [CLUSTERS] if _same_folder() else [CLUSTERS, OWN_CLUSTERS.absolute()]
-    found = {path.stem: path for place in places for path in place.glob("*.yaml") if re.fullmatch(NAME, path.stem)}
-    return dict(sorted(found.items()))
+    files = {path.stem: path for place in places for path in place.glob("*.yaml") if re.fullmatch(NAME, path.stem)}
+    return dict(sorted(files.items()))
 
 
 def _same_folder() -> bool:
@@ -101,15 +101,15 @@ def of_gpus(text: str) -> Cluster:
 
     What is not given of its nodes is that file's ``nodes``; ``notes`` name it. Raises UserError.
     """
-    known, found = read_hardware().gpus, re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,2})x(.+)", text)
-    if found is None or found[3] not in known:
-        what = "is not NODESxGPUSxNAME" if found is None else f"there are no figures of {found[3]}"
+    known, match = read_hardware().gpus, re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,2})x(.+)", text)
+    if match is None or match[3] not in known:
+        what = "is not NODESxGPUSxNAME" if match is None else f"there are no figures of {match[3]}"
         of_one_node = re.fullmatch(r"([1-9]\d{0,2})x(.+)", text)  # 8xh100: how many nodes is not said
-        word = found[3] if found else of_one_node[2] if of_one_node else None
+        word = match[3] if match else of_one_node[2] if of_one_node else None
         near = near_gpus(word) if word else None
         fix = f"write 1x8xh100-sxm for a node of 8; {near or 'known: ' + ', '.join(known)}"
         raise UserError(Problem(f"{text[:60]!r}: {what}", file=COMMAND_LINE, key="--gpus", fix=fix))
-    nodes, each, name = int(found[1]), int(found[2]), found[3]
+    nodes, each, name = int(match[1]), int(match[2]), match[3]
     gpu = known[name]
     kind = f"nvlink{gpu.nvlink}" if gpu.nvlink else "pcie"
     around = read_hardware().nodes[kind]  # type: ignore[index]
@@ -152,27 +152,27 @@ def reference(cluster: Cluster) -> str:
 
 def of_this_machine() -> Cluster | None:
     """The file of ``ops/clusters`` that names this machine; None: none does, or several. Raises UserError."""
-    found = _that_name(socket.gethostname())
-    return _read(found[0]) if len(found) == 1 else None
+    files = _that_name(socket.gethostname())
+    return _read(files[0]) if len(files) == 1 else None
 
 
 def _find(look: Callable[[], LocalMachine]) -> Cluster:
     """The file that is of this place; ``local`` where there is none."""
-    found = _that_name(socket.gethostname())
-    if not found:
+    files = _that_name(socket.gethostname())
+    if not files:
         seen = look()
-        found = _that_name(*set(re.findall(r"^NodeName=(\S+)", seen.nodes, re.MULTILINE)))
-        if not found:
+        files = _that_name(*set(re.findall(r"^NodeName=(\S+)", seen.nodes, re.MULTILINE)))
+        if not files:
             return judge(seen)
-    if len(found) > 1:
-        text = f"{' and '.join(path.stem for path in found)} both name this machine or its nodes"
+    if len(files) > 1:
+        text = f"{' and '.join(path.stem for path in files)} both name this machine or its nodes"
         raise UserError(Problem(text, file="ops/clusters", fix="say which: --cluster NAME"))
-    return _read(found[0])
+    return _read(files[0])
 
 
 def _that_name(*hosts: str) -> list[Path]:
     """The files that name all of ``hosts``, as far as they can be read: whether one is right matters only if it is chosen."""
-    found = []
+    files = []
     for path in known_clusters().values():
         try:
             nodes, _ = expand_nodes(read_yaml(path, path.name).data.get("nodes"))
@@ -180,8 +180,8 @@ def _that_name(*hosts: str) -> list[Path]:
             continue
         names = {node["name"] for node in nodes if isinstance(node, dict) and isinstance(node.get("name"), str)}
         if hosts and all(same_host(host, names) for host in hosts):
-            found.append(path)
-    return found
+            files.append(path)
+    return files
 
 
 # --- what is wrong with a file -----------------------------------------------------------------------------------------
@@ -208,20 +208,20 @@ def check_rules(names: Sequence[str], file: str, key: str) -> tuple[str, ...]:
 
 def read_cluster(document: Document, *, name: str | None = None) -> Cluster:
     """The cluster of a file. ``name``: what its file name says. Raises UserError with all problems in their order."""
-    found: list[Found] = []
+    faults: list[Found] = []
     data, origin = document.data, list[int]()
     try:
         nodes, origin = expand_nodes(data.get("nodes"))
         data = {**data, "nodes": nodes} if nodes else data
     except UserError as error:
-        found += [((*str(p.key or "nodes").split("."),), p.message, p.fix) for p in error.problems]
+        faults += [((*str(p.key or "nodes").split("."),), p.message, p.fix) for p in error.problems]
     try:
         facts = ClusterFile.model_validate(data)
     except ValidationError as error:
-        found += [(path, text, _of_a_link(path, data) or fix) for path, text, fix in schema_findings(ClusterFile, error)]
-    unread = {path for path, _, _ in found}  # no facts to compare
-    found += [item for item in _contradictions(data, name) if item[0] not in unread]
-    if problems := as_problems([(_entry(path, origin), text, fix) for path, text, fix in found], document):
+        faults += [(path, text, _of_a_link(path, data) or fix) for path, text, fix in schema_findings(ClusterFile, error)]
+    unread = {path for path, _, _ in faults}  # no facts to compare
+    faults += [item for item in _contradictions(data, name) if item[0] not in unread]
+    if problems := as_problems([(_entry(path, origin), text, fix) for path, text, fix in faults], document):
         raise UserError(sorted(problems, key=_line))
     return Cluster(**{name: getattr(facts, name) for name in ClusterFile.model_fields}, source=document.file)
 
@@ -267,9 +267,9 @@ def _contradictions(data: dict[str, Any], name: str | None) -> Iterator[Found]:
     elif name is not None and isinstance(stated, str) and stated != name:
         yield ("name",), f"{stated}, but the file is called {name}.yaml: --cluster takes the latter", "make them one"
     listed = data.get("nodes")
-    found = [parse_partial(Host, item) for item in listed] if isinstance(listed, list) else []
-    hosts = [host for host, _ in found]
-    complete = bool(hosts) and all(whole for _, whole in found)
+    parsed = [parse_partial(Host, item) for item in listed] if isinstance(listed, list) else []
+    hosts = [host for host, _ in parsed]
+    complete = bool(hosts) and all(good for _, good in parsed)
     compute, _ = parse_partial(Compute, data.get("compute"))
     network, _ = parse_partial(Network, data.get("network"))
     slurm, _ = parse_partial(SlurmFacts, data.get("slurm"))
@@ -301,9 +301,9 @@ def _check_hosts(hosts: Sequence[Host | None]) -> Iterator[Found]:
         elif host.name and not _is_host_name(host.name):
             message = f"{host.name} is not a host name (RFC 1123: letters, digits and '-', 63 to a label)"
             yield (*path, "name"), message, None
-        address, given = _address(host.address), host.address or ""
-        if given and address is None and (re.fullmatch(r"[0-9.]+|.*:.*", given) or not _is_host_name(given)):
-            yield (*path, "address"), f"{given[:60]!r} is neither an address nor a host name", "write it as 10.0.0.1"
+        address, text = _address(host.address), host.address or ""
+        if text and address is None and (re.fullmatch(r"[0-9.]+|.*:.*", text) or not _is_host_name(text)):
+            yield (*path, "address"), f"{text[:60]!r} is neither an address nor a host name", "write it as 10.0.0.1"
         elif address and (address.is_unspecified or address.is_multicast or str(address) == "255.255.255.255"):
             yield (*path, "address"), f"{address} is not a machine's address", "write it as 10.0.0.1"
         for key in ("name", "address"):
@@ -582,9 +582,9 @@ _KERNEL = re.compile(r"/(dev|proc|run|sys)(/.*)?")
 def check_storage(storage: Mapping[str, Any], hosts: Sequence[Host | None]) -> Iterator[Found]:
     """Everything that is wrong with bricks, pool and folders; a part that could not be read is None."""
     listed = storage.get("bricks", [])
-    found = [parse_partial(Brick, item) for item in listed] if isinstance(listed, list) else []
-    bricks = [(("storage", "bricks", str(index)), brick) for index, (brick, _) in enumerate(found) if brick]
-    whole = isinstance(listed, list) and all(good for _, good in found)
+    parsed = [parse_partial(Brick, item) for item in listed] if isinstance(listed, list) else []
+    bricks = [(("storage", "bricks", str(index)), brick) for index, (brick, _) in enumerate(parsed) if brick]
+    complete = isinstance(listed, list) and all(good for _, good in parsed)
     names = {host.name: host for host in hosts if host and host.name}
     for path, brick in bricks:
         host = names.get(brick.node)
@@ -597,14 +597,14 @@ def check_storage(storage: Mapping[str, Any], hosts: Sequence[Host | None]) -> I
     yield from _clashes(bricks)
     owners = {brick.node for _, brick in bricks}
     for index, host in enumerate(hosts):
-        if whole and host and "nfs" in (host.roles or ()) and host.name not in owners:
+        if complete and host and "nfs" in (host.roles or ()) and host.name not in owners:
             message = f"{host.name} has the role nfs but no brick"
             yield ("nodes", str(index), "roles"), message, "add it to storage.bricks, or take the role away"
     pool, _ = parse_partial(Pool, storage.get("pool"))
     if pool and pool.mount:
-        yield from _check_pool(pool, bricks, whole)
+        yield from _check_pool(pool, bricks, complete)
     mounts = [brick.mount for _, brick in bricks if brick.mount] + ([pool.mount] if pool and pool.mount else [])
-    yield from _check_folders(storage, mounts, whole)
+    yield from _check_folders(storage, mounts, complete)
 
 
 def _check_brick(path: KeyPath, brick: Brick, root: str | None) -> Iterator[Found]:

@@ -128,12 +128,12 @@ def fields(line: str) -> dict[str, str]:
 
     Values that people write (Reason, Comment, Extra) stand at the end and may hold anything, ``State=IDLE`` too.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     places = list(re.finditer(r"(?:^|\s)([A-Z][A-Za-z_:]*)=", line))
     ends = [match.start() for match in places[1:]] + [len(line)]
     for match, end in zip(places, ends, strict=False):
-        found.setdefault(match[1], line[match.end() : end].strip())
-    return found
+        values.setdefault(match[1], line[match.end() : end].strip())
+    return values
 
 
 class _Shape(NamedTuple):
@@ -148,7 +148,7 @@ class _Shape(NamedTuple):
 
 
 def _slurm(seen: LocalMachine, notes: list[str]) -> Cluster | None:
-    nodes = [found for line in seen.nodes.splitlines() if (found := fields(line)).get("NodeName")]
+    nodes = [items for line in seen.nodes.splitlines() if (items := fields(line)).get("NodeName")]
     partition = _partition(seen.partitions, notes)
     if not nodes or partition is None:
         return None
@@ -160,7 +160,7 @@ def _slurm(seen: LocalMachine, notes: list[str]) -> Cluster | None:
     shapes = {node["NodeName"]: _shape(node) for node in members}
     shape, count = Counter(shapes.values()).most_common(1)[0]
     if count < len(members):
-        others = [other for other, found in shapes.items() if found != shape]
+        others = [other for other, items in shapes.items() if items != shape]
         some = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
         notes.append(f"{some} of partition {name} differ from the other {count} nodes and are left out")
     workers = [node for node in members if shapes[node["NodeName"]] == shape]
@@ -207,17 +207,17 @@ def _facts(config: str, partition: dict[str, str], gres: str | None) -> SlurmFac
 
 
 def _partition(text: str, notes: list[str]) -> dict[str, str] | None:
-    found = [item for line in text.splitlines() if re.fullmatch(NAME, (item := fields(line)).get("PartitionName", ""))]
-    default = [item for item in found if item.get("Default") == "YES"]
-    if not default and found:
-        notes.append(f"Slurm has no default partition: {found[0]['PartitionName']}, the first, is taken")
-    return next(iter(default or found), None)
+    partitions = [item for line in text.splitlines() if re.fullmatch(NAME, (item := fields(line)).get("PartitionName", ""))]
+    default = [item for item in partitions if item.get("Default") == "YES"]
+    if not default and partitions:
+        notes.append(f"Slurm has no default partition: {partitions[0]['PartitionName']}, the first, is taken")
+    return next(iter(default or partitions), None)
 
 
 def _shape(node: dict[str, str]) -> _Shape:
     def number(key: str, otherwise: int = 1) -> int:
-        found = re.match(r"\d+", node.get(key, ""))
-        return int(found[0]) if found and int(found[0]) else otherwise
+        match = re.match(r"\d+", node.get(key, ""))
+        return int(match[0]) if match and int(match[0]) else otherwise
 
     sockets, each, threads = number("Sockets"), number("CoresPerSocket"), number("ThreadsPerCore")
     cores, total = sockets * each, number("CPUTot", sockets * each * threads)
@@ -311,9 +311,9 @@ def look_at_one(cluster: Cluster) -> tuple[HostFacts | None, str]:
     command = ["srun", f"--partition={slurm.partition}", "--nodes=1", "--ntasks=1", "--time=5", f"--immediate={WAIT_SECONDS}"]
     command += [f"--gres={cluster.gres(gpus)}"] if gpus else []
     answer = ask([*command, "--quiet", *probe_command(STEP, LOOK_SECONDS)], WAIT_SECONDS + 2 * LOOK_SECONDS + 20)
-    found, faults, _ = decode(answer.text.splitlines())
-    if found:
-        return next(iter(found.values())), ""
+    hosts, faults, _ = decode(answer.text.splitlines())
+    if hosts:
+        return next(iter(hosts.values())), ""
     return None, next(
         iter(faults.values()), answer.fault or ("the node printed nothing" if answer.present else "there is no srun")
     )
@@ -360,10 +360,10 @@ def _node_entries(nodes: Sequence[Host]) -> Iterator[str]:
         addresses = {host.name: host.address for host in alike}
         for names, count in shorten_hosts(list(addresses)):
             own = expand_hosts(names) if count > 1 else [names]
-            given = [addresses[one] for one in own]
-            short = shorten_hosts(given)
+            addresses_of_own = [addresses[one] for one in own]
+            short = shorten_hosts(addresses_of_own)
             entry = {"name": names, "address": short[0][0] if len(short) == 1 else ",".join(part for part, _ in short)}
-            if count > 1 and given == own:
+            if count > 1 and addresses_of_own == own:
                 del entry["address"]
             yield f"  - {_flow({**entry, 'roles': list(roles)})}"
 
@@ -447,8 +447,8 @@ def _storage_section(facts: HostFacts | None) -> tuple[dict[str, Any], list[str]
 def _slurm_section(cluster: Cluster, charged: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     if cluster.slurm is None:
         return {}, ["slurm: there is none here"]
-    found = cluster.slurm.model_dump(mode="json").items()
-    values = {key: value for key, value in found if value not in (None, [], False)}
+    items = cluster.slurm.model_dump(mode="json").items()
+    values = {key: value for key, value in items if value not in (None, [], False)}
     if len(charged) == 1:
         return {**values, "account": charged[0]}, []
     accounts = f"one of {', '.join(charged)}" if charged else "where the site wants one"

@@ -378,22 +378,22 @@ def expand_hosts(expression: str) -> list[str]:
         pieces = re.split(r"\[([^\[\]]*)\]", part)
         if not part or any("[" in piece or "]" in piece for piece in pieces[::2]):
             raise UserError(f"{expression[:200]!r} is not a list of nodes", fix="names with ranges, as gpu[01-32]")
-        found = [pieces[0]]
+        names_so_far = [pieces[0]]
         for inside, after in zip(pieces[1::2], pieces[2::2], strict=True):
-            found = [name + number + after for name in found for number in _numbers(inside, expression)]
-        names += found
+            names_so_far = [name + number + after for name in names_so_far for number in _numbers(inside, expression)]
+        names += names_so_far
     return names
 
 
 def _numbers(inside: str, expression: str) -> list[str]:
-    found = []
+    numbers = []
     for part in inside.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None or (match[2] and not int(match[1]) <= int(match[2]) < int(match[1]) + 65_536):
             raise UserError(Problem(f"{expression[:200]!r} is not a list of nodes", fix="names with ranges, as gpu[01-32]"))
         first, last = int(match[1]), int(match[2] or match[1])
-        found += [f"{number:0{len(match[1])}d}" for number in range(first, last + 1)]
-    return found
+        numbers += [f"{number:0{len(match[1])}d}" for number in range(first, last + 1)]
+    return numbers
 
 
 def shorten_hosts(names: Sequence[str]) -> list[tuple[str, int]]:
@@ -428,17 +428,17 @@ def expand_nodes(nodes: object) -> tuple[list[Any], list[int]]:
 
     Such an entry has an address for each name, or none: then the name. Raises UserError for what is not a list of names.
     """
-    found: list[Any] = []
+    nodes_so_far: list[Any] = []
     origin: list[int] = []
     for index, node in enumerate(nodes if isinstance(nodes, list) else ()):
         made = [node]
         if isinstance(node, dict) and isinstance(name := node.get("name"), str) and "[" in name:
-            names, given = expand_hosts(name), node.get("address")
-            addresses = expand_hosts(given) if isinstance(given, str) else names
+            names, stated = expand_hosts(name), node.get("address")
+            addresses = expand_hosts(stated) if isinstance(stated, str) else names
             if len(addresses) != len(names):
                 text = f"{len(addresses)} addresses for the {len(names)} names of {name}"
                 raise UserError(Problem(text, key=f"nodes.{index}.address", fix="as many, or leave address out"))
             made = [{**node, "name": one, "address": address} for one, address in zip(names, addresses, strict=True)]
-        found += made
+        nodes_so_far += made
         origin += [index] * len(made)
-    return found, origin
+    return nodes_so_far, origin

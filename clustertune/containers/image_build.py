@@ -136,13 +136,13 @@ def _find_problems(what: BuildRequest) -> Iterator[Problem]:
 
 def locked(what: BuildRequest) -> PackageLock:
     """The lock with its layers, held to the pins. Raises UserError where a version was moved in one place only."""
-    found = pins.read()
+    pinned = pins.read()
     parts = {spec: locks.read(spec.path) for spec in what.specs}
-    raise_if([problem for spec, part in parts.items() for problem in locks.held_to_pins(spec, part, found)])
-    whole, *layers = parts.values()
+    raise_if([problem for spec, part in parts.items() for problem in locks.held_to_pins(spec, part, pinned)])
+    merged, *layers = parts.values()
     for layer in layers:
-        whole = whole.with_layer(layer)
-    return whole
+        merged = merged.with_layer(layer)
+    return merged
 
 
 def _base_of(what: BuildRequest, lock: PackageLock, say: Say) -> BaseImage:
@@ -244,8 +244,8 @@ def answer(command: Sequence[str], seconds: int = PROBE_SECONDS) -> str | None:
 def find_apptainer() -> str:
     """apptainer or singularity: on PATH, else what containers/get-apptainer.sh made."""
     own = WORK.parent / "apptainer" / "bin" / "apptainer"
-    if found := shutil.which("apptainer") or shutil.which("singularity") or shutil.which(str(own)):
-        return found
+    if program := shutil.which("apptainer") or shutil.which("singularity") or shutil.which(str(own)):
+        return program
     fix = "install one; on Debian, beside the system: containers/get-apptainer.sh build/apptainer"
     raise UserError("neither apptainer nor singularity is here", fix=fix)
 
@@ -299,12 +299,12 @@ def build(what: BuildRequest, say: Say) -> dict[str, Any]:
 def _build_sif(what: BuildRequest, lock: PackageLock, say: Say) -> dict[str, Any]:
     """The image, its ``.sha256`` and its SBOM."""
     program, out = find_apptainer(), _sif_path(what)
-    with _gathered(what, lock, f"{what.definition}.def", str(out), say) as given:
+    with _gathered(what, lock, f"{what.definition}.def", str(out), say) as gathered:
         out.parent.mkdir(parents=True, exist_ok=True)
         with _partial(out) as part:
-            command = _sif_command(what, program, lock, given, part, say)
-            run(command, "the build", say, cwd=given.context, env=_caches(given.context.parent))
-            return _publish(part, out, lock, given, say)
+            command = _sif_command(what, program, lock, gathered, part, say)
+            run(command, "the build", say, cwd=gathered.context, env=_caches(gathered.context.parent))
+            return _publish(part, out, lock, gathered, say)
 
 
 def _sif_path(what: BuildRequest) -> Path:
@@ -314,7 +314,7 @@ def _sif_path(what: BuildRequest) -> Path:
 def _sif_command(what: BuildRequest, program: str, lock: PackageLock, gathered: Gathered, out: Path, say: Say) -> list[str]:
     """Everything relative to the context: what stands in the definition ends up in the image."""
     base, context = gathered.base, gathered.context
-    given = labels(lock, base)
+    arguments = labels(lock, base)
     if base.archive:
         (context / "base").mkdir()
         run(
@@ -322,11 +322,11 @@ def _sif_command(what: BuildRequest, program: str, lock: PackageLock, gathered: 
             "tar",
             say,
         )
-        given |= {"bootstrap": "localimage", "base": "base"}
+        arguments |= {"bootstrap": "localimage", "base": "base"}
     else:
-        given |= {"base": base.name}
+        arguments |= {"base": base.name}
     bind = ["--bind", f"{gathered.wheelhouse}:/mnt:ro"]
-    build_arguments = [word for name, value in given.items() for word in ("--build-arg", f"{name}={value}")]
+    build_arguments = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
     command = [program, "build", "--mksquashfs-args", SQUASH, *bind, *build_arguments, str(out), f"{what.definition}.def"]
     return _as_user(command, context.parent)
 
@@ -358,24 +358,24 @@ def _tag(what: BuildRequest) -> str:
 def _build_image(what: BuildRequest, lock: PackageLock, say: Say) -> dict[str, Any]:
     """The image in the engine's store, tested, with its SBOM."""
     engine, tag = find_engine(), _tag(what)
-    with _gathered(what, lock, "Dockerfile", tag, say) as given:
-        (given.context / "wheels").mkdir()
-        for path in given.wheelhouse.iterdir():
+    with _gathered(what, lock, "Dockerfile", tag, say) as gathered:
+        (gathered.context / "wheels").mkdir()
+        for path in gathered.wheelhouse.iterdir():
             try:
-                os.link(path, given.context / "wheels" / path.name)
+                os.link(path, gathered.context / "wheels" / path.name)
             except OSError:
-                shutil.copy(path, given.context / "wheels" / path.name)
-        labelled = {key.upper(): value for key, value in labels(lock, given.base).items()}
-        arguments = {"BASE_IMAGE": _loaded(engine, given.base, say), **labelled}
+                shutil.copy(path, gathered.context / "wheels" / path.name)
+        labelled = {key.upper(): value for key, value in labels(lock, gathered.base).items()}
+        arguments = {"BASE_IMAGE": _loaded(engine, gathered.base, say), **labelled}
         build_arguments = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
         # OCI's own format has no SHELL and no health check, and enroot reads both.
         style = ["--format", "docker", "--layers=false"] if engine == "podman" else []
         # The host's network: apt needs one, and a bridge needs modules that a small machine's kernel does not have.
-        command = [engine, "build", "--network", "host", *style, *build_arguments, "--tag", tag, str(given.context)]
+        command = [engine, "build", "--network", "host", *style, *build_arguments, "--tag", tag, str(gathered.context)]
         run(command, "the build", say, env={"DOCKER_BUILDKIT": "1"})
         alone = [engine, "run", "--rm", "--network", "none", *limits(engine), tag]
         run([*alone, "python", SELFTEST], "the image's own test", say, seconds=TEST_SECONDS)
-        bill = _write_bill(ROOT / tag.replace("/", "-").replace(":", "-"), lock, given, say)
+        bill = _write_bill(ROOT / tag.replace("/", "-").replace(":", "-"), lock, gathered, say)
         size = int((answer([engine, "image", "inspect", "--format", "{{.Size}}", tag]) or "0").strip() or 0)
         return {"image": tag, "bytes": size, **bill}
 
@@ -418,7 +418,7 @@ def _partial(out: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def _write_bill(beside: Path, lock: PackageLock, given: Gathered, say: Say) -> dict[str, Any]:
+def _write_bill(beside: Path, lock: PackageLock, gathered: Gathered, say: Say) -> dict[str, Any]:
     """Write the bill of materials next to ``beside``: CycloneDX, of the requirements that were installed.
 
     ``cyclonedx-py`` runs in an environment of its own, by uv. Where there is none, or no index, the image is there without it.
@@ -428,7 +428,7 @@ def _write_bill(beside: Path, lock: PackageLock, given: Gathered, say: Say) -> d
     made, version = {"lock": lock.name}, pins.read()[TOOL]["cyclonedx-bom"]
     try:
         tool = [pins.find_tool("uv"), "tool", "run", "--quiet", "--from", f"cyclonedx-bom=={version}", "cyclonedx-py"]
-        requirements = str(given.context / REQUIREMENTS)
+        requirements = str(gathered.context / REQUIREMENTS)
         run([*tool, "requirements", requirements, "--of", "JSON", "--output-file", str(bill)], "cyclonedx-py", say, seconds=600)
     except UserError as error:
         say(f"warning: no bill of materials: {error.problems[0]}")
@@ -436,14 +436,14 @@ def _write_bill(beside: Path, lock: PackageLock, given: Gathered, say: Say) -> d
     return {**made, "sbom": str(bill)}
 
 
-def _publish(part: Path, out: Path, lock: PackageLock, given: Gathered, say: Say) -> dict[str, Any]:
+def _publish(part: Path, out: Path, lock: PackageLock, gathered: Gathered, say: Say) -> dict[str, Any]:
     """The image in its place, and beside it the SBOM and, last, the sum: who finds the sum finds a whole image."""
     total = out.with_name(out.name + ".sha256")
     total.unlink(missing_ok=True)
     record = hash_file(part)
     part.replace(out)
-    made: dict[str, Any] = {"file": str(out), "sha256": record.sha256, "bytes": record.size, "base": given.base.name}
-    made |= _write_bill(out, lock, given, say)
+    made: dict[str, Any] = {"file": str(out), "sha256": record.sha256, "bytes": record.size, "base": gathered.base.name}
+    made |= _write_bill(out, lock, gathered, say)
     total.write_text(f"{record.sha256}  {out.name}\n")
     return made
 
@@ -484,8 +484,8 @@ def _tools(folder: Path, say: Callable[[str], None]) -> Path:
     """The Python of a virtual environment that holds the locked build tools, and nothing else."""
     lock = locks.read(locks.path_of("build"))
     python, ready = folder / "bin" / "python", folder / "ready"
-    wanted = text_digest(lock.text())
-    if ready.is_file() and ready.read_text() == wanted and python.exists():
+    digest = text_digest(lock.text())
+    if ready.is_file() and ready.read_text() == digest and python.exists():
         return python
     say(f"build tools: {', '.join(f'{entry.name} {entry.version}' for entry in lock.entries.values())}")
     try:
@@ -494,7 +494,7 @@ def _tools(folder: Path, say: Callable[[str], None]) -> Path:
         fix = "take another Python (make build-sif PYTHON=...), on Debian install python3-venv"
         raise UserError(f"{sys.executable} makes no virtual environment with pip", fix=fix) from error
     _pip(python, "install", list(lock.entries.values()), lock, ["--only-binary", ":all:"])
-    ready.write_text(wanted)
+    ready.write_text(digest)
     return python
 
 
@@ -521,16 +521,16 @@ def _explain(stderr: str, verb: str, lock: PackageLock) -> Problem:
     file = f"containers/{lock.name}.lock"
     plain = re.sub(r"https?://\S+|file://\S+", "<index>", stderr)
     if "DO NOT MATCH THE HASHES" in plain:
-        said = " ".join(plain[plain.find("DO NOT MATCH") :].split())[:600]
+        text = " ".join(plain[plain.find("DO NOT MATCH") :].split())[:600]
         fix = "do not install it: an index (or the lock) was altered; make lock-check shows which"
-        return Problem(f"a file has another hash than the one that is locked: {said}", file, fix=fix)
+        return Problem(f"a file has another hash than the one that is locked: {text}", file, fix=fix)
     if missing := re.search(r"No matching distribution found for (\S+)", plain):
         fix = "look at pip's settings: pip config list"
         if "+" in missing[1]:
             fix = "name an index that has it: PIP_EXTRA_INDEX_URL=<url> make ..."
         return Problem(f"no index of this machine's pip has {missing[1]} for Python {lock.python}", file, fix=fix)
-    said = " ".join(plain.split())[-800:]
-    return Problem(f"pip {verb} failed: {said}", file, fix="the same command continues where it stopped")
+    text = " ".join(plain.split())[-800:]
+    return Problem(f"pip {verb} failed: {text}", file, fix="the same command continues where it stopped")
 
 
 def _build_wheel(

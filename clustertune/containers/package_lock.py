@@ -169,20 +169,20 @@ def _exactly(group: Mapping[str, str]) -> list[str]:
     return [f"{name}=={version}" for name, version in group.items()]
 
 
-def stack(found: Pins) -> list[str]:
+def stack(pinned: Pins) -> list[str]:
     """The training image: the stack, and pip, with which a person lists it."""
-    return [*_exactly(found[PY]), f"pip=={found[BUILD]['pip']}"]
+    return [*_exactly(pinned[PY]), f"pip=={pinned[BUILD]['pip']}"]
 
 
-def reference(found: Pins) -> list[str]:
+def reference(pinned: Pins) -> list[str]:
     """The source document's stack to the version; what clustertune itself needs beside it at its own versions."""
-    beside = {name: version for name, version in found[PY].items() if name not in {*found[REF], *CHOSEN_BY_THE_STACK}}
-    return [*_exactly(found[REF]), *CHOSEN_BY_THE_STACK, *_exactly(beside), f"pip=={found[BUILD]['pip']}"]
+    beside = {name: version for name, version in pinned[PY].items() if name not in {*pinned[REF], *CHOSEN_BY_THE_STACK}}
+    return [*_exactly(pinned[REF]), *CHOSEN_BY_THE_STACK, *_exactly(beside), f"pip=={pinned[BUILD]['pip']}"]
 
 
-def cpu_stack(found: Pins) -> list[str]:
+def cpu_stack(pinned: Pins) -> list[str]:
     """The CPU variant: the stack and DeepSpeed, so that the image's own test compiles what the ZeRO recipes need."""
-    return [*stack(found), f"deepspeed=={found[DEV]['deepspeed']}"]
+    return [*stack(pinned), f"deepspeed=={pinned[DEV]['deepspeed']}"]
 
 
 NVCC = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm")
@@ -192,13 +192,13 @@ NVCC = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm")
 def extra(name: str) -> Callable[[Pins], list[str]]:
     """One optional package (Ray and DeepSpeed are pinned with the tests' tools), and what it compiles with."""
     beside = NVCC if name == "deepspeed" else ()
-    return lambda found: [f"{one}=={found[EXTRA].get(one) or found[DEV][one]}" for one in (name, *beside)]
+    return lambda pinned: [f"{one}=={pinned[EXTRA].get(one) or pinned[DEV][one]}" for one in (name, *beside)]
 
 
-def serving(found: Pins) -> list[str]:
+def serving(pinned: Pins) -> list[str]:
     """vLLM asks for a torch of its own and takes no other: an image of its own, to generate and score."""
     beside = ("lm-eval", "nltk", "langdetect", "immutabledict")
-    return [f"vllm=={found[EXTRA]['vllm']}", *(f"{name}=={found[PY][name]}" for name in beside), "pip"]
+    return [f"vllm=={pinned[EXTRA]['vllm']}", *(f"{name}=={pinned[PY][name]}" for name in beside), "pip"]
 
 
 LAYERS = ("deepspeed", "ray", "liger-kernel")
@@ -269,21 +269,21 @@ def uv_resolve(
         return tomllib.loads(out.read_text())
 
 
-def make(spec: LockSpec, found: Pins, known: Mapping[str, PackageLock], *, keep: bool = False) -> PackageLock:
+def make(spec: LockSpec, pinned: Pins, known: Mapping[str, PackageLock], *, keep: bool = False) -> PackageLock:
     """The lock that the pins give. ``known``: locks made before it, and the present ones of their names.
 
     ``keep``: with the versions of the present lock. The date alone does not fix them, for a mirror may list a file
     days after it was published.
     """
-    before = found.date_of(spec.name)
+    before = pinned.date_of(spec.name)
     below = known[spec.on_top_of].entries if spec.on_top_of else {}
     locked = known[spec.name].entries if keep else {}
     constraints = [f"{entry.name}=={entry.version}" for entry in {**locked, **below}.values() if "+" not in entry.version]
-    pylock = uv_resolve(spec.requirements(found), constraints, spec.python, spec.platform, before)
+    pylock = uv_resolve(spec.requirements(pinned), constraints, spec.python, spec.platform, before)
     entries, sources = entries_of(pylock, spec.python, spec.platform)
     if spec.name == "train-cpu":
         entries = {name: entry for name, entry in entries.items() if not _CUDA_ONLY.fullmatch(name)}
-        entries["torch"] = cpu_torch(f"{found[PY]['torch']}+cpu", known.get(spec.name))
+        entries["torch"] = cpu_torch(f"{pinned[PY]['torch']}+cpu", known.get(spec.name))
     if spec.on_top_of:
         entries = {name: entry for name, entry in entries.items() if name not in below}
     sources = tuple(name for name in sources if name in entries)
@@ -312,13 +312,13 @@ def cpu_torch(version: str, present: PackageLock | None) -> LockedPackage:
         return LockedPackage("torch", version, (hash_file(wheels[0]).sha256,))
 
 
-def make_all(found: Pins, say: Callable[[str], None], *, keep: bool = False) -> dict[str, PackageLock]:
+def make_all(pinned: Pins, say: Callable[[str], None], *, keep: bool = False) -> dict[str, PackageLock]:
     """Every lock again, from the pins; ``keep``: with the versions that are locked."""
     known: dict[str, PackageLock] = {}
     for spec in SPECS:
         with collect_problems([]):  # the present one, where it is one
             known[spec.name] = read(spec.path)
-        known[spec.name] = made = make(spec, found, known, keep=keep)
+        known[spec.name] = made = make(spec, pinned, known, keep=keep)
         say(f"{spec.path.name}: {len(made.entries)} packages, Python {made.python}, {made.platform}, before {made.before}")
     return known
 
@@ -331,7 +331,7 @@ def write_all(say: Callable[[str], None]) -> None:
         scratch.replace(path_of(name))
 
 
-def held_to_pins(spec: LockSpec, lock: PackageLock, found: Pins) -> list[Problem]:
+def held_to_pins(spec: LockSpec, lock: PackageLock, pinned: Pins) -> list[Problem]:
     """Where a lock says another thing than the pins, without asking an index."""
     file, problems = f"containers/{spec.path.name}", []
 
@@ -339,10 +339,10 @@ def held_to_pins(spec: LockSpec, lock: PackageLock, found: Pins) -> list[Problem
         problems.append(Problem(message, file, key, "run make lock"))
 
     head = (lock.name, lock.python, lock.platform, lock.before, lock.on_top_of)
-    meant = (spec.name, spec.python, spec.platform, found.date_of(spec.name), spec.on_top_of)
+    meant = (spec.name, spec.python, spec.platform, pinned.date_of(spec.name), spec.on_top_of)
     if head != meant:
         wrong(f"its head says {head}, not {meant}")
-    for requirement in spec.requirements(found):
+    for requirement in spec.requirements(pinned):
         name, _, version = requirement.partition("==")
         entry = lock.entries.get(normal(name))
         if entry is None:
@@ -358,15 +358,15 @@ def check_all(say: Callable[[str], None], *, fresh: bool = True) -> dict[str, Pa
     It fails where a package is missing or too many, where its files are others, and where a locked version is gone.
     A newer version is not a fault: ``make lock`` takes it. Raises UserError.
     """
-    found = pins.read()
+    pinned = pins.read()
     problems: list[Problem] = []
     locks: dict[str, PackageLock] = {}
     for spec in SPECS:
         with collect_problems(problems):
             locks[spec.name] = read(spec.path)
-            problems += held_to_pins(spec, locks[spec.name], found)
+            problems += held_to_pins(spec, locks[spec.name], pinned)
     if fresh and not problems:
-        for name, made in make_all(found, say, keep=True).items():
+        for name, made in make_all(pinned, say, keep=True).items():
             if made != locks[name]:
                 now, old = made.entries, locks[name].entries
                 changed = sorted(key for key in {*now, *old} if now.get(key) != old.get(key))

@@ -73,21 +73,21 @@ def read(path: Path = FILE) -> Pins:
 
 def read_bases(path: Path = BASES) -> Mapping[str, str]:
     """The base images, by name and digest, and what a stand-in is made from."""
-    found = {}
+    bases = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if line and not line.startswith("#"):
             match = _BASE.fullmatch(line)
             if not match:
                 fix = "a value stands bare, without blanks"
                 raise UserError(f"no KEY=VALUE: {line!r}", file=f"{path}:{number}", fix=fix)
-            found[match[1]] = match[2]
-    return found
+            bases[match[1]] = match[2]
+    return bases
 
 
 def find_tool(name: str) -> str:
     """A program that the pins name: of this environment, else on PATH. Raises UserError where it is not here."""
     beside = Path(sys.executable).with_name(name)
-    found = str(beside) if beside.is_file() else shutil.which(name)
-    if not found:
+    program = str(beside) if beside.is_file() else shutil.which(name)
+    if not program:
         raise UserError(f"{name} is not here", fix="run make setup")
-    return found
+    return program

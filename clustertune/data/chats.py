@@ -141,8 +141,8 @@ def _value(value: Any, name: str, kind: type) -> Any:
 def _list(row: Mapping[str, Any], key: str) -> list[Any]:
     """A column of lists; where it holds texts, they are read as JSON. Raises BadRow."""
     if isinstance(row.get(key), str):
-        found: list[Any] = _value(row[key], key, list)
-        return found
+        value: list[Any] = _value(row[key], key, list)
+        return value
     return list(require(row, key, list))
 
 
@@ -157,8 +157,8 @@ class _ConversationReader:
         if "tools" not in COLUMNS[format_name]:
             return example
         for column, kind in (("tools", list), ("chat_template_kwargs", dict)):
-            if row.get(column) and (found := _value(row[column], column, kind)):
-                example[column] = found
+            if row.get(column) and (value := _value(row[column], column, kind)):
+                example[column] = value
         if taken := sorted(TAKEN & example.get("chat_template_kwargs", {}).keys()):
             text = f"chat_template_kwargs holds {', '.join(taken)}: a row sets only variables that the chat template reads"
             raise BadRow("template-setting", text)
@@ -194,20 +194,20 @@ class _ConversationReader:
 
     def alpaca(self, row: Mapping[str, Any]) -> Example:
         """The input follows the instruction after a blank line; ``history``: pairs of question and answer before it."""
-        found: list[Message] = []
+        turns: list[Message] = []
         if (system := require(row, "system", str, optional=True)) and system.strip():
-            found.append({"role": "system", "content": system})
+            turns.append({"role": "system", "content": system})
         for index, pair in enumerate(_list(row, "history") if row.get("history") else []):
             if not isinstance(pair, list | tuple) or len(pair) != 2:
                 raise BadRow("wrong-column", f"history[{index}] is not a pair of question and answer")
             for role, text in zip(("user", "assistant"), pair, strict=True):
-                found.append({"role": role, "content": check_text({"text": text}, "text", f"history[{index}]")})
+                turns.append({"role": role, "content": check_text({"text": text}, "text", f"history[{index}]")})
         prompt = check_text(row, "instruction")
         extra: str | None = require(row, "input", str, optional=True)
         if extra and extra.strip():
             prompt = f"{prompt}\n\n{check_text(row, 'input')}"
         answer = {"role": "assistant", "content": check_text(row, "output")}
-        return {"messages": [*found, {"role": "user", "content": prompt}, answer]}
+        return {"messages": [*turns, {"role": "user", "content": prompt}, answer]}
 
     def prompt_completion(self, row: Mapping[str, Any]) -> Example:
         if (label := row.get("label")) is False or str(label).lower() == "false":
@@ -218,12 +218,12 @@ class _ConversationReader:
 
     def preference(self, row: Mapping[str, Any]) -> Example:
         both = ("chosen", "rejected")
-        whole = [row.get(key) for key in both]
-        first = [found[0] if isinstance(found, list) and found else None for found in whole]
+        answers = [row.get(key) for key in both]
+        first = [answer[0] if isinstance(answer, list) and answer else None for answer in answers]
         opens = [isinstance(turn, dict) and turn.get("role") not in ("assistant", None) for turn in first]
         if all(opens):  # each holds the prompt too: it ends where they part, or with the last message of the user
             chosen, rejected = (
-                _answered(self._turns(found or [], key, []), key) for found, key in zip(whole, both, strict=True)
+                _answered(self._turns(answer or [], key, []), key) for answer, key in zip(answers, both, strict=True)
             )
             shared = 0
             while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
@@ -251,10 +251,10 @@ class _ConversationReader:
     def _prompt(self, row: Mapping[str, Any]) -> list[Message]:
         if not isinstance(row.get("prompt"), list):
             return [{"role": "user", "content": check_text(row, "prompt")}]
-        found = self._turns(row["prompt"], "prompt", [])
-        if not found or found[-1]["role"] not in ("user", "tool"):
+        turns = self._turns(row["prompt"], "prompt", [])
+        if not turns or turns[-1]["role"] not in ("user", "tool"):
             raise BadRow("wrong-turn", "prompt does not end with a message of the user or of a tool")
-        return found
+        return turns
 
     def _answer(self, row: Mapping[str, Any], key: str, prompt: list[Message]) -> list[Message]:
         if not isinstance(row.get(key), list):
@@ -266,19 +266,19 @@ class _ConversationReader:
 
         ``label``: what the input calls the text of a message.
         """
-        found: list[Message] = []
+        turns: list[Message] = []
         for index, entry in enumerate(entries):
             name = f"{column}[{index}]"
             if not isinstance(entry, dict):
                 raise BadRow("wrong-column", f"{name} is {excerpt(entry)}, not an object")
-            said = require(entry, "role", str, name=f"{name}.role")
-            if (role := _ROLES.get(said)) is None:
-                raise BadRow("unknown-role", f"{name}.role {excerpt(said)}, known are system, user, assistant and tool")
-            expected = _next(found[-1] if found else before[-1] if before else None)
+            stated = require(entry, "role", str, name=f"{name}.role")
+            if (role := _ROLES.get(stated)) is None:
+                raise BadRow("unknown-role", f"{name}.role {excerpt(stated)}, known are system, user, assistant and tool")
+            expected = _next(turns[-1] if turns else before[-1] if before else None)
             if role not in expected:
                 raise BadRow("wrong-turn", f"{name} is a {role} message where a {expected[0]} message must come")
-            found.append({"role": role, **self._content(entry, role, name, label)})
-        return found
+            turns.append({"role": role, **self._content(entry, role, name, label)})
+        return turns
 
     def _content(self, entry: dict[str, Any], role: str, name: str, label: str) -> Message:
         more: Message = {}
@@ -302,8 +302,10 @@ class _ConversationReader:
             content = "".join(_part(part, f"{name}.{label}[{at}]") for at, part in enumerate(content))
         if not content and (role == "tool" or "tool_calls" in more):
             return {"content": "", **more}
-        given = {key: value for key, value in entry.items() if key == "content"} if content is None else {"content": content}
-        return {"content": check_text(given, "content", f"{name}.{label}"), **more}
+        entry_text = (
+            {key: value for key, value in entry.items() if key == "content"} if content is None else {"content": content}
+        )
+        return {"content": check_text(entry_text, "content", f"{name}.{label}"), **more}
 
 
 _READ: dict[str, Callable[[_ConversationReader, Mapping[str, Any]], Example]] = {  # in the order in which a row is recognised
@@ -368,18 +370,18 @@ def _call(call: Any, name: str) -> dict[str, Any]:
     return {**own, "type": "function", "function": function}
 
 
-def _answered(found: list[Message], column: str) -> list[Message]:
-    if not found:
+def _answered(turns: list[Message], column: str) -> list[Message]:
+    if not turns:
         raise BadRow("empty-text", f"{column} is empty")
-    if found[-1]["role"] != "assistant":
-        raise BadRow("unanswered", f"{column} ends with a {found[-1]['role']} message")
-    return found
+    if turns[-1]["role"] != "assistant":
+        raise BadRow("unanswered", f"{column} ends with a {turns[-1]['role']} message")
+    return turns
 
 
 def kind_of_prompt(example: Mapping[str, Any]) -> str:
     """The first of a prompt's instructions (its column ``instruction_id_list``); empty where there is none."""
-    found = example.get("columns", {}).get("instruction_id_list")
-    return str(found[0]) if isinstance(found, list) and found else ""
+    names = example.get("columns", {}).get("instruction_id_list")
+    return str(names[0]) if isinstance(names, list) and names else ""
 
 
 def recognise(row: Mapping[str, Any]) -> str | None:
@@ -484,9 +486,9 @@ class Trees:
                     self._rejects.add(location, bad.reason, bad.detail)
                     self._rejects.look(record, recognise)
         for tree in self.trees.values():
-            found = self._conversation(tree)
-            if found is not None:
-                yield found
+            conversation = self._conversation(tree)
+            if conversation is not None:
+                yield conversation
 
     def _add(self, location: RowLocation, row: dict[str, Any]) -> None:
         """Put one flat row into its tree. Raises BadRow; where the ids are good, a placeholder is left for the replies."""
@@ -635,7 +637,7 @@ def find_cycles(tree: MessageTree, tops: list[TreeMessage]) -> list[TreeMessage]
         message = waiting.pop()
         reached.add(message.id)
         waiting += message.replies
-    found: list[TreeMessage] = []
+    cycle: list[TreeMessage] = []
     for start in tree.messages.values():
         trail: dict[str, TreeMessage] = {}
         at = start
@@ -645,9 +647,9 @@ def find_cycles(tree: MessageTree, tops: list[TreeMessage]) -> list[TreeMessage]
             at = tree.messages[at.parent]
         if at.id in trail:
             ids = list(trail)
-            found += [trail[i] for i in ids[ids.index(at.id) :]]
+            cycle += [trail[i] for i in ids[ids.index(at.id) :]]
         reached.update(trail)
-    return found
+    return cycle
 
 
 def _choose_root(tree: MessageTree, roots: list[TreeMessage]) -> TreeMessage | None:

@@ -75,8 +75,8 @@ def prepare(data: Data, *, recipe_folder: Path, seed: int, out: Path, input_path
     for _, source in sources:
         if source.root is not None and source.root.resolve() == out.resolve():
             raise UserError("is the folder of the input too", file=str(out), fix="choose another --out")
-    found = [source.identity() for _, source in sources]
-    inputs = None if None in found else found if data.sources else found[0]
+    result = [source.identity() for _, source in sources]
+    inputs = None if None in result else result if data.sources else result[0]
     key = None if inputs is None else hashlib.sha256(json.dumps([FORMAT, _settings(data), seed, inputs]).encode()).hexdigest()
     if out.exists() and not out.is_dir():
         raise UserError("is not a folder", file=str(out), fix="choose another --out")
@@ -114,8 +114,8 @@ def prepare(data: Data, *, recipe_folder: Path, seed: int, out: Path, input_path
 def _settings(data: Data) -> dict[str, Any]:
     """The settings that change the result: not where the input lies, and not what is expected of it."""
     of_a_part = {"format", "columns", "language", "limit", "split", "config", "weight"}
-    found = data.model_dump(include={*of_a_part, "eval_fraction", "bad_rows"})
-    return found | {"sources": [part.model_dump(include=of_a_part) for part in data.sources or ()]}
+    settings = data.model_dump(include={*of_a_part, "eval_fraction", "bad_rows"})
+    return settings | {"sources": [part.model_dump(include=of_a_part) for part in data.sources or ()]}
 
 
 def _whole(out: Path, key: str | None) -> dict[str, Any] | None:
@@ -190,8 +190,8 @@ def _read_part(
     rows = rejects.good(source.records(), known, part.columns or {})
     trees = Trees(rejects, part.language)
     before = len(read.keys)
-    found = trees.conversations(rows) if part.format == "oasst-tree" else conversations(part.format, rows, rejects)
-    for conversation in islice(found, part.limit):
+    conversations_read = trees.conversations(rows) if part.format == "oasst-tree" else conversations(part.format, rows, rejects)
+    for conversation in islice(conversations_read, part.limit):
         source_words = {**({"data": part.name} if data.sources else {}), **conversation.source}
         spool.write(_ENCODE({**conversation.example, "source": source_words}) + "\n")
         read.keys.append((conversation.key, conversation.split))
@@ -229,8 +229,8 @@ def _assign(read: _Read, seed: int, fraction: float, own_splits: list[bool]) -> 
     """The split of each conversation, and the notes on it."""
     warnings, own = [], list(own_splits)
     for number, has_own in enumerate(own_splits):
-        given = {split for (_, split), part in zip(read.keys, read.parts, strict=True) if part == number}
-        if has_own and (missing := [name for name in SPLITS if name not in given]):
+        splits_of_part = {split for (_, split), part in zip(read.keys, read.parts, strict=True) if part == number}
+        if has_own and (missing := [name for name in SPLITS if name not in splits_of_part]):
             own[number] = False
             text = f"the input's own {missing[0]} split gives no conversation: the other one is split by data.eval_fraction"
             warnings.append(text)
@@ -278,14 +278,14 @@ def _copies(data: Data, read: _Read, splits: list[str], seed: int) -> array[int]
     """
     copies = array("I", [1]) * len(read.keys)
     for number, source in enumerate(data.sources or ()):
-        whole, rest = divmod(source.weight, 1)
+        whole_copies, rest = divmod(source.weight, 1)
         for name in SPLITS:
             mine = [at for at, part in enumerate(read.parts) if part == number and splits[at] == name]
             order = ranked({read.keys[at][0] for at in mine}, seed)
             more = set(order[: round(len(order) * rest)])
             for at in mine:
-                wanted = int(whole) + (read.keys[at][0] in more)
-                copies[at] = wanted if name == "train" else min(wanted, 1)
+                wanted_times = int(whole_copies) + (read.keys[at][0] in more)
+                copies[at] = wanted_times if name == "train" else min(wanted_times, 1)
     return copies
 
 
@@ -298,8 +298,8 @@ def _write_splits(
         files = {name: stack.enter_context(staged(out, f"{name}.jsonl").open("w", encoding="utf-8")) for name in SPLITS}
         for turn in range(max(copies)):
             spool.seek(0)
-            for line, split, length, wanted in zip(spool, splits, lengths, copies, strict=True):
-                if turn < wanted:
+            for line, split, length, times in zip(spool, splits, lengths, copies, strict=True):
+                if turn < times:
                     files[split].write(line)
                     counts[split]["conversations"] += 1
                     counts[split]["messages"] += length
@@ -427,23 +427,23 @@ class MeasuredData:
         return f"{BYTES_PER_TOKEN:g} bytes a token assumed"
 
 
-def measure(given: str, stated: Mapping[str, Any] | None = None) -> MeasuredData:
+def measure(name: str, stated: Mapping[str, Any] | None = None) -> MeasuredData:
     """A file, a folder or a Hub id: its format is recognised, its conversations are counted as ``prepare`` makes them.
 
     ``stated``: what is known of the recipe's section ``data``, as ``columns``. Data of the Hub that a recipe trains on are
     taken as that recipe describes them. Raises UserError.
     """
     stated = dict(stated or {})
-    path = Path(given).expanduser()
+    path = Path(name).expanduser()
     if path.exists():
         return _count({"name": _plain(path.name.split(".")[0]), "input": str(path.resolve()), **stated})
     known = {str(section["name"]): section for section in _of_recipes()}
-    if given in known:
-        return MeasuredData({key: value for key, value in known[given].items() if key not in ("bad_rows", "limit")} | stated)
-    if not re.fullmatch(f"{NAME}/{NAME}", given):
+    if name in known:
+        return MeasuredData({key: value for key, value in known[name].items() if key not in ("bad_rows", "limit")} | stated)
+    if not re.fullmatch(f"{NAME}/{NAME}", name):
         fix = f"give a file, a folder, or one of the Hub: {', '.join(sorted(known))}"
-        raise UserError(f"there is no file {given!r}", file="command line", key="--data", fix=fix)
-    return _count({"name": given, "revision": _revision(given), **stated})
+        raise UserError(f"there is no file {name!r}", file="command line", key="--data", fix=fix)
+    return _count({"name": name, "revision": _revision(name), **stated})
 
 
 def _plain(name: str) -> str:
@@ -479,18 +479,18 @@ def _count(section: dict[str, Any]) -> MeasuredData:
     tokens: Counter[int] = Counter()
     with tempfile.TemporaryDirectory(prefix="clustertune-data-") as folder:
         with contextlib.redirect_stderr(io.StringIO()):  # it names a file of rejected rows that is gone in a moment
-            found = prepare(data, recipe_folder=Path(), seed=SEED, out=Path(folder, "data"))
+            prepared = prepare(data, recipe_folder=Path(), seed=SEED, out=Path(folder, "data"))
         with Path(folder, "data", "train.jsonl").open(encoding="utf-8") as lines:
             tokens.update(_tokens(json.loads(line)) for line in lines)
             lines.seek(0)
             examples = tuple(map(json.loads, islice(lines, EXAMPLES)))
-    counts = {name: found[name]["conversations"] for name in SPLITS}
+    counts = {name: prepared[name]["conversations"] for name in SPLITS}
     mean = sum(length * count for length, count in tokens.items()) / max(1, counts["train"])
     notes = [
         f"{counts['train']:,} training conversations and {counts['eval']:,} for evaluation were counted ({section['format']})",
         f"{mean:,.0f} tokens a conversation are estimated ({BYTES_PER_TOKEN:g} bytes a token): clustertune prepare counts them",
     ]
-    if rejected := sum(found["rejected"].values()):
+    if rejected := sum(prepared["rejected"].values()):
         notes.append(f"{rejected:,} rows are left out: clustertune prepare names each")
     section |= {"expect": {**counts, "mean_tokens": round(mean)}}
     return MeasuredData(section, dict(tokens), tuple(notes), examples)
@@ -500,12 +500,12 @@ def _tokens(example: Mapping[str, Any]) -> int:
     """Of the sequence that an example becomes; of a preference, which becomes two, their mean."""
     if "text" in example:
         return max(1, round(len(str(example["text"]).encode()) / BYTES_PER_TOKEN))
-    found = 0.0
+    total = 0.0
     for part in PARTS:
         texts = [str(message.get("content") or "") for message in example.get(part, ())]
         tokens = sum(len(text.encode()) for text in texts) / BYTES_PER_TOKEN + TURN_TOKENS * len(texts)
-        found += tokens / 2 if part in ("chosen", "rejected") else tokens
-    return max(1, round(found))
+        total += tokens / 2 if part in ("chosen", "rejected") else tokens
+    return max(1, round(total))
 
 
 def _recognised(data: Data) -> dict[str, Any]:
@@ -517,9 +517,9 @@ def _recognised(data: Data) -> dict[str, Any]:
         if not isinstance(row, dict):
             bad = bad or f": {row.detail}"
             continue
-        given = {name: row[other] for name, other in (data.columns or {}).items() if other in row}
-        if (found := recognise({**row, **given})) is not None:
-            keys = dict(part.removeprefix("data.").split(": ", 1) for part in found.split(" and "))
+        renamed = {name: row[other] for name, other in (data.columns or {}).items() if other in row}
+        if (recognised := recognise({**row, **renamed})) is not None:
+            keys = dict(part.removeprefix("data.").split(": ", 1) for part in recognised.split(" and "))
             known = {key: parse_value(value) for key, value in keys.items()}
             return known | {"columns": {**known.get("columns", {}), **data.columns}} if data.columns else known
         columns = columns or sorted(map(str, row))

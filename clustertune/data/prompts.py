@@ -74,7 +74,7 @@ def read_prompts(path: Path, key: str) -> OwnPrompts:
         raise UserError(text, file=str(path), key=key, fix="name a file of prompts: .jsonl, .csv, .txt, ...")
     if kind_of(path.name) == ("", ""):
         raise UserError("no file of a known kind", file=str(path), key=key, fix=f"known are {', '.join(KINDS)}")
-    found, problems, unused = list[OwnPrompt](), list[Problem](), set[str]()
+    prompts, problems, unused = list[OwnPrompt](), list[Problem](), set[str]()
     with Judge() as judge:
         for at, row in _rows(path, unused):
             try:
@@ -85,14 +85,14 @@ def read_prompts(path: Path, key: str) -> OwnPrompts:
                 problems.append(Problem(f"{bad.reason}: {bad.detail}", f"{path}:{at.line}", fix=FORM))
                 continue
             problems += [Problem(text, f"{path}:{at.line}", column, fix) for column, text, fix in _check_rules(prompt, judge)]
-            found.append(prompt)
-    if not found and not problems:
+            prompts.append(prompt)
+    if not prompts and not problems:
         problems.append(Problem("holds no prompts", file=str(path), key=key, fix=FORM))
     for name in sorted(unused):
         if close := difflib.get_close_matches(name.lower(), (ANSWER, *RULES), n=1, cutoff=0.8):
             problems.append(Problem(f"column {name!r} is not read", file=str(path), key=name, fix=f"did you mean {close[0]}?"))
     raise_if(problems)
-    return OwnPrompts(path, hash_file(path).sha256, found, sorted(unused))
+    return OwnPrompts(path, hash_file(path).sha256, prompts, sorted(unused))
 
 
 def are_own(path: Path, tasks: Iterable[str]) -> bool:
@@ -121,23 +121,23 @@ def _rows(path: Path, unused: set[str]) -> Iterator[tuple[RowLocation, dict[str,
 
 def _read(row: Mapping[str, Any], line: int) -> OwnPrompt:
     """A row's messages, answer and rules. Raises BadRow."""
-    given = {name: value for name, value in row.items() if value not in (None, "", [], {})}  # tables have empty cells
-    if given.get("tools"):
+    cells = {name: value for name, value in row.items() if value not in (None, "", [], {})}  # tables have empty cells
+    if cells.get("tools"):
         raise BadRow("unused-column", "tools: an evaluation shows the model no tools")
-    if "prompt" in given:
-        if ANSWER in given and "completion" in given:
+    if "prompt" in cells:
+        if ANSWER in cells and "completion" in cells:
             raise BadRow("two-answers", "completion and answer are two names of one thing: leave one out")
-        answer = given.get("completion", given.get(ANSWER))
-        example = chats.read("prompt-completion", {"prompt": given["prompt"], "completion": answer or _HELD})
+        answer = cells.get("completion", cells.get(ANSWER))
+        example = chats.read("prompt-completion", {"prompt": cells["prompt"], "completion": answer or _HELD})
         messages, last = example["prompt"], example["completion"]
     else:
-        name = next((form for column, form in _ROWS if column in given), None)
+        name = next((form for column, form in _ROWS if column in cells), None)
         if name is None:
-            raise BadRow("wrong-column", f"has {', '.join(map(str, given)) or 'no columns'}, and neither prompt nor messages")
-        messages, last, answer = _split(name, given)
+            raise BadRow("wrong-column", f"has {', '.join(map(str, cells)) or 'no columns'}, and neither prompt nor messages")
+        messages, last, answer = _split(name, cells)
     if len(last) != 1 or (answer and not last[0]["content"]):
         raise BadRow("wrong-turn", "the answer that is held out must be one message with a text")
-    rules = {rule: given[rule] for rule in RULES if rule in given}
+    rules = {rule: cells[rule] for rule in RULES if rule in cells}
     return OwnPrompt(line, messages, str(last[0]["content"]) if answer else None, rules)
 
 
@@ -157,8 +157,8 @@ def _split(name: str, row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[d
         "messages": ("messages", {"role": "assistant", "content": row.get(ANSWER) or _HELD}),
         "sharegpt": ("conversations", {"from": "gpt", "value": row.get(ANSWER) or _HELD}),
     }[name]
-    given = json.loads(row[column]) if isinstance(row[column], str) else row[column]
-    turns = chats.read(name, {**row, column: [*given, more]})["messages"]
+    earlier = json.loads(row[column]) if isinstance(row[column], str) else row[column]
+    turns = chats.read(name, {**row, column: [*earlier, more]})["messages"]
     return turns[:-1], turns[-1:], row.get(ANSWER)
 
 
@@ -214,7 +214,7 @@ class Judge:
         if self._child is None or self._child.ended:
             self._child = StandingChild(rewards.judge_one, JUDGE_MEMORY)
         told = {"pattern" if rule == "regex" else "schema": expected}
-        found = self._child.ask([rule, told, "", answer, {}]).found
-        if rule == "json_schema" and found is not None and "raised" in found:  # it refers to nothing
+        answer_of_child = self._child.ask([rule, told, "", answer, {}]).found
+        if rule == "json_schema" and answer_of_child is not None and "raised" in answer_of_child:  # it refers to nothing
             return False
-        return bool(found["reward"]) if found is not None and "reward" in found else None
+        return bool(answer_of_child["reward"]) if answer_of_child is not None and "reward" in answer_of_child else None

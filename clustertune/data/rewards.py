@@ -62,14 +62,14 @@ def fits_schema(answer: str, schema: Any) -> bool:
     import jsonschema
     import referencing
 
-    found = as_value(schema)
+    parsed = as_value(schema)
     fenced = re.fullmatch(r"\s*```(?:json)?\n(.*)\n```\s*", answer, re.DOTALL)
     try:
         value = json.loads(fenced[1] if fenced else answer)
     except (ValueError, RecursionError):
         return False
-    kind = jsonschema.validators.validator_for(found, default=jsonschema.Draft202012Validator)
-    return bool(kind(found, registry=referencing.Registry()).is_valid(value))
+    kind = jsonschema.validators.validator_for(parsed, default=jsonschema.Draft202012Validator)
+    return bool(kind(parsed, registry=referencing.Registry()).is_valid(value))
 
 
 def wrong_pattern(pattern: Any) -> str | None:
@@ -86,8 +86,8 @@ def wrong_schema(schema: Any) -> str | None:
     import jsonschema
 
     try:
-        found = as_value(schema)
-        jsonschema.validators.validator_for(found, default=jsonschema.Draft202012Validator).check_schema(found)
+        parsed = as_value(schema)
+        jsonschema.validators.validator_for(parsed, default=jsonschema.Draft202012Validator).check_schema(parsed)
     except (ValueError, RecursionError) as error:
         return f"is not JSON: {error}"
     except (jsonschema.SchemaError, AttributeError, TypeError) as error:
@@ -116,8 +116,8 @@ def _ifeval(text: str, row: Mapping[str, Any], prompt: str, _told: Mapping[str, 
     from lm_eval.tasks.ifeval.utils import InputExample, test_instruction_following_strict
 
     names, arguments = as_value(row["instruction_id_list"]), as_value(row["kwargs"])
-    found = test_instruction_following_strict(InputExample(0, names, prompt, arguments), text).follow_instruction_list
-    return float(sum(found) / len(found))
+    followed = test_instruction_following_strict(InputExample(0, names, prompt, arguments), text).follow_instruction_list
+    return float(sum(followed) / len(followed))
 
 
 def _exact_match(text: str, row: Mapping[str, Any], _prompt: str, told: Mapping[str, Any]) -> float:
@@ -165,8 +165,8 @@ def _instructions() -> Mapping[str, Any]:
     """lm-eval's checkers by the names of their instructions."""
     from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
 
-    found: Mapping[str, Any] = INSTRUCTION_DICT
-    return found
+    checkers: Mapping[str, Any] = INSTRUCTION_DICT
+    return checkers
 
 
 def lacking(reward: Reward, row: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None]]:
@@ -194,26 +194,26 @@ def lacking(reward: Reward, row: Mapping[str, Any]) -> Iterator[tuple[str, str, 
 
 def _lacking_instructions(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None]]:
     """What lm-eval's checkers would make up themselves, at random, where a row does not say it."""
-    found = {}
+    values = {}
     for column in ("instruction_id_list", "kwargs"):
         try:
-            found[column] = as_value(row.get(column))
+            values[column] = as_value(row.get(column))
         except ValueError:
-            found[column] = None
-        if not isinstance(found[column], list) or not found[column]:
+            values[column] = None
+        if not isinstance(values[column], list) or not values[column]:
             fix = 'write "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}], as the data set google/IFEval has it'
             yield column, "is no list, and ifeval reads it" if row.get(column) else "missing, and ifeval reads it", fix
             return
-    names, arguments = found["instruction_id_list"], found["kwargs"]
+    names, arguments = values["instruction_id_list"], values["kwargs"]
     if len(names) != len(arguments) or not all(isinstance(one, dict) for one in arguments):
         text = f"{len(arguments)} entries for {len(names)} instructions"
         yield "kwargs", text, "one mapping for each instruction, {} where it needs nothing"
         return
-    for name, given in zip(names, arguments, strict=True):
+    for name, options in zip(names, arguments, strict=True):
         if (checker := _instructions().get(str(name))) is None:
             yield "instruction_id_list", f"{name!r} is no instruction of lm-eval's", did_you_mean(str(name), _instructions())
             continue
-        told = {key: value for key, value in given.items() if value}  # lm-eval takes what is 0 or empty for not given
+        told = {key: value for key, value in options.items() if value}  # lm-eval takes what is 0 or empty for not given
         needed = checker(name).get_instruction_args_keys()
         if missing := [key for key in needed if key not in told]:
             text = f"{name} needs {', '.join(missing)}: a checker that is not told draws one at random"
@@ -282,32 +282,32 @@ class Rewards:
     def _ask(self, reward: Reward, prompt: str, answer: str, row: Mapping[str, Any]) -> float:
         """What one answer is worth. Raises UserError where a row that ``prepare`` let through cannot be judged."""
         self.beat()
-        found = None
+        answered = None
         for _ in range(TRIES):
             assert self._child is not None
             if self._child.ended:
                 self._child = StandingChild(judge_one)
             began = time.monotonic()
-            found = self._child.ask([reward.function, reward.options, prompt, answer, dict(row)]).found
-            if found is not None or time.monotonic() - began >= SECONDS:
+            answered = self._child.ask([reward.function, reward.options, prompt, answer, dict(row)]).found
+            if answered is not None or time.monotonic() - began >= SECONDS:
                 break  # else it was killed from outside: no answer has had its time yet
-        if found is None:  # the kernel ended the child
+        if answered is None:  # the kernel ended the child
             self._late += 1
             if self._late == 1:
                 say(f"warning: {reward.name} took more than {SECONDS:g} s of one answer, which is then worth 0; said once")
             return 0.0
-        if "raised" in found:
-            text = f"the reward {reward.name} cannot judge an answer: {found['raised']}"
+        if "raised" in answered:
+            text = f"the reward {reward.name} cannot judge an answer: {answered['raised']}"
             raise UserError(Problem(text, key="reward", fix="run prepare again: it looks at every row"), ExitCode.STOP)
-        return float(found["reward"])
+        return float(answered["reward"])
 
     def judge(
         self, prompts: Sequence[Any], answers: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> list[list[float | None]]:
         """What each reward says of answers that no model gave, as TRL would ask it: by reward, then by answer."""
         completions = [[{"role": "assistant", "content": answer}] for answer in answers]
-        given: dict[str, Any] = {"prompts": prompts, "completions": completions, "columns": rows}
-        return [judge(**given, completion_ids=[[] for _ in answers]) for judge in self.judges]
+        arguments: dict[str, Any] = {"prompts": prompts, "completions": completions, "columns": rows}
+        return [judge(**arguments, completion_ids=[[] for _ in answers]) for judge in self.judges]
 
 
 def judge_one(request: Sequence[Any]) -> Mapping[str, Any]:
@@ -362,18 +362,18 @@ def _describe(error: Exception, module: str) -> str:
 def _theirs(reward: Reward, function: Callable[..., Any]) -> Judge:
     """A function of the recipe, whose columns are given as TRL gives them, and whose answer is looked at."""
 
-    def judge(columns: Sequence[Mapping[str, Any]], **given: Any) -> list[float | None]:
+    def judge(columns: Sequence[Mapping[str, Any]], **others: Any) -> list[float | None]:
         names = dict.fromkeys(name for row in columns for name in row if name not in RESERVED)
         of_rows = {name: [row.get(name) for row in columns] for name in names}
         try:
-            found = function(**{**of_rows, **{key: given[key] for key in given if key in RESERVED}, **reward.options})
+            scores = function(**{**of_rows, **{key: others[key] for key in others if key in RESERVED}, **reward.options})
         except Exception as error:
             raise _refused(reward, f"fails: {_describe(error, str(reward.module))}") from error
-        count = len(given["completions"])
-        if not isinstance(found, Iterable) or len(found := list(found)) != count:
-            raise _refused(reward, f"returned {type(found).__name__} of another length than the {count} answers it was given")
+        count = len(others["completions"])
+        if not isinstance(scores, Iterable) or len(scores := list(scores)) != count:
+            raise _refused(reward, f"returned {type(scores).__name__} of another length than the {count} answers it was given")
         try:
-            values = [None if value is None else float(value) for value in found]
+            values = [None if value is None else float(value) for value in scores]
         except (TypeError, ValueError) as error:
             raise _refused(reward, f"returned what is no number: {error}") from None
         if bad := [value for value in values if value is not None and not math.isfinite(value)]:

@@ -102,8 +102,8 @@ class Rejects:
                 self.rows += 1
                 self.add(location, record.reason, record.detail)
                 continue
-            given = {name: record[theirs] for name, theirs in columns.items() if theirs in record}
-            row = {key: value for key, value in record.items() if key not in columns.values()} | given if columns else record
+            renamed = {name: record[theirs] for name, theirs in columns.items() if theirs in record}
+            row = {key: value for key, value in record.items() if key not in columns.values()} | renamed if columns else record
             if ours is not None:
                 self.leave_out(key for key in row.keys() - ours if row[key] is not None)
             yield location, row
@@ -117,8 +117,8 @@ class Rejects:
         """Remember what format a bad row may have; the first :data:`LOOKED_AT` are looked at."""
         if self.total_faults <= LOOKED_AT:
             self.columns = self.columns or [str(key) for key in row][:SHOWN]
-            if (found := recognise(row)) is not None:
-                self.looks_like[found] += 1
+            if (name := recognise(row)) is not None:
+                self.looks_like[name] += 1
 
     def add(self, location: RowLocation, reason: str, detail: str) -> None:
         """Count and write one rejected row."""
@@ -153,10 +153,10 @@ class Rejects:
             return f"the rows look like {looks}"
         if not self.counts["wrong-column"]:
             return "fix them"
-        there = (
+        known = (
             f"; the columns are {', '.join(self.columns)}: data.columns gives them the format's names" if self.columns else ""
         )
-        return f"is data.format={format_name} right?{there}"
+        return f"is data.format={format_name} right?{known}"
 
 
 def count_words(counts: Counter[str]) -> str:
@@ -245,14 +245,14 @@ def read_file(
     opened: Callable[[], Any],
     location: RowLocation,
     shown: str,
-    wanted: frozenset[str] | None = KNOWN,
+    columns: frozenset[str] | None = KNOWN,
     progress: Progress = lambda _done: None,
     unused: set[str] | None = None,
 ) -> Iterator[Record]:
     """The records of one file, in order. A row that is not a record is a BadRow; a damaged file raises UserError.
 
     ``opened`` gives the file for reading bytes; ``location``: its name and split; ``shown``: what to call it in an error. Of
-    tables only the columns ``wanted`` are read (None: all), the names of the others join ``unused``.
+    tables only the columns ``columns`` are read (None: all), the names of the others join ``unused``.
     """
     kind, packed = kind_of(location.file)
     readers: dict[str, Callable[..., Iterator[Record]]] = {".parquet": _parquet, ".arrow": _arrow, ".feather": _arrow}
@@ -266,7 +266,7 @@ def read_file(
                 stream = io.BufferedReader(_unpacked(raw, packed), 1 << 16)
                 if kind == ".json" and stream.peek(1 << 16).removeprefix(_BOM).lstrip().startswith(b"["):
                     reader = _array
-            for number, record in enumerate(reader(stream, location, shown, wanted, set() if unused is None else unused)):
+            for number, record in enumerate(reader(stream, location, shown, columns, set() if unused is None else unused)):
                 if number % _REPORT_EVERY == 0:
                     progress(raw.tell())
                 yield record
@@ -378,8 +378,8 @@ def _table(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[
         row += 1
         if len(values) != len(names):
             yield at, BadRow("wrong-column", f"{len(values)} values, the first line names {len(names)} columns")
-        elif found := next(filter(None, map(_ESCAPED_BYTE.search, values)), None):
-            why = f"byte 0x{ord(found.group()) - 0xDC00:02x} in the row; of Latin-1: {LATIN1} {shlex.quote(shown)} > utf8.csv"
+        elif escaped := next(filter(None, map(_ESCAPED_BYTE.search, values)), None):
+            why = f"byte 0x{ord(escaped.group()) - 0xDC00:02x} in the row; of Latin-1: {LATIN1} {shlex.quote(shown)} > utf8.csv"
             yield at, BadRow("not-utf8", why)
         else:
             yield at, dict(zip(names, (value or None for value in values), strict=True))
@@ -395,20 +395,22 @@ def _document(stream: Any, location: RowLocation, *_: Any) -> Iterator[Record]:
 
 
 def _parquet(
-    stream: Any, location: RowLocation, shown: str, wanted: frozenset[str] | None, unused: set[str]
+    stream: Any, location: RowLocation, shown: str, selected: frozenset[str] | None, unused: set[str]
 ) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     try:
         with pq.ParquetFile(stream) as table:
-            columns = chosen_columns(table.schema_arrow.names, wanted, unused)
+            columns = chosen_columns(table.schema_arrow.names, selected, unused)
             yield from table_records(table.iter_batches(batch_size=BATCH_ROWS, columns=columns), location)
     except pa.ArrowException as error:
         raise UserError(f"damaged Parquet file: {error}", file=shown, fix="fetch the file again") from None
 
 
-def _arrow(stream: Any, location: RowLocation, shown: str, wanted: frozenset[str] | None, unused: set[str]) -> Iterator[Record]:
+def _arrow(
+    stream: Any, location: RowLocation, shown: str, selected: frozenset[str] | None, unused: set[str]
+) -> Iterator[Record]:
     """Arrow's stream, as ``Dataset.save_to_disk`` writes it, or Arrow's file, which is Feather's second version."""
     import pyarrow as pa
 
@@ -417,18 +419,18 @@ def _arrow(stream: Any, location: RowLocation, shown: str, wanted: frozenset[str
         stream.seek(0)
         table = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
         batches = (table.get_batch(n) for n in range(table.num_record_batches)) if is_file else table
-        columns = chosen_columns(table.schema.names, wanted, unused)
+        columns = chosen_columns(table.schema.names, selected, unused)
         yield from table_records((batch.select(columns) for batch in batches), location)
     except pa.ArrowException as error:
         raise UserError(f"damaged Arrow file: {error}", file=shown, fix="fetch the file again") from None
 
 
-def chosen_columns(names: list[str], wanted: frozenset[str] | None, unused: set[str]) -> list[str]:
+def chosen_columns(names: list[str], selected: frozenset[str] | None, unused: set[str]) -> list[str]:
     """The columns to read; where none is ours all of them: they show what the format is."""
-    if wanted is None:
+    if selected is None:
         return names
-    unused.update(set(names) - wanted)
-    return [name for name in names if name in wanted] or names
+    unused.update(set(names) - selected)
+    return [name for name in names if name in selected] or names
 
 
 def table_records(batches: Any, location: RowLocation) -> Iterator[Record]:
@@ -479,11 +481,11 @@ def _types(schema: Any) -> list[Any]:
     import datasets
 
     try:
-        said = datasets.Features.from_dict(json.loads(own)["info"]["features"]).arrow_schema
+        described = datasets.Features.from_dict(json.loads(own)["info"]["features"]).arrow_schema
     except (ValueError, KeyError, TypeError):  # of another version, or not its own
         return list(schema.types)
     columns = zip(schema.names, schema.types, strict=True)
-    return [said.field(name).type if name in said.names else kind for name, kind in columns]
+    return [described.field(name).type if name in described.names else kind for name, kind in columns]
 
 
 Decode = Callable[[Any], Any]

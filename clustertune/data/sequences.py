@@ -125,12 +125,12 @@ def load(folder: Path, dataset: Path, tokenizer: Any, train_args: Mapping[str, A
     again = f"remove {dataset / tokens.FOLDER}, then the same command with --from prepare"
     if problems := find_problems(folder, tokens.KIND, hashes=False, allow_extra=True):
         raise UserError([*problems, Problem("contains no tokens to train on", file=str(folder), fix=again)])
-    found, wanted = read_manifest(folder, tokens.KIND).meta["made_from"], tokens.made_from(dataset, tokenizer, train_args)
-    if found != wanted:
-        differ = [key for part in wanted for key in wanted[part] if found.get(part, {}).get(key) != wanted[part][key]]
+    tensors, expected = read_manifest(folder, tokens.KIND).meta["made_from"], tokens.made_from(dataset, tokenizer, train_args)
+    if tensors != expected:
+        differ = [key for part in expected for key in expected[part] if tensors.get(part, {}).get(key) != expected[part][key]]
         text = f"the tokens were made with another {', '.join(differ) or 'form'} than the recipe and this machine have"
         raise UserError(text, file=str(folder / MANIFEST), key="made_from", fix=again)
-    if found["rows"].get("prompts"):
+    if tensors["rows"].get("prompts"):
         return prompts_as_dataset(dataset, "train"), prompts_as_dataset(dataset, "eval")
     train, held_out = (Sequences(folder, split) for split in ("train", "eval"))
     if not len(train):
@@ -141,17 +141,17 @@ def load(folder: Path, dataset: Path, tokenizer: Any, train_args: Mapping[str, A
 
 def shown(folder: Path, tokenizer: Any, count: int, marks: tuple[str, str]) -> list[str]:
     """The text of the first ``count`` conversations of the training rows as they are cut, with labelled tokens in ``marks``."""
-    rows, found = Sequences(folder, "train"), list[str]()
+    rows, texts = Sequences(folder, "train"), list[str]()
     for part in (part for number in range(len(rows)) for part in rows.parts(number)):
-        if len(found) == count:
+        if len(texts) == count:
             break
         ids, learnt = part & ~LABEL, part & LABEL != 0
         turns, text = np.flatnonzero(np.diff(learnt)) + 1, ""
         for run, marked in zip(np.split(ids, turns), np.split(learnt, turns), strict=True):
             decoded = tokenizer.decode(run, skip_special_tokens=False)
             text += f"{marks[0]}{decoded}{marks[1]}" if marked[0] else decoded
-        found.append(text)
-    return found
+        texts.append(text)
+    return texts
 
 
 # -- prompts that a model answers itself -----------------------------------------------------------------------------------
@@ -229,8 +229,8 @@ def find_blind(rows: Sequence[Mapping[str, Any]], rewards: Rewards) -> Iterator[
 
 
 def _mean(rewards: Rewards, at: int, rows: Sequence[Mapping[str, Any]], answers: Sequence[str]) -> float:
-    found = rewards.judge([row["prompt"] for row in rows], answers, [row["columns"] for row in rows])[at]
-    return sum(value or 0.0 for value in found) / len(found)
+    scores = rewards.judge([row["prompt"] for row in rows], answers, [row["columns"] for row in rows])[at]
+    return sum(value or 0.0 for value in scores) / len(scores)
 
 
 def prompts_as_dataset(dataset: Path, split: str) -> Any | None:

@@ -39,8 +39,8 @@ _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json", MANIFE
 
 def split_of(name: str) -> str | None:
     """The split that a file or a Hub split is named after: ``train-00000-of-00002.parquet`` -> train, ``dev.jsonl`` -> eval."""
-    found = [split for split, pattern in _SPLIT.items() if pattern.search(name.lower())]
-    return found[0] if len(found) == 1 else None
+    splits = [split for split, pattern in _SPLIT.items() if pattern.search(name.lower())]
+    return splits[0] if len(splits) == 1 else None
 
 
 _READABLE = f"{', '.join(KINDS)}, all but the last three also with {', '.join(PACKED)} behind"
@@ -82,10 +82,10 @@ class LocalFiles:
             folder = path / part.config if part.config else path
             if not is_there(folder):
                 raise UserError("no such folder", file=str(folder), key="data.config", fix="it names a folder in the input")
-            found = sorted(p for p in folder.glob("[!.]*") if p.is_file())
+            names = sorted(p for p in folder.glob("[!.]*") if p.is_file())
             for below in ("data", *sorted(p.name for p in folder.glob("[!.]*") if p.is_dir() and split_of(p.name))):
-                found += sorted(p for p in (folder / below).glob("[!.]*") if p.is_file())
-            self.files = self._chosen([(str(p), _readable(p.relative_to(folder))) for p in found])
+                names += sorted(p for p in (folder / below).glob("[!.]*") if p.is_file())
+            self.files = self._chosen([(str(p), _readable(p.relative_to(folder))) for p in names])
         else:
             self.files = self._chosen([(str(path), _readable(Path(path.name)))])
 
@@ -94,21 +94,21 @@ class LocalFiles:
         self.unused: set[str] = set()
         """Columns that no format has, and that were not read."""
         self._part = part
-        self._wanted = wanted_columns(part)
+        self._columns = wanted_columns(part)
 
-    def _chosen(self, found: list[tuple[str, str]]) -> list[InputFile]:
+    def _chosen(self, names: list[tuple[str, str]]) -> list[InputFile]:
         """Files named after a split, those of train first, in the folder or else in the folders of it; where none is, the files
         of the folder are one pool. With ``data.split``, the files that it names.
         """
         files = [
             InputFile(path, name, split_of(name))
-            for path, name in found
+            for path, name in names
             if kind_of(name) != ("", "") and PurePosixPath(name).name not in _DESCRIPTIONS
         ]
         if not files:
-            there = f"; there is {found[0][1]}" if found else ""
-            raise UserError(f"no file of a known kind{there}", file=self.shown, fix=f"known are {_READABLE}")
-        if len(found) == 1 and PurePosixPath(self.shown).name == files[0].name and self._part.split is None:
+            example = f"; there is {names[0][1]}" if names else ""
+            raise UserError(f"no file of a known kind{example}", file=self.shown, fix=f"known are {_READABLE}")
+        if len(names) == 1 and PurePosixPath(self.shown).name == files[0].name and self._part.split is None:
             return [InputFile(files[0].path, files[0].name, None)]
         if self._part.split is not None:
             return self._of_wanted_splits(files)
@@ -122,26 +122,26 @@ class LocalFiles:
         return next(level for level in levels if level)
 
     def _of_wanted_splits(self, files: list[InputFile]) -> list[InputFile]:
-        wanted = wanted_splits(self._part)
-        found = [InputFile(f.path, f.name, split) for split, name in wanted.items() for f in files if _is_of(f.name, name)]
-        for name in wanted.values():
+        splits = wanted_splits(self._part)
+        matching = [InputFile(f.path, f.name, split) for split, name in splits.items() for f in files if _is_of(f.name, name)]
+        for name in splits.values():
             if not any(_is_of(file.name, name) for file in files):
                 text = f"no file of the split {name}; there are {', '.join(file.name for file in files[:8])}"
                 fix = "the name of a file begins with that of its split, or a folder has it; a part of a split: data.limit"
                 raise UserError(text, file=self.shown, key="data.split", fix=fix)
-        return found
+        return matching
 
     def identity(self) -> list[Any] | None:
         """What the records depend on, for reuse: names and hashes. None where that cannot be known without reading them."""
-        found = []
+        identities = []
         for folder in sorted({Path(file.path).parent for file in self.files}):
             require_whole(folder, only=[Path(file.path).name for file in self.files if Path(file.path).parent == folder])
         for file in self.files:
             try:
-                found.append([file.name, file.split, hash_file(Path(file.path)).sha256])
+                identities.append([file.name, file.split, hash_file(Path(file.path)).sha256])
             except OSError as error:
                 raise UserError(f"cannot be read: {error.strerror}", file=file.path) from None
-        return found
+        return identities
 
     def has_splits(self) -> bool:
         """Whether every record has its split from the input: it needs a train split and an eval split."""
@@ -160,7 +160,7 @@ class LocalFiles:
 
                 location = RowLocation(file.name, 1, file.split)
                 opened = partial(Path(file.path).open, "rb", buffering=0)
-                yield from read_file(opened, location, file.shown or file.path, self._wanted, advance, self.unused)
+                yield from read_file(opened, location, file.shown or file.path, self._columns, advance, self.unused)
                 before += size
 
 
@@ -181,11 +181,11 @@ class RemoteFiles(LocalFiles):
             web = address.startswith(("http://", "https://"))
             if not web and fs.isdir(path):
                 base = f"{path}/{part.config}" if part.config else path
-                found = [(name, name.removeprefix(base).lstrip("/")) for name in sorted(fs.find(base))]
+                names = [(name, name.removeprefix(base).lstrip("/")) for name in sorted(fs.find(base))]
             else:
-                found = [(name, PurePosixPath(name).name) for name in (sorted(fs.glob(path)) if "*" in path else [path])]
+                names = [(name, PurePosixPath(name).name) for name in (sorted(fs.glob(path)) if "*" in path else [path])]
             self.files = []
-            for number, file in enumerate(self._chosen(found)):
+            for number, file in enumerate(self._chosen(names)):
                 local = Path(self._fetched.name, str(number), PurePosixPath(file.name).name)
                 local.parent.mkdir()
                 fs.get_file(file.path, str(local))
@@ -257,13 +257,13 @@ class HubDataset:
         try:
             if self._part.split is not None:
                 return [(name, split, load(split=name)) for split, name in wanted_splits(self._part).items()]
-            found = load()
+            loaded = load()
         except Exception as error:  # the exceptions of the Hub's clients have no common base
             message = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])
             key = next((f"data.{name}" for name in ("config", "split") if name in message.lower().split()), "data.name")
             fix = "without the network, name a local copy: data.input=PATH (a file, or a snapshot folder)"
             raise UserError(f"{self.shown} is not available from the Hub: {message}", key=key, fix=fix) from None
-        by_name = dict(found) if isinstance(found, dict) else {str(found.split or "train"): found}
+        by_name = dict(loaded) if isinstance(loaded, dict) else {str(loaded.split or "train"): loaded}
         named = {name: rows for name, rows in by_name.items() if split_of(name)}
         if named and (other := sorted(set(by_name) - set(named))):
             self.warnings.append(f"{self.shown}: splits that are neither train nor eval are not read: {', '.join(other)}")
@@ -277,10 +277,10 @@ class HubDataset:
         """Without the network: the Hub's cache, which ``datasets`` 5.2 does not look into for a dataset's own files."""
         import huggingface_hub
 
-        found = snapshot(self.name, self.revision) if huggingface_hub.constants.HF_HUB_OFFLINE else None
-        if found is not None:
-            require_whole(found)
-        return None if found is None else str(found)
+        folder = snapshot(self.name, self.revision) if huggingface_hub.constants.HF_HUB_OFFLINE else None
+        if folder is not None:
+            require_whole(folder)
+        return None if folder is None else str(folder)
 
     def has_splits(self) -> bool:
         return _has_splits({split for _, split, _ in self._splits}, self.shown)

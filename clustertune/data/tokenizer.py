@@ -45,8 +45,8 @@ MARKS_OR_ALL = (
 """The ways out for a template whose answers are not found."""
 
 
-def choose_pad_token(tokenizer: Any, wanted: str | None) -> str:
-    """The padding token: ``wanted``, else the tokenizer's own, else a known one that no text uses, else EOS, as TRL has it.
+def choose_pad_token(tokenizer: Any, token: str | None) -> str:
+    """The padding token: ``token``, else the tokenizer's own, else a known one that no text uses, else EOS, as TRL has it.
 
     That it may be EOS does not keep EOS from being learnt. TRL 1.16 pads labels with -100 by position and compares no token
     with the padding's: ``DataCollatorForLanguageModeling.torch_call`` (trl/trainer/sft_trainer.py:201) and
@@ -57,10 +57,10 @@ def choose_pad_token(tokenizer: Any, wanted: str | None) -> str:
     Raises UserError where it is not in the vocabulary, or there is neither a padding token nor EOS.
     """
     vocabulary = tokenizer.get_vocab()
-    if wanted is not None:
-        if wanted not in vocabulary:
-            raise UserError(f"{wanted!r} is not in the tokenizer's vocabulary", key="train.pad_token")
-        return wanted
+    if token is not None:
+        if token not in vocabulary:
+            raise UserError(f"{token!r} is not in the tokenizer's vocabulary", key="train.pad_token")
+        return token
     own, eos = tokenizer.pad_token, tokenizer.eos_token
     for candidate in (own if own != eos else None, *PADS, eos):
         if candidate is not None and candidate in vocabulary:
@@ -172,8 +172,8 @@ def within_limits(work: Callable[[], Any], beyond: UserError | None = None) -> A
         bounded.allow(TEMPLATE_SECONDS)
         return _answer(work)
 
-    found = bounded.ask(answer, WAITS * TEMPLATE_SECONDS, SHORT_MEMORY).found
-    return _value(found, beyond or _endless_template())
+    reply = bounded.ask(answer, WAITS * TEMPLATE_SECONDS, SHORT_MEMORY).found
+    return _value(reply, beyond or _endless_template())
 
 
 def _answer(work: Callable[[], Any]) -> dict[str, Any]:
@@ -185,12 +185,12 @@ def _answer(work: Callable[[], Any]) -> dict[str, Any]:
         return {"raised": str(error) or type(error).__name__}
 
 
-def _value(found: Mapping[str, Any] | None, beyond: UserError) -> Any:
-    if found is None:
+def _value(reply: Mapping[str, Any] | None, beyond: UserError) -> Any:
+    if reply is None:
         raise beyond
-    if "raised" in found:
-        raise ValueError(found["raised"])
-    return found["value"]
+    if "raised" in reply:
+        raise ValueError(reply["raised"])
+    return reply["value"]
 
 
 class BoundedTokenizer:
@@ -311,22 +311,22 @@ def answer_spans(messages: Sequence[Mapping[str, Any]], render: Callable[..., st
     def rendered(count: int, prompt: bool) -> str:
         return str(render(list(messages[:count]), add_generation_prompt=prompt))
 
-    whole, spans, answers = rendered(len(messages), False), list[Span](), list[int]()
+    conversation, spans, answers = rendered(len(messages), False), list[Span](), list[int]()
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    starts = {number: _start(whole, rendered(number, False), rendered(number, True)) for number in answers}
+    starts = {number: _start(conversation, rendered(number, False), rendered(number, True)) for number in answers}
     for number, following in zip(answers, [*answers[1:], None], strict=True):
         start = starts[number]
-        end = len(whole) if number + 1 == len(messages) else _end(whole, start, rendered, number)
+        end = len(conversation) if number + 1 == len(messages) else _end(conversation, start, rendered, number)
         if end is None and start is not None:
             behind = _between(messages[:number], messages[number + 1 : following], render)
-            limit = len(whole) if following is None else starts[following] or 0
-            end = whole.find(behind, start, limit) if behind and whole.count(behind, start, limit) == 1 else None
+            limit = len(conversation) if following is None else starts[following] or 0
+            end = conversation.find(behind, start, limit) if behind and conversation.count(behind, start, limit) == 1 else None
         if start is None or end is None or not (spans[-1][1] if spans else 0) <= start < end:
             text = "the chat template is not prefix-preserving for this conversation: it renders what stands before "
             text += f"message {number + (2 if start is not None else 1)} in another way once more follows, so that the tokens "
             raise NotPrefixPreserving(f"{text}of the assistant cannot be told apart")
         spans.append((start, end))
-    return whole, spans
+    return conversation, spans
 
 
 def _shared(one: str, other: str) -> int:
@@ -334,24 +334,24 @@ def _shared(one: str, other: str) -> int:
     return len(os.path.commonprefix([one, other]))  # noqa: RUF071 - characters are meant
 
 
-def _start(whole: str, plain: str, prompted: str) -> int | None:
+def _start(text: str, plain: str, prompted: str) -> int | None:
     """Where an answer begins, of the turns before it without and with the generation prompt.
 
     A generation prompt may open a thought that the template takes out of turns that are over: the answer begins behind what
     both have.
     """
-    if whole.startswith(prompted):
+    if text.startswith(prompted):
         return len(prompted)
-    return _shared(whole, prompted) if whole.startswith(plain) else None
+    return _shared(text, prompted) if text.startswith(plain) else None
 
 
-def _end(whole: str, start: int | None, rendered: Callable[[int, bool], str], number: int) -> int | None:
+def _end(text: str, start: int | None, rendered: Callable[[int, bool], str], number: int) -> int | None:
     """Where an answer ends, by the conversation up to it: with a generation prompt, less that, as the conversation's own end
     may add a token (Phi-3's EOS); else without one."""
     plain, prompted = rendered(number, False), rendered(number, True)
     prompt = prompted[_shared(plain, prompted) :]
     for turns in (rendered(number + 1, True).removesuffix(prompt), rendered(number + 1, False)):
-        if start is not None and len(turns) > start and whole.startswith(turns):
+        if start is not None and len(turns) > start and text.startswith(turns):
             return len(turns)
     return None
 

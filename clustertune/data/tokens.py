@@ -146,9 +146,9 @@ def _make(dataset: Path, out: Path, tokenizer: Any, what: dict[str, Any], chunk:
     meta: dict[str, Any] = {}
     records: dict[str, FileRecord] = {}
     if not find_problems(out, KIND, allow_extra=True):
-        found = read_manifest(out, KIND)
-        if found.meta["made_from"]["tokens"] == what["tokens"]:
-            meta, records = found.meta, found.files
+        manifest = read_manifest(out, KIND)
+        if manifest.meta["made_from"]["tokens"] == what["tokens"]:
+            meta, records = manifest.meta, manifest.files
     if meta and meta["made_from"] == what:
         return {**meta["summary"], "reused": True}
     if not meta:
@@ -178,15 +178,15 @@ def _share(
             seal(home, KIND, meta, records)
             for work in home.glob(".shards-*"):
                 shutil.rmtree(work)
-        found = read_manifest(home, KIND)
+        manifest = read_manifest(home, KIND)
     (out / MANIFEST).unlink(missing_ok=True)
-    for name in found.files:
+    for name in manifest.files:
         (out / name).unlink(missing_ok=True)
         try:
             (out / name).hardlink_to(home / name)
         except OSError:  # another file system, or one without links
             shutil.copyfile(home / name, out / name)
-    return dict(found.meta), dict(found.files)
+    return dict(manifest.meta), dict(manifest.files)
 
 
 def _tokenise(
@@ -311,9 +311,9 @@ def _join(shards: list[Path], out: Path, split: str) -> tuple[dict[str, Any], tu
         with (out / name).open("wb") as target:
             while waiting and size < PART_BYTES:
                 path = waiting.pop(0)
-                if (found := read_shard(path)) is None:
+                if (shard := read_shard(path)) is None:
                     raise UserError("was damaged meanwhile", file=str(path), fix="run the same command again")
-                heads, tokens = found
+                heads, tokens = shard
                 record = np.empty(len(heads), INDEX)
                 for name_ in RECORD.names or ():
                     record[name_] = heads[name_]
@@ -328,12 +328,12 @@ def _join(shards: list[Path], out: Path, split: str) -> tuple[dict[str, Any], tu
             os.fsync(target.fileno())
         parts.append(size // 4)
         records[name] = FileRecord(size, hasher.hexdigest())
-    whole = np.concatenate(index)
+    entries = np.concatenate(index)
     (out / f"{split}.index.npy").unlink(missing_ok=True)
-    np.save(out / f"{split}.index.npy", whole)
+    np.save(out / f"{split}.index.npy", entries)
     records |= record_files(out, [f"{split}.index.npy"])
-    labelled = int(whole["labelled"].sum(dtype=np.int64))
-    return {"conversations": len(whole), "tokens": at, "labelled": labelled, "parts": parts}, (records, counts)
+    labelled = int(entries["labelled"].sum(dtype=np.int64))
+    return {"conversations": len(entries), "tokens": at, "labelled": labelled, "parts": parts}, (records, counts)
 
 
 def _write_rows(out: Path, meta: dict[str, Any], settings: dict[str, Any], records: dict[str, FileRecord]) -> dict[str, Any]:
@@ -608,23 +608,23 @@ class Encoder:
         which each token counts as labelled. As TRL 1.16 does it (``tokenize_fn`` of sft_trainer.py and of dpo_trainer.py).
         """
         prompts = iter(self._render([(row["prompt"], _of_the_row(row)) for row in examples if "prompt" in row], whole=False))
-        whole = iter(self._render([(turns, _of_the_row(row)) for row in examples for turns in _whole(row)], whole=True))
+        sequences = iter(self._render([(turns, _of_the_row(row)) for row in examples for turns in _whole(row)], whole=True))
         for row in examples:
             if "text" in row:
                 end = self.tokenizer.eos_token or ""
                 text = row["text"] if row["text"].endswith(end) else row["text"] + end
                 yield _head(*self._one_bos(self.tokenizer(text)["input_ids"]))
                 continue
-            found = [next(whole) for _ in _whole(row)]
+            encoded = [next(sequences) for _ in _whole(row)]
             if "prompt" in row:
                 prompt, _ = next(prompts)
-                if not found:  # the model answers it itself
+                if not encoded:  # the model answers it itself
                     yield _head(prompt, np.ones(len(prompt), bool))
                     continue
-                begin = min(_common(prompt, ids) for ids, _ in found)
+                begin = min(_common(prompt, ids) for ids, _ in encoded)
                 if "rejected" in row or self.completions:
-                    found = [(ids, mask & (np.arange(len(ids)) >= begin)) for ids, mask in found]
-            yield from (_head(ids, mask) for ids, mask in found)
+                    encoded = [(ids, mask & (np.arange(len(ids)) >= begin)) for ids, mask in encoded]
+            yield from (_head(ids, mask) for ids, mask in encoded)
 
     def _render(self, chats: list[tuple[Any, Any]], *, whole: bool) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
         """Tokens of chats with what their rows give the template, and which of them may carry a label. Not ``whole``: up to the
@@ -641,8 +641,8 @@ class Encoder:
                     yield self._one_bos(*tokens_within(self.tokenizer, text, spans))
                 continue
             made = self.tokenizer.apply_chat_template(turns, add_generation_prompt=not whole, **common, **arguments)
-            for number, found in enumerate(made["input_ids"]):
-                yield self._one_bos(found, made["assistant_masks"][number] if marked else None)
+            for number, ids in enumerate(made["input_ids"]):
+                yield self._one_bos(ids, made["assistant_masks"][number] if marked else None)
 
     def _one_bos(self, ids: Any, mask: Any = None) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Token ids with one BOS at most at their begin, and the mask that belongs to them (None: all).
@@ -665,7 +665,7 @@ class Encoder:
         faults = (TemplateError, TypeError, KeyError, ValueError, ArithmeticError, MemoryError, RecursionError)
         examples = [json.loads(line) for _, line in lines]
         try:
-            found = list(self.encode(examples))
+            encoded = list(self.encode(examples))
         except (NotPrefixPreserving, *faults) as error:  # a template's filter meets what it does not take
             for (location, _), example in zip(lines, examples, strict=True):
                 try:
@@ -675,7 +675,7 @@ class Encoder:
                 except faults as own:
                     raise RefusedConversation(location, f"the chat template refuses it: {own}") from None
             raise RefusedConversation(lines[0][0], f"the chat template refuses it: {error}") from None
-        made = iter(found)
+        made = iter(encoded)
         for (location, _), example in zip(lines, examples, strict=True):
             for ids, heads in islice(made, len(_whole(example)) or 1):
                 if heads[3] == 0:

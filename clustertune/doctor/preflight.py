@@ -86,12 +86,12 @@ def look(cluster: Cluster, allocation: Allocation, *, binds: Sequence[str] = (),
         for file in (out, err):
             file.seek(0)
             texts.append(file.read(MAX_BYTES).decode(errors="replace"))
-    found, looked.faults, others = collect.decode(texts[0].splitlines())
+    hosts, looked.faults, others = collect.decode(texts[0].splitlines())
     lines = [line.strip() for line in [*texts[1].splitlines(), *others] if line.strip()]
     for node in allocation.nodes:
-        name = same_host(node, found)
+        name = same_host(node, hosts)
         if name is not None:
-            looked.facts[node] = found[name]
+            looked.facts[node] = hosts[name]
         else:
             own = [line for line in lines if node in line] or lines
             reason = own[-1][:300] if own else "it printed nothing"

@@ -57,8 +57,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def token(value: object) -> str | None:
     """A special token, which files give as text or as an object with ``content``."""
-    found = value.get("content") if isinstance(value, dict) else value
-    return found if isinstance(found, str) and found else None
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) and text else None
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class ModelFolder:
     @cached_property
     def config(self) -> dict[str, Any] | None:
         """``config.json``; of a model with pictures its text part."""
-        found = read_json(self.path / "config.json")
-        inner = found.get("text_config") if found else None
-        return {**found, **inner} if found and isinstance(inner, dict) else found
+        values = read_json(self.path / "config.json")
+        inner = values.get("text_config") if values else None
+        return {**values, **inner} if values and isinstance(inner, dict) else values
 
     @cached_property
     def tokenizer_config(self) -> dict[str, Any]:
@@ -91,18 +91,18 @@ class ModelFolder:
         if not body or not isinstance(listed, dict | list):
             return None
         if isinstance(listed, dict):
-            found = {key: value for key, value in listed.items() if isinstance(value, int)}
+            ids = {key: value for key, value in listed.items() if isinstance(value, int)}
         else:  # Unigram: [[token, score], ...]
-            found = {str(item[0]): at for at, item in enumerate(listed) if isinstance(item, list) and item}
+            ids = {str(item[0]): at for at, item in enumerate(listed) if isinstance(item, list) and item}
         added = body.get("added_tokens")
         for item in added if isinstance(added, list) else ():
             if isinstance(item, dict) and isinstance(item.get("id"), int):
-                found[str(item.get("content"))] = item["id"]
+                ids[str(item.get("content"))] = item["id"]
         decoder = self.tokenizer_config.get("added_tokens_decoder")
         for number, item in decoder.items() if isinstance(decoder, dict) else ():
             if str(number).isdigit() and (name := token(item)):
-                found[name] = int(number)
-        return found
+                ids[name] = int(number)
+        return ids
 
     def special(self, name: str) -> str | None:
         """``eos_token``, ``pad_token`` and the like."""
@@ -115,11 +115,11 @@ class ModelFolder:
             return (self.path / "chat_template.jinja").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             pass
-        given = self.tokenizer_config.get("chat_template")
-        if isinstance(given, list):
-            named = {str(item.get("name")): item.get("template") for item in given if isinstance(item, dict)}
-            given = named.get("default") or next(iter(named.values()), None)
-        return given if isinstance(given, str) and given else None
+        stated = self.tokenizer_config.get("chat_template")
+        if isinstance(stated, list):
+            named = {str(item.get("name")): item.get("template") for item in stated if isinstance(item, dict)}
+            stated = named.get("default") or next(iter(named.values()), None)
+        return stated if isinstance(stated, str) and stated else None
 
     @property
     def has_tokenizer(self) -> bool:
@@ -135,24 +135,24 @@ class ModelFolder:
         listed = index.get("weight_map")
         names = sorted({str(name) for name in listed.values()}) if isinstance(listed, dict) else []
         names = [name for name in names if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)]
-        found = {name: _size(self.path / name) for name in names}
+        byte_sizes = {name: _size(self.path / name) for name in names}
         meta = index.get("metadata")
         total = meta.get("total_size") if isinstance(meta, dict) else None
-        wanted = int(total) if isinstance(total, int | float) and math.isfinite(total) else None
-        return sum(found.values()), [name for name in names if not found[name]], wanted
+        expected = int(total) if isinstance(total, int | float) and math.isfinite(total) else None
+        return sum(byte_sizes.values()), [name for name in names if not byte_sizes[name]], expected
 
     @cached_property
     def damaged(self) -> dict[str, str]:
         """Weight files that are not whole, with what is wrong: by their headers, which say how long each file is."""
-        found = {}
+        faults = {}
         for path in sorted(self.path.glob("*.safetensors")):
             if not _size(path) or not path.is_file():
                 continue
             try:
                 read_header(path)
             except (OSError, ValueError) as error:
-                found[path.name] = str(error)
-        return found
+                faults[path.name] = str(error)
+        return faults
 
 
 def _size(path: Path) -> int:

@@ -112,10 +112,10 @@ def eval_tasks(context: RecipeContext) -> Iterator[Seen]:
     from clustertune.evaluate.tasks import data_sets
 
     try:
-        wanted = data_sets(names)
+        datasets = data_sets(names)
     except UserError:  # a name that lm-eval does not know: eval says so, and the recipe's own check
         return
-    for name in sorted(set(wanted.values())):
+    for name in sorted(set(datasets.values())):
         if _is_empty(context.hub / f"datasets--{name.replace('/', '--')}" / "snapshots"):
             fix = f"hf download {name} --repo-type dataset, on a machine with a network; or clustertune stage RECIPE --to DIR"
             yield Seen(FAIL, context.not_cached(name), fix)
@@ -159,16 +159,16 @@ def model_incomplete(context: RecipeContext) -> Iterator[Seen]:
     model = context.model
     if model is None or not context.is_real or model.config is None:
         return
-    there, missing, wanted = model.weights
+    size, missing, expected = model.weights
     damaged = [f"{name}: {why}" for name, why in model.damaged.items()] if not missing else []
-    found = listed(damaged, 3, "; ", "; and")
+    fault = listed(damaged, 3, "; ", "; and")
     if missing:
-        found = f"missing or empty: {listed(missing, 4)}"
-    elif not damaged and wanted is not None and there < wanted:
-        found = f"{there:,} bytes of weights, its index says {wanted:,}"
-    if found:
+        fault = f"missing or empty: {listed(missing, 4)}"
+    elif not damaged and expected is not None and size < expected:
+        fault = f"{size:,} bytes of weights, its index says {expected:,}"
+    if fault:
         recipe = context.recipe.model
-        yield Seen(FAIL, found, f"load it again: hf download {recipe.name} --revision {recipe.revision}", str(model.path))
+        yield Seen(FAIL, fault, f"load it again: hf download {recipe.name} --revision {recipe.revision}", str(model.path))
     if not model.has_tokenizer:
         fix = "take the tokenizer's files of the same commit; those of another one may number tokens in another way"
         yield Seen(FAIL, "no tokenizer (tokenizer.json or tokenizer.model)", fix, str(model.path))
@@ -406,15 +406,15 @@ def signal_margin(context: RecipeContext) -> Iterator[Seen]:
     """The signal margin before the time limit, against the time of a step and a save."""
     if not context.is_real or context.cluster.slurm is None:
         return
-    wanted = context.resolved.recipe.slurm.signal_seconds
-    for problem in shape.signal_problems(wanted, context.minutes, file=context.where):
+    seconds = context.resolved.recipe.slurm.signal_seconds
+    for problem in shape.signal_problems(seconds, context.minutes, file=context.where):
         yield Seen(FAIL, f"{problem.key}: {problem.message}", problem.fix or "a longer slurm.time")
     if context.plan is None:
         return
     step, save = context.plan.step.seconds, context.plan.schedule.checkpoint.value
     need = STEP_FACTOR * step + save + MARGIN_SECONDS
-    if need > wanted:
-        text = f"the job is signalled {wanted} s before its end; a predicted step of {step:.0f} s and"
+    if need > seconds:
+        text = f"the job is signalled {seconds} s before its end; a predicted step of {step:.0f} s and"
         fix = f"slurm.signal_seconds={math.ceil(need)}"
         yield Seen(WARN, f"{text} a save of {save:.0f} s need {math.ceil(need)} s", fix)
 
@@ -425,10 +425,10 @@ def time_limit(context: RecipeContext) -> Iterator[Seen]:
     plan = context.real_plan
     if plan is None or plan.hours is None or not context.minutes or context.cluster.slurm is None:
         return
-    given = context.minutes / 60
-    if plan.hours > given:
+    allowed = context.minutes / 60
+    if plan.hours > allowed:
         text = f"predicted {plan.hours:.1f} h ({plan.hours * plan.low:.1f} to {plan.hours * plan.high:.1f})"
-        longer, turns = math.ceil(plan.hours * plan.high), math.ceil(plan.hours / given)
+        longer, turns = math.ceil(plan.hours * plan.high), math.ceil(plan.hours / allowed)
         fix = f"slurm.time of {longer} h, or let it continue {turns} times from its checkpoints"
         yield Seen(WARN, f"{text}, slurm.time is {hours(60 * context.minutes)}", fix)
 
@@ -472,8 +472,8 @@ def loss_on_all_tokens(context: RecipeContext) -> Iterator[Seen]:
     chats = ("messages", "sharegpt", "oasst-tree", "lima", "alpaca")
     formats = dict.fromkeys(str(part.format) for part in context.recipe.data.parts if part.format in chats)
     if context.is_real and formats and not context.args["assistant_only_loss"] and not stated:
-        given = f"{' and '.join(formats)} conversations"
-        yield Seen(WARN, f"{given}, and train.assistant_only_loss is not given: all tokens count")
+        what = f"{' and '.join(formats)} conversations"
+        yield Seen(WARN, f"{what}, and train.assistant_only_loss is not given: all tokens count")
 
 
 def _lacks_bf16(context: RecipeContext) -> bool:
@@ -552,12 +552,12 @@ def bytes_to_write(plan: Plan, run_dir: Path) -> dict[str, float]:
     limit = plan.resolved.train_args["save_total_limit"]
     most = schedule.checkpoints if schedule.checkpoints is not None else (int(limit) if limit else 1)
     count = min(int(limit) + 1, most) if limit else most
-    there = len(store.list_checkpoints(run_dir / "checkpoints")) if is_there(run_dir / "checkpoints") else 0
-    found = {f"{max(0, count - there)} checkpoints": max(0, count - there) * schedule.checkpoint_bytes}
+    existing = len(store.list_checkpoints(run_dir / "checkpoints")) if is_there(run_dir / "checkpoints") else 0
+    sizes = {f"{max(0, count - existing)} checkpoints": max(0, count - existing) * schedule.checkpoint_bytes}
     for name, folder in (("adapter", "adapter"), ("merged model", "merged")):
         if not is_there(run_dir / folder / "MANIFEST.json"):
-            found[name] = schedule.disk.get(name, 0.0)
-    return {name: size for name, size in found.items() if size}
+            sizes[name] = schedule.disk.get(name, 0.0)
+    return {name: size for name, size in sizes.items() if size}
 
 
 @RULES("disk-space")
@@ -598,11 +598,11 @@ def holds(version: str, ranges: str) -> bool:
     (PEP 440): it has the faults of the releases before it.
     """
     try:
-        found = Version(Version(version).public)
+        installed = Version(Version(version).public)
     except InvalidVersion:
         return False
     parts = [re.fullmatch(r"\s*(<=|>=|==|<|>)\s*(\S+)\s*", part) for part in ranges.split(",")]
-    return all(part is not None and COMPARE[part[1]](found, Version(part[2])) for part in parts)
+    return all(part is not None and COMPARE[part[1]](installed, Version(part[2])) for part in parts)
 
 
 def _init(context: RecipeContext, key: str, default: str) -> str:

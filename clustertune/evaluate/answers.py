@@ -44,7 +44,7 @@ class AnswerLog:
     def _load(self) -> dict[str, Any]:
         self._file.seek(0)
         answers: dict[str, Any] = {}
-        whole = 0
+        complete = 0
         for line in self._file:
             try:
                 if not line.endswith(b"\n"):
@@ -53,8 +53,8 @@ class AnswerLog:
                 answers[str(entry["key"])] = entry["answer"]
             except (ValueError, RecursionError, KeyError, TypeError):
                 break
-            whole += len(line)
-        self._file.truncate(whole)
+            complete += len(line)
+        self._file.truncate(complete)
         return answers
 
     def find(self, key: str, kind: str) -> Any:
@@ -146,10 +146,10 @@ class RecordedLM:
             if all(answers[i] is not None for i in batch):
                 self.resumed += 0 if self._whole else len(batch)
             else:
-                found = getattr(self._lm, kind)([requests[i] for i in batch], disable_tqdm=True)
-                if len(found) != len(batch):
-                    raise _refuse(requests[batch[0]], f"{len(found)} answers to {len(batch)} requests")
-                for i, answer in zip(batch, found, strict=True):
+                replies = getattr(self._lm, kind)([requests[i] for i in batch], disable_tqdm=True)
+                if len(replies) != len(batch):
+                    raise _refuse(requests[batch[0]], f"{len(replies)} answers to {len(batch)} requests")
+                for i, answer in zip(batch, replies, strict=True):
                     if fault := _fault(kind, answer):
                         raise _refuse(requests[i], fault)
                     answers[i] = answer

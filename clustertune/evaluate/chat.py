@@ -86,8 +86,8 @@ def server_command(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
         job = servers.job_here(known)
         cache = f"{tempfile.gettempdir()}/clustertune-vllm-{os.getuid()}"
         one = replace(job, shape=replace(job.shape, servers=1), port=port, cache=cache)
-        found = servers.commands(one, 0)[0]
-        return [program, *found.arguments], found.environment
+        first = servers.commands(one, 0)[0]
+        return [program, *first.arguments], first.environment
     if find_spec("fastapi") and find_spec("uvicorn"):
         program = str(Path(sys.executable).with_name("transformers"))
         dtype = servers.dtype_of(folder)
@@ -98,7 +98,7 @@ def server_command(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
 
 
 def facts(path: Path, tokens: int) -> models.ModelFacts:
-    found, problems = models.check_model(path, tokens)
-    if found is None:
+    checked, problems = models.check_model(path, tokens)
+    if checked is None:
         raise UserError(problems)
-    return found
+    return checked

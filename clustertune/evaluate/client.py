@@ -95,9 +95,9 @@ class ServersLM(LocalCompletionsAPI):  # type: ignore[misc]
     async def _ask(self, session: Any, messages: Any, **kwargs: Any) -> Any:
         alive = [url for url in self._ring if url not in self.down]
         if not alive:
-            said = "; ".join(f"{url}: {why}" for url, why in self.down.items())
+            reasons = "; ".join(f"{url}: {why}" for url, why in self.down.items())
             fix = "their logs say why; the same command continues with what is answered"
-            raise _GiveUp(Problem(f"no server is left ({said})", fix=fix))
+            raise _GiveUp(Problem(f"no server is left ({reasons})", fix=fix))
         url = alive[next(self._next) % len(alive)]
         view = copy.copy(self)  # hundreds are under way, each with its own address
         view.base_url, view._prompt_tokens = f"{url}/v1/completions", messages[0]
@@ -157,9 +157,9 @@ class ServersLM(LocalCompletionsAPI):  # type: ignore[misc]
 
     def parse_logprobs(self, outputs: Any, tokens: Any = None, ctxlens: Any = None, **_kwargs: Any) -> Any:
         """lm-eval's, of a reply that has a number for each token of the prompt and the one generated."""
-        found = (self._choice(outputs).get("logprobs") or {}).get("token_logprobs")
-        if not isinstance(found, list) or len(found) != len(self._prompt_tokens) + 1 or None in found[1:]:
-            has = len(found) if isinstance(found, list) else "no"
+        values = (self._choice(outputs).get("logprobs") or {}).get("token_logprobs")
+        if not isinstance(values, list) or len(values) != len(self._prompt_tokens) + 1 or None in values[1:]:
+            has = len(values) if isinstance(values, list) else "no"
             raise self._refuse(f"{has} log-probabilities for {len(self._prompt_tokens)} tokens")
         return LocalCompletionsAPI.parse_logprobs(outputs, tokens, ctxlens)
 

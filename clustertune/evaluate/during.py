@@ -70,10 +70,10 @@ def take(
     place = {"device": "cpu"} if beside else {"progress_file": run.evaluating}
     asked: dict[str, Any] = {"settings": settings, "data": data, "benchmark": benchmark, **place}
     out = run.scores / checkpoint.path.name
-    found = described(evaluate(base, out, adapter=adapter, base=base, base_out=run.scores / BASE, **asked))
+    scored = described(evaluate(base, out, adapter=adapter, base=base, base_out=run.scores / BASE, **asked))
     shutil.rmtree(adapter)
-    say(f"scores at step {checkpoint.step}: {in_words(found)}")
-    return found
+    say(f"scores at step {checkpoint.step}: {in_words(scored)}")
+    return scored
 
 
 def described(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,11 +89,11 @@ def described(result: Mapping[str, Any]) -> dict[str, Any]:
     return {"tasks": tasks, "differences": differences, "intervals": intervals, "difference": mean}
 
 
-def in_words(found: Mapping[str, Any]) -> str:
+def in_words(scored: Mapping[str, Any]) -> str:
     """``ifeval 0.4063 (+0.0312 to the base)``, task by task."""
     shown = [
-        f"{name} {value:.4f}" + (f" ({found['differences'][name]:+.4f} to the base)" if name in found["differences"] else "")
-        for name, value in found["tasks"].items()
+        f"{name} {value:.4f}" + (f" ({scored['differences'][name]:+.4f} to the base)" if name in scored["differences"] else "")
+        for name, value in scored["tasks"].items()
         if value is not None
     ]
     return ", ".join(shown)
@@ -101,24 +101,24 @@ def in_words(found: Mapping[str, Any]) -> str:
 
 def best(run: RunDir) -> Checkpoint | None:
     """The whole checkpoint with the largest mean difference to the base, the later one of two; None where none has one."""
-    found = []
+    scored = []
     for checkpoint in list_checkpoints(run.checkpoints):
         result = read_result(run.scores / checkpoint.path.name)
         difference = described(result)["difference"] if result is not None else None
         if difference is not None and not verify(checkpoint.path, hashes=False):
-            found.append((difference, checkpoint))
-    return max(found)[1] if found else None
+            scored.append((difference, checkpoint))
+    return max(scored)[1] if scored else None
 
 
 def next_to_score(run: RunDir, recipe: Recipe) -> Checkpoint | None:
     """The newest whole checkpoint that is due, or the last step's; None where it has its scores, or nothing is scored."""
     if (during := recipe.eval.during) is None:
         return None
-    for found in list_checkpoints(run.checkpoints):
-        if verify(found.path, hashes=False):
+    for checkpoint in list_checkpoints(run.checkpoints):
+        if verify(checkpoint.path, hashes=False):
             continue
-        if is_final(found.path) or during.is_due(found.step, recipe.milestones):
-            return None if is_scored(run, found.path.name) else found
+        if is_final(checkpoint.path) or during.is_due(checkpoint.step, recipe.milestones):
+            return None if is_scored(run, checkpoint.path.name) else checkpoint
     return None
 
 

@@ -88,8 +88,8 @@ def check_model(
         problems += manifest.DigestComparison(folder).problems  # the weights are compared while they are loaded
     tokenizer = None
     if not refused or not (folder / "config.json").exists():  # transformers reads it for a tokenizer too, and would blame that
-        tokenizer, found = _load_tokenizer(tokenizer_path, chat)
-        problems += found
+        tokenizer, problems_of_tokenizer = _load_tokenizer(tokenizer_path, chat)
+        problems += problems_of_tokenizer
     if problems:
         return None, _unique(problems, folder)
     max_length, dtype, problems = _resolve_length(folder, tokenizer, max_gen_toks or 0)
@@ -105,8 +105,8 @@ def check_model(
 
 def _quantization(folder: Path) -> str | None:
     """What the model's configuration says about how its weights are stored."""
-    given = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
-    return quantization.label(given) if isinstance(given, dict) else None
+    config = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
+    return quantization.label(config) if isinstance(config, dict) else None
 
 
 def trained_on(model: Path, adapter: Path | None) -> str | None:
@@ -126,10 +126,10 @@ def check_adapter(model: Path, adapter: Path) -> list[Problem]:
     from clustertune.merge.lora import read_adapter
 
     try:
-        found = read_adapter(adapter, None if _quantization(model) else read_base(model))  # PEFT compares with packed weights
+        read = read_adapter(adapter, None if _quantization(model) else read_base(model))  # PEFT compares with packed weights
     except UserError as error:
         return error.problems
-    for warning in found.warnings:
+    for warning in read.warnings:
         say(f"warning: {warning}")
     return []
 

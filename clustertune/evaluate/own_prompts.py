@@ -78,21 +78,21 @@ class OwnTask(Task):  # type: ignore[misc]
     def process_results(self, doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, Any]:
         """By metric, what this row adds. ``loss``: nats, and over how many tokens."""
         row, (answer, *scored) = self._row(doc), results
-        found: dict[str, Any] = {}
+        row_scores: dict[str, Any] = {}
         for rule, expected in row.judged_by.items():
             keeps = self._judge(rule, expected, answer)
             if keeps is None:
                 self.endless.append(row.line)
-            found[rule] = float(bool(keeps))
+            row_scores[rule] = float(bool(keeps))
         for log_likelihood, _ in scored:
             assert self.encode is not None
             prompt = next(one for one in self.instances if one.doc["row"] == doc["row"]).args[0]
-            found[LOSS] = {"sum": -float(log_likelihood), "of": len(self.encode(prompt, row.answer or "")[1])}
-        return found
+            row_scores[LOSS] = {"sum": -float(log_likelihood), "of": len(self.encode(prompt, row.answer or "")[1])}
+        return row_scores
 
     def aggregation(self) -> dict[str, Callable[[list[Any]], float]]:
         def ratio(values: list[Any]) -> float:
-            pairs = [found for value in values if (found := pair(value))]
+            pairs = [value_pair for value in values if (value_pair := pair(value))]
             return sum(total for total, _ in pairs) / sum(count for _, count in pairs)
 
         return dict.fromkeys(self.higher_is_better(), ratio)
@@ -106,27 +106,27 @@ class OwnTask(Task):  # type: ignore[misc]
 
         ``room``: tokens that the model reads. ``encode``: its tokenizer's.
         """
-        found = []
+        problems = []
         for one in self.instances:
             if one.request_type == "loglikelihood" and (count := len(encode("".join(one.args)))) > room:
                 line = self.prompts.rows[one.doc["row"]].line
                 text = f"prompt and answer are {count} tokens, the model reads {room}"
-                found.append(Problem(text, f"{self.prompts.file}:{line}", "completion", "shorten the row, or leave it out"))
-        return found
+                problems.append(Problem(text, f"{self.prompts.file}:{line}", "completion", "shorten the row, or leave it out"))
+        return problems
 
     def notes(self) -> list[str]:
         """What a reader must know of the rows."""
-        found, rows = [], self.prompts.rows
+        texts, rows = [], self.prompts.rows
         counts = {rule: sum(rule in row.judged_by for row in rows) for rule in self.higher_is_better() if rule != LOSS}
         if any(count < len(rows) for count in counts.values()):
-            found.append(f"Of {len(rows)} own prompts: {', '.join(f'{n} judged by {rule}' for rule, n in counts.items())}.")
+            texts.append(f"Of {len(rows)} own prompts: {', '.join(f'{n} judged by {rule}' for rule, n in counts.items())}.")
         if not counts:
-            found.append("The own prompts have neither answers nor rules: they are answered, and nothing is scored.")
+            texts.append("The own prompts have neither answers nor rules: they are answered, and nothing is scored.")
         if self.prompts.unused:
-            found.append(f"Columns of {self.prompts.file.name} that are not read: {', '.join(self.prompts.unused)}.")
+            texts.append(f"Columns of {self.prompts.file.name} that are not read: {', '.join(self.prompts.unused)}.")
         if lines := sorted(set(self.endless)):
-            found.append(f"No verdict in time, counted as not kept: {self.prompts.file.name} {', '.join(map(str, lines))}.")
-        return found
+            texts.append(f"No verdict in time, counted as not kept: {self.prompts.file.name} {', '.join(map(str, lines))}.")
+        return texts
 
     def close(self) -> None:
         """End what judges."""
@@ -141,7 +141,7 @@ def side_by_side(
     ``tuned`` and ``base``: samples of the task; ``base`` is empty where there is none.
     """
     before = {int(sample["doc_id"]): sample for sample in base}
-    found = []
+    lines = []
     for sample in sorted(tuned, key=lambda one: int(one["doc_id"])):
         row = prompts.rows[int(sample["doc_id"])]
         line: dict[str, Any] = {"line": row.line, "messages": row.messages}
@@ -151,20 +151,20 @@ def side_by_side(
             if one is not None:
                 scores = {metric: _plain(one[metric]) for metric in one["metrics"]}
                 line |= {name: one["resps"][0][0], **({f"{name}_scores": scores} if scores else {})}
-        found.append(line)
-    return found
+        lines.append(line)
+    return lines
 
 
 def for_report(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The first rows, their texts cut."""
     kept = ("line", "answer", "base", "tuned", "base_scores", "tuned_scores")
-    found = []
+    cuts = []
     for row in rows[:SHOWN]:
         cut = {name: row[name][:_CUT] if isinstance(row[name], str) else row[name] for name in kept if name in row}
-        found.append({**cut, "prompt": str(row["messages"][-1]["content"])[-_CUT:]})
-    return found
+        cuts.append({**cut, "prompt": str(row["messages"][-1]["content"])[-_CUT:]})
+    return cuts
 
 
 def _plain(value: Any) -> float | None:
-    found = pair(value)
-    return found and found[0] / found[1]
+    value_pair = pair(value)
+    return value_pair and value_pair[0] / value_pair[1]

@@ -309,7 +309,7 @@ class _Evaluation:
                 if mine and all(isinstance(value, list | dict) or name == OWN_PROMPTS for value in mine):
                     row[key] = clustered_stderr(mine)
         details = {name: self._detail(name, raw) for name in scores}
-        found: dict[str, Any] = {
+        document: dict[str, Any] = {
             "model": self.label,
             "path": str(self.facts.folder.resolve()),
             "adapter": self.adapter and str(self.adapter.resolve()),
@@ -336,14 +336,16 @@ class _Evaluation:
             "notes": self._notes(),
         }
         if lm.truncated:
-            found["notes"].append(f"{lm.truncated} prompts lost their beginning: prompt and answer exceed the model's context.")
+            document["notes"].append(
+                f"{lm.truncated} prompts lost their beginning: prompt and answer exceed the model's context."
+            )
         for name in self.settings.tasks:
             if name not in self.own.rows and name in details and details[name]["limited"]:
                 first = f"the first {scores[name]['n']} documents"
-                found["notes"].append(f"Not all of {name} ({first}): these numbers compare with nothing published.")
+                document["notes"].append(f"Not all of {name} ({first}): these numbers compare with nothing published.")
         if self.asked is not None:
-            found["notes"] += self.asked.notes()
-        return self.own.describe(found, samples)
+            document["notes"] += self.asked.notes()
+        return self.own.describe(document, samples)
 
     def _side_by_side(self, out: Path, samples: list[dict[str, Any]]) -> dict[str, Any]:
         """The answers to one's own prompts: all of them in a file, the first ones for the report."""
@@ -351,10 +353,10 @@ class _Evaluation:
 
         lines = (self.base / SAMPLES).read_text(encoding="utf-8").splitlines() if self.base else []
         before, after = ([row for row in rows if row["task"] == OWN_PROMPTS] for rows in (map(json.loads, lines), samples))
-        found = own_prompts.side_by_side(self.asked.prompts, after, before)
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
+        answers = own_prompts.side_by_side(self.asked.prompts, after, before)
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in answers)
         manifest.write_durably(out / ANSWERS, text)
-        return {"answers": {"file": ANSWERS, "count": len(found), "first": own_prompts.for_report(found)}}
+        return {"answers": {"file": ANSWERS, "count": len(answers), "first": own_prompts.for_report(answers)}}
 
     def _notes(self) -> list[str]:
         """Which base an adapter was trained on and which it is scored on, where they differ or one is quantised."""
@@ -393,8 +395,8 @@ class _Evaluation:
             lower = [metric for metric, up in self.asked.higher_is_better().items() if not up]
             row |= {"data": [file.name], "comparable": False, "dataset": dataset, "lower_is_better": lower}
         if (rows := self.own.rows.get(name)) is not None:
-            found = rows.dataset(counts[0]["effective"])
-            row |= {"data": [rows.name], "revisions": {}, "comparable": found["is_benchmark"], "dataset": found}
+            described = rows.dataset(counts[0]["effective"])
+            row |= {"data": [rows.name], "revisions": {}, "comparable": described["is_benchmark"], "dataset": described}
         return row
 
     def _compare(self, result: Mapping[str, Any], samples: list[dict[str, Any]], higher: Mapping[str, Any]) -> dict[str, Any]:
@@ -403,9 +405,9 @@ class _Evaluation:
         assert before is not None
         own = {"tasks": result["tasks"], "samples": samples, "higher_is_better": higher}
         lines = (self.base / SAMPLES).read_text(encoding="utf-8").splitlines()
-        found = compare({"samples": [json.loads(line) for line in lines]}, own, self.members)
+        compared = compare({"samples": [json.loads(line) for line in lines]}, own, self.members)
         base = {"model": before["model"], "tasks": before["tasks"], "dir": str(self.base)}
-        return {**found, "paired_method": METHOD, "base": base}
+        return {**compared, "paired_method": METHOD, "base": base}
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -446,9 +448,9 @@ def _read_finished(out: Path, identity: Mapping[str, Any], settings: Eval) -> di
     """The result that lies in ``out`` whole, judged again. Raises UserError where it is another evaluation's or damaged."""
     problems = manifest.find_problems(out, KIND)
     if not problems:
-        found = manifest.read_manifest(out, KIND).meta.get("identity", {})
-        wanted = json.loads(json.dumps(identity))
-        other = sorted(key for key in {*wanted, *found} if wanted.get(key) != found.get(key))
+        stored = manifest.read_manifest(out, KIND).meta.get("identity", {})
+        expected = json.loads(json.dumps(identity))
+        other = sorted(key for key in {*expected, *stored} if expected.get(key) != stored.get(key))
         result = None if other else read_result(out)
         if result is not None:
             return {**result, "pass": judge(result, settings)}

@@ -31,7 +31,7 @@ def clustered_stderr(followed: Sequence[Any]) -> float | None:
     prompts = len(followed)
     if prompts < 2:
         return None
-    pairs = [found for items in followed if (found := pair(items))]
+    pairs = [value_pair for items in followed if (value_pair := pair(items))]
     total = math.fsum(count for _, count in pairs)
     share = math.fsum(value for value, _ in pairs) / total
     spread = math.fsum((value - share * count) ** 2 for value, count in pairs)
@@ -42,8 +42,8 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     """The result in an evaluation's folder; None where there is none. Raises OSError and ValueError where it cannot be read."""
     if not (folder / RESULT).is_file():
         return None
-    found: dict[str, Any] = json.loads((folder / RESULT).read_bytes())
-    return found
+    result: dict[str, Any] = json.loads((folder / RESULT).read_bytes())
+    return result
 
 
 def find_metric(row: Mapping[str, Any], name: str) -> str | None:
@@ -65,7 +65,7 @@ def headline(name: str, row: Mapping[str, Any]) -> tuple[str, Any]:
     """The metric by which a task is known, ``METRIC,FILTER``, and its value; the first where its folder does not say."""
     task = find_task(name)
     key = find_metric(row, task.metrics[0]) if task else None
-    return next(((found, value) for found, value, _ in metrics(row) if key in (None, found)), ("", None))
+    return next(((metric, value) for metric, value, _ in metrics(row) if key in (None, metric)), ("", None))
 
 
 def shown(key: str) -> str:
@@ -82,9 +82,12 @@ def judge(result: Mapping[str, Any], settings: Eval) -> dict[str, Any]:
         name: {key: row["difference"] for key, row in rows.items()} for name, rows in (result.get("paired") or {}).items()
     }
     missed = []
-    for wanted, there, suffix in ((settings.pass_mark, result["tasks"], ""), (settings.pass_difference, paired, " difference")):
-        for name, marks in wanted.items():
-            row = there.get(name, {})
+    for asked, results, suffix in (
+        (settings.pass_mark, result["tasks"], ""),
+        (settings.pass_difference, paired, " difference"),
+    ):
+        for name, marks in asked.items():
+            row = results.get(name, {})
             for metric, mark in marks.items():
                 value = row.get(find_metric(row, metric))
                 if value is None or not value >= mark:
@@ -97,10 +100,10 @@ def require_pass(result: Mapping[str, Any]) -> None:
     verdict, problems = result["pass"], []
     for miss in verdict["missed"]:
         name, metric, *of_difference = miss.split(" ")
-        there = result.get("paired", {}) if of_difference else result["tasks"]
-        row = there.get(name, {})
-        found = row.get(find_metric(row, metric))
-        value = found["difference"] if of_difference and found else found
+        rows = result.get("paired", {}) if of_difference else result["tasks"]
+        row = rows.get(name, {})
+        value_there = row.get(find_metric(row, metric))
+        value = value_there["difference"] if of_difference and value_there else value_there
         mark = verdict["difference_marks" if of_difference else "marks"][name][metric]
         what = f"the difference of {name} {metric} to the base" if of_difference else f"{name} {metric}"
         text = "unknown" if value is None else f"{value:.4f}"
@@ -240,7 +243,7 @@ def compare(base: Mapping[str, Any], tuned: Mapping[str, Any], members: Mapping[
             key="--base",
             fix="score both with the same tasks, limit, few-shot examples and chat template",
         )
-    found: dict[str, dict[str, Any]] = {}
+    paired: dict[str, dict[str, Any]] = {}
     changed: dict[str, Any] = {}
     for name, scores in tuned["tasks"].items():
         leaves = members.get(name, [name])
@@ -248,17 +251,17 @@ def compare(base: Mapping[str, Any], tuned: Mapping[str, Any], members: Mapping[
             metric, _, kept = key.partition(",")
             places = [at for at in after if at[0] in leaves and at[2] == kept and metric in after[at]]
             pairs = [(pair(before[at].get(metric)), pair(after[at][metric])) for at in places]
-            whole = [(first, second) for first, second in pairs if first and second]
-            if not whole or len(whole) < len(pairs):
+            complete = [(first, second) for first, second in pairs if first and second]
+            if not complete or len(complete) < len(pairs):
                 continue
             higher = tuned.get("higher_is_better", {}).get(name, {}).get(metric) is not False
-            row = interval([first for first, _ in whole], [second for _, second in whole], higher_is_better=higher)
+            row = interval([first for first, _ in complete], [second for _, second in complete], higher_is_better=higher)
             if abs(row["tuned"] - scores[key]) > 1e-6:  # another aggregation than the mean: perplexity, F1 over all
                 continue
-            found.setdefault(name, {})[key] = row
+            paired.setdefault(name, {})[key] = row
             if name not in (*members, OWN_PROMPTS) and not any(changed.get(name, {}).values()):
                 changed[name] = _changed(places, before, after, metric, higher)
-    return {"paired": found, "changed": changed}
+    return {"paired": paired, "changed": changed}
 
 
 def _by_document(samples: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int, str], Mapping[str, Any]]:
@@ -267,20 +270,20 @@ def _by_document(samples: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int, s
 
 def _changed(places: Sequence[Any], before: Mapping[Any, Any], after: Mapping[Any, Any], metric: str, higher: bool) -> Any:
     """The first documents whose score rose and fell, with both answers."""
-    found: dict[str, list[dict[str, Any]]] = {BETTER: [], WORSE: []}
+    changes: dict[str, list[dict[str, Any]]] = {BETTER: [], WORSE: []}
     for at in places:
         (first, of_first), (second, of_second) = (pair(rows[at][metric]) or (0.0, 1.0) for rows in (before, after))
         difference = (second / of_second - first / of_first) * (1 if higher else -1)
-        side = found[BETTER if difference > 0 else WORSE]
+        side = changes[BETTER if difference > 0 else WORSE]
         if difference and len(side) < SHOWN:
             prompt = str(after[at]["arguments"][0][0])[-_LENGTH:]
             side.append({"doc": at[1], "prompt": prompt, "base": _answer(before[at]), "tuned": _answer(after[at])})
-    return found
+    return changes
 
 
 def _answer(sample: Mapping[str, Any]) -> str:
     """What a model answered: its text, or the choice that it holds for the likeliest."""
-    answers = [given[0] for given in sample["resps"]]
+    answers = [reply[0] for reply in sample["resps"]]
     if all(isinstance(answer, str) for answer in answers):
         return str(answers[0])[:_LENGTH]
     if len(answers) > 1:

@@ -158,7 +158,7 @@ def commands(job: ServingJob, node: int, address: str | None = None) -> list[Ser
         # Of the token that was drawn, temperature and the like included: what the trainer corrects by.
         both += [*lora, str(job.adapters), "--logprobs-mode", "processed_logprobs"]
         guarded = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_API_KEY": Path(job.key_file).read_text()}
-    found = []
+    commands_so_far = []
     for i in range(1 if several else shape.servers):
         api = ["--host", host, "--port", str(job.port + i)]
         environment = {**QUIET, **guarded, "VLLM_CACHE_ROOT": f"{job.cache}/{node}-{i}"}
@@ -178,8 +178,8 @@ def commands(job: ServingJob, node: int, address: str | None = None) -> list[Ser
                 environment["VLLM_HOST_IP"] = address
             if job.interface:
                 environment |= {"GLOO_SOCKET_IFNAME": job.interface, "NCCL_SOCKET_IFNAME": f"={job.interface}"}
-        found.append(ServerCommand(name, [*both, *api], environment, url if node == 0 or not several else None))
-    return found
+        commands_so_far.append(ServerCommand(name, [*both, *api], environment, url if node == 0 or not several else None))
+    return commands_so_far
 
 
 def lora_rank(rank: int) -> int:
@@ -194,8 +194,8 @@ def own_address(job: ServingJob) -> str | None:
     """
     if len(job.nodes) < 2 or job.key_file:
         return None
-    if job.interface and (found := addresses().get(job.interface)):
-        return found[0].partition("/")[0]
+    if job.interface and (own := addresses().get(job.interface)):
+        return own[0].partition("/")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((job.nodes[0], job.port))  # UDP: nothing is sent
@@ -211,10 +211,10 @@ def find_program() -> str | None:
 
 def require_program() -> str:
     """vLLM's program. Raises UserError where there is none."""
-    if (found := find_program()) is None:
+    if (program := find_program()) is None:
         fix = f"use the vllm image, or set {PROGRAM} to the program of an environment of its own; --backend hf needs none"
         raise UserError("vLLM is not installed here", file="vllm", fix=fix)
-    return found
+    return program
 
 
 @dataclass
@@ -312,9 +312,9 @@ class Servers:
         """Whether our server answers there; another program may have taken the port. Raises UserError."""
         if (reply := ask(f"{url}/v1/models", key=_key(self.job))) is None:
             return False
-        found = {entry.get("id"): entry.get("root") for entry in reply.get("data", [])}
-        if found.get(NAME) != self.job.model:
-            text = f"another server answers there, of {', '.join(map(str, found.values())) or 'nothing'}"
+        models = {entry.get("id"): entry.get("root") for entry in reply.get("data", [])}
+        if models.get(NAME) != self.job.model:
+            text = f"another server answers there, of {', '.join(map(str, models.values())) or 'nothing'}"
             raise UserError(text, file=url, fix="end it, or run again: each job has other ports", code=ExitCode.AGAIN)
         return True
 
@@ -350,13 +350,13 @@ def _tail(log: Path) -> str:
 
 def last_log_lines(job: ServingJob) -> list[Problem]:
     """When each of a job's servers or nodes wrote to its log last, and what: the one that hangs is often the silent one."""
-    found = []
+    problems = []
     for log in sorted(Path(job.folder).glob("*.log")):
         with contextlib.suppress(OSError):
             silent = max(0.0, time.time() - log.stat().st_mtime)
             text = _tail(log).rpartition("\n")[2] or "nothing"
-            found.append(Problem(f"{log.stem.replace('-', ' ')}: last wrote {silent:.0f} s ago: {text}", file=str(log)))
-    return found
+            problems.append(Problem(f"{log.stem.replace('-', ' ')}: last wrote {silent:.0f} s ago: {text}", file=str(log)))
+    return problems
 
 
 def run_node(folder: Path, node: int) -> None:
@@ -506,10 +506,10 @@ def model_for(model: ModelFacts, settings: Eval, *, adapter: Path | None = None)
         except UserError as error:
             if not lm.down:
                 raise
-            deadline, found = time.monotonic() + END_SECONDS, None
-            while named and not (found := _given_up(Path(named))) and time.monotonic() < deadline:
+            deadline, failure = time.monotonic() + END_SECONDS, None
+            while named and not (failure := _given_up(Path(named))) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)  # the node whose part ended is about to say so
-            raise UserError([*error.problems, *(found.problems if found else last_log_lines(job))], error.code) from None
+            raise UserError([*error.problems, *(failure.problems if failure else last_log_lines(job))], error.code) from None
 
 
 def _key(job: ServingJob) -> str | None:
@@ -526,8 +526,8 @@ def _with_adapter(job: ServingJob) -> Iterator[list[str]]:
     """
     key, urls, deadline = _key(job) or "", job.urls, time.monotonic() + job.start_seconds
     while not any(ask(f"{url}/health") is not None for url in job.urls) and time.monotonic() < deadline:
-        if found := _given_up(Path(job.folder)):
-            raise found
+        if failure := _given_up(Path(job.folder)):
+            raise failure
         time.sleep(POLL_SECONDS)
     try:
         if job.adapter is not None:
@@ -566,8 +566,8 @@ def _await(folder: Path, name: str, seconds: float, ended: Callable[[], int | No
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if found := _given_up(folder):
-            raise found
+        if failure := _given_up(folder):
+            raise failure
         if (code := ended()) is not None:
             raise UserError(f"the servers ended with exit code {code}", file=str(folder), code=ExitCode.FAILED)
         if name in os.listdir(folder):  # noqa: PTH208
@@ -622,8 +622,8 @@ def _version(program: str | None = None) -> str:
         done = captured(command, VERSION_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"does not say its version: {error}", file=command[0], code=ExitCode.FAILED) from None
-    found = done.stdout.split()
-    return found[-1] if found and done.returncode == 0 else "unknown"
+    words = done.stdout.split()
+    return words[-1] if words and done.returncode == 0 else "unknown"
 
 
 @contextlib.contextmanager

@@ -47,11 +47,11 @@ def manager(names: Sequence[str]) -> Any:
     """lm-eval's ``TaskManager`` that knows ``names``. Raises UserError with every unknown one, and the nearest known."""
     if not names:
         return _manager(whole=False)
-    found = _manager(whole=True)  # the index of its 14,683 names takes 6 s
-    unknown = [name for name in names if name not in found.task_index]
-    problems = [Problem(f"lm-eval has no task {name!r}", key=KEY, fix=did_you_mean(name, found.all_tasks)) for name in unknown]
+    known = _manager(whole=True)  # the index of its 14,683 names takes 6 s
+    unknown = [name for name in names if name not in known.task_index]
+    problems = [Problem(f"lm-eval has no task {name!r}", key=KEY, fix=did_you_mean(name, known.all_tasks)) for name in unknown]
     raise_if(problems)
-    return found
+    return known
 
 
 def data_sets(names: Sequence[str]) -> dict[str, str]:
@@ -62,7 +62,7 @@ def data_sets(names: Sequence[str]) -> dict[str, str]:
 
     names = [name for name in names if name not in with_rows(names)]
     index = manager(names).task_index if names else {}
-    found: dict[str, str] = {}
+    sets: dict[str, str] = {}
     waiting: list[Any] = list(names)
     while waiting:
         item = waiting.pop()
@@ -70,7 +70,7 @@ def data_sets(names: Sequence[str]) -> dict[str, str]:
         if isinstance(name, list):  # a group within a group
             waiting += name
             continue
-        if name not in index or name in found:
+        if name not in index or name in sets:
             continue
         entry = index[name]
         if entry.kind is Kind.TAG:  # of a task, ``tags`` are those that it belongs to
@@ -80,8 +80,8 @@ def data_sets(names: Sequence[str]) -> dict[str, str]:
         if isinstance(body.get("task"), list):
             waiting += body["task"]
         elif isinstance(path := body.get("dataset_path"), str) and "/" in path:
-            found[name] = path
-    return found
+            sets[name] = path
+    return sets
 
 
 @contextlib.contextmanager
@@ -210,14 +210,14 @@ class TaskRows:
         require_whole(path.parent, only=[path.name])
         self.rows: list[dict[str, Any]] = []
         problems: list[Problem] = []
-        wanted = frozenset(task.columns)
-        for at, row in read_file(lambda: path.open("rb"), RowLocation(path.name, 0), str(path), wanted):
+        columns = frozenset(task.columns)
+        for at, row in read_file(lambda: path.open("rb"), RowLocation(path.name, 0), str(path), columns):
             if isinstance(row, BadRow):
-                found: list[Wrong] = [(None, f"{row.reason}: {row.detail}", None)]
+                faults: list[Wrong] = [(None, f"{row.reason}: {row.detail}", None)]
             else:
-                found = list(self._check_columns(row)) or list(self.check(row))
+                faults = list(self._check_columns(row)) or list(self.check(row))
                 self.rows.append(row)
-            problems += [Problem(text, f"{path}:{at.line}", key, fix) for key, text, fix in found]
+            problems += [Problem(text, f"{path}:{at.line}", key, fix) for key, text, fix in faults]
         if not self.rows and not problems:
             problems.append(Problem("contains no rows", file=str(path), fix=f"give a JSON Lines file of {task.title} rows"))
         raise_if(problems)
@@ -263,13 +263,13 @@ class TaskRows:
         folder.mkdir(parents=True, exist_ok=True)
         file, rows = folder / f"{self.task.task}.yaml", folder / f"{self.task.task}.jsonl"
         write_durably(rows, self.to_jsonl())
-        given = {"max_gen_toks": settings.max_gen_toks} if settings.max_gen_toks else {}
+        limits = {"max_gen_toks": settings.max_gen_toks} if settings.max_gen_toks else {}
         body = {
             "include": str(locate_upstream(self.task)),
             "task": self.task.task,
             "dataset_path": "json",
             "dataset_kwargs": {"data_files": {"train": str(rows.resolve())}},
-            "generation_kwargs": {**self.task.generation_kwargs.model_dump(), **given},
+            "generation_kwargs": {**self.task.generation_kwargs.model_dump(), **limits},
         }
         file.write_text(yaml.safe_dump(body, sort_keys=False))
         return file
@@ -388,10 +388,10 @@ class Inputs:
 
     def describe(self, result: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What a result says about these tasks at its top level."""
-        found = dict(result)
+        described = dict(result)
         for name, rows in self.rows.items():
-            found |= rows.describe(found, [sample for sample in samples if sample["task"] == name])
-        return found
+            described |= rows.describe(described, [sample for sample in samples if sample["task"] == name])
+        return described
 
 
 def read_inputs(names: Sequence[str], data: Path | None, benchmark: bool) -> Inputs:
@@ -405,4 +405,4 @@ def read_inputs(names: Sequence[str], data: Path | None, benchmark: bool) -> Inp
     for task in reading.values():
         check_version(task)
     rows = {name: read_rows(task, *choose_source(task, data, benchmark=benchmark)) for name, task in reading.items()}
-    return Inputs(rows, next((found.seeds for name in names if (found := eval_tasks.find_task(name))), Seeds()))
+    return Inputs(rows, next((listed_task.seeds for name in names if (listed_task := eval_tasks.find_task(name))), Seeds()))

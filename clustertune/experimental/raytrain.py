@@ -224,10 +224,10 @@ class Shown:
         with contextlib.suppress(OSError), (self._folder / PROGRESS).open("rb") as lines:
             lines.seek(self.offset)
             new = lines.read()
-            whole = new[: new.rfind(b"\n") + 1]
-            self.offset += len(whole)
-            if whole:
-                say(whole.decode(errors="replace").rstrip("\n"))
+            complete = new[: new.rfind(b"\n") + 1]
+            self.offset += len(complete)
+            if complete:
+                say(complete.decode(errors="replace").rstrip("\n"))
 
 
 @dataclass

@@ -39,9 +39,9 @@ def matching(folder: Path, patterns: Iterable[str]) -> dict[str, Path]:
     """The files of a folder whose names match, by name and sorted. Raises UserError for a link to nothing, a pipe or a device
     of such a name: without it, the tokenizer or the chat template would be another."""
     paths = sorted(path for path in folder.iterdir() if not path.is_dir())
-    found = {path.name: path for path in paths if any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns)}
-    raise_if(Problem(_NO_FILE, file=str(path), fix=_COPY) for path in found.values() if not path.is_file())
-    return found
+    files = {path.name: path for path in paths if any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns)}
+    raise_if(Problem(_NO_FILE, file=str(path), fix=_COPY) for path in files.values() if not path.is_file())
+    return files
 
 
 _NO_FILE, _COPY = "is not a plain file, or a link to nothing", "copy the file there, or remove the name"

@@ -200,11 +200,11 @@ def collect(checkpoint: Path, manifest: Manifest, trained: Resolved) -> tuple[di
         raise UserError(text, file=str(checkpoint / "recipe.json"), key="lora")
     expected = build_expected(trained.architecture, trained.lora, trained.recipe.model.name, trained.recipe.model.revision)
     source = open_source(checkpoint, manifest)
-    wanted, problems, warnings = _match(source, expected, checkpoint)
-    files, misplaced = source.files_of(stored.key for stored in wanted.values())
+    chosen, problems, warnings = _match(source, expected, checkpoint)
+    files, misplaced = source.files_of(stored.key for stored in chosen.values())
     problems += misplaced
     verify_files(checkpoint, manifest, files, problems)
-    tensors = source.read(wanted)
+    tensors = source.read(chosen)
     bad = [
         Problem(f"{name} has {count_bad(tensor)} of {tensor.numel()} values that are NaN or infinite", file=str(checkpoint))
         for name, tensor in sorted(tensors.items())
@@ -274,31 +274,31 @@ def verify_files(checkpoint: Path, manifest: Manifest, files: Iterable[str], pro
 def _match(source: Source, expected: Expected, checkpoint: Path) -> tuple[dict[str, StoredTensor], list[Problem], list[str]]:
     """Lay what is stored over what is expected."""
 
-    found: dict[str, StoredTensor] = {}
+    matched: dict[str, StoredTensor] = {}
     problems, base = [], []
     where = str(checkpoint)
     for stored in source.stored:
         name = normalise(stored.key)
-        if name in found:
-            problems.append(Problem(f"{name} is stored twice, as {found[name].key} and as {stored.key}", file=where))
+        if name in matched:
+            problems.append(Problem(f"{name} is stored twice, as {matched[name].key} and as {stored.key}", file=where))
         elif name in expected.tensors:
-            found[name] = stored
+            matched[name] = stored
         elif name in expected.base or name.endswith(".original_module.weight"):
             base.append(name)
         else:
             problems.append(Problem(f"{stored.key} belongs to no module that the recipe trains", file=where))
     for name, shape in expected.tensors.items():
-        if name not in found:
+        if name not in matched:
             problems.append(Problem(f"{name} {list(shape)} is missing", file=where))
-        elif found[name].shape != shape:
-            problems.append(Problem(f"{name} has shape {list(found[name].shape)}, expected {list(shape)}", file=where))
-        elif not found[name].floating:
-            problems.append(Problem(f"{name} has dtype {found[name].dtype}, expected a floating point one", file=where))
+        elif matched[name].shape != shape:
+            problems.append(Problem(f"{name} has shape {list(matched[name].shape)}, expected {list(shape)}", file=where))
+        elif not matched[name].floating:
+            problems.append(Problem(f"{name} has dtype {matched[name].dtype}, expected a floating point one", file=where))
     warnings = []
     if base:
         named = ", ".join(sorted(base)[:3]) + (", ..." if len(base) > 3 else "")
         warnings.append(f"{len(base)} tensors of the base model are in the checkpoint and were left there: {named}")
-    return found, problems, warnings
+    return matched, problems, warnings
 
 
 def read_recipe(checkpoint: Path) -> Resolved:
@@ -473,8 +473,8 @@ class _ModelExport:
         self.dtypes: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in by_name.items()}
         """The types of the base's tensors, by their published names; of any other tensor it is :attr:`dtype`."""
         self.source = open_source(checkpoint, manifest, whole=True)
-        self.wanted = self._match()
-        files, problems = self.source.files_of(stored.key for stored in self.wanted.values())
+        self.matched = self._match()
+        files, problems = self.source.files_of(stored.key for stored in self.matched.values())
         verify_files(checkpoint, manifest, files, problems)
 
     def _expected(self) -> dict[str, tuple[int, ...]]:
@@ -489,22 +489,22 @@ class _ModelExport:
 
     def _match(self) -> dict[str, StoredTensor]:
         """Every parameter of the architecture among what is stored; a tied one may be stored under both of its names."""
-        found, problems, where = {}, [], str(self.checkpoint)
+        matched, problems, where = {}, [], str(self.checkpoint)
         expected, known = self._expected(), set(self.model.state_dict())
         for stored in self.source.stored:
             clean = _WRAPPERS.sub("", stored.key)
             name = clean if self.source.published else clean.removeprefix("model.")  # torch flattens {"model": state_dict}
             if name in expected:
-                found[name] = stored
+                matched[name] = stored
             elif name not in known:
                 problems.append(Problem(f"{stored.key} is not a parameter of the recipe's architecture", file=where))
         for name, shape in expected.items():
-            if name not in found:
+            if name not in matched:
                 problems.append(Problem(f"{name} {list(shape)} is missing", file=where))
-            elif found[name].shape != shape:
-                problems.append(Problem(f"{name} has shape {list(found[name].shape)}, expected {list(shape)}", file=where))
+            elif matched[name].shape != shape:
+                problems.append(Problem(f"{name} has shape {list(matched[name].shape)}, expected {list(shape)}", file=where))
         raise_if(problems)
-        return {name: found[name] for name in expected}
+        return {name: matched[name] for name in expected}
 
     def write(self, stage: Path) -> dict[str, Any]:
         """All files; returns what the manifest says. Raises UserError where a value is not finite."""
@@ -513,7 +513,7 @@ class _ModelExport:
         groups = list(self._groups())
         index: dict[str, str] = {}
         parameters, problems, dtypes = 0, list[Problem](), set[str]()
-        size = sum(self._size(name) for name in self.wanted)
+        size = sum(self._size(name) for name in self.matched)
         with byte_progress() as bar:
             task = bar.add_task("export model", total=size)
             for number, names in enumerate(groups, 1):
@@ -556,7 +556,7 @@ class _ModelExport:
         """Some parameters in the published types, under their published names."""
         import torch
 
-        read = self.source.read({name: self.wanted[name] for name in names})
+        read = self.source.read({name: self.matched[name] for name in names})
         if not self.source.published:
             from transformers.core_model_loading import revert_weight_conversion
 
@@ -574,13 +574,13 @@ class _ModelExport:
 
     def _size(self, name: str) -> int:
         """Bytes in the output: of a tensor that is published in parts the model's type counts."""
-        return math.prod(self.wanted[name].shape) * int(self.dtypes.get(name, self.dtype).itemsize)
+        return math.prod(self.matched[name].shape) * int(self.dtypes.get(name, self.dtype).itemsize)
 
     def _groups(self) -> Iterator[list[str]]:
         """The names for each output file: whole layers, as what is fused belongs to one."""
         group: list[str] = []
         size = 0
-        for unit in _units(self.wanted):
+        for unit in _units(self.matched):
             more = sum(self._size(name) for name in unit)
             if group and size + more > SHARD_BYTES:
                 yield group

@@ -65,9 +65,9 @@ class ShardedSource:
 
     def files_of(self, keys: Iterable[str]) -> tuple[list[str], list[Problem]]:
         """The shard files, relative to the checkpoint, that hold the given keys; and what is wrong with their places."""
-        wanted, files, problems = set(keys), set(), []
+        chosen, files, problems = set(keys), set(), []
         for index, info in self._index.storage_data.items():
-            if index.fqn not in wanted:
+            if index.fqn not in chosen:
                 continue
             name = f"{MODEL_FOLDER}/{info.relative_path}"
             if name in self.manifest.files:
@@ -77,14 +77,14 @@ class ShardedSource:
                 problems.append(Problem(message, file=str(self.checkpoint / INDEX)))
         return sorted(files), problems
 
-    def read(self, wanted: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+    def read(self, entries: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
         """Read the chosen tensors, in one process. The rest of the shards is not touched."""
         # NaN and not empty: a chunk that the index forgot stays NaN and is found by the check for finite values.
         tensors = {
             stored.key: torch.full(
                 stored.shape, float("nan"), dtype=self._index.state_dict_metadata[stored.key].properties.dtype
             )
-            for stored in wanted.values()
+            for stored in entries.values()
         }
         reader = ShardReader(self.checkpoint / MODEL_FOLDER, self._index)
         with warnings.catch_warnings():
@@ -95,7 +95,7 @@ class ShardedSource:
             except (Exception, CheckpointException) as error:  # torch derives its own from BaseException
                 message = " ".join(str(error).split())[:500]
                 raise UserError(f"torch cannot read the shards: {message}", file=str(self.checkpoint / MODEL_FOLDER)) from None
-        return {name: tensors[stored.key] for name, stored in wanted.items()}
+        return {name: tensors[stored.key] for name, stored in entries.items()}
 
 
 class FileSource:
@@ -120,13 +120,13 @@ class FileSource:
         """The files that hold the given keys."""
         return sorted({self._file[key] for key in keys}), []
 
-    def read(self, wanted: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+    def read(self, entries: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
         """Read the chosen tensors."""
-        found = {}
-        for name, stored in wanted.items():
+        tensors = {}
+        for name, stored in entries.items():
             with safe_open(self.checkpoint / self._file[stored.key], framework="pt") as src:
-                found[name] = src.get_tensor(stored.key)
-        return found
+                tensors[name] = src.get_tensor(stored.key)
+        return tensors
 
 
 # --- stored ---------------------------------------------------------------------------------------------------------------
@@ -188,8 +188,8 @@ class ZeroSource:
 
     def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
         self.checkpoint, self.manifest = checkpoint, manifest
-        found = {int(m[2]): name for name in manifest.files if (m := _STATES.fullmatch(name))}
-        self._states = [found[rank] for rank in sorted(found)]
+        files = {int(m[2]): name for name in manifest.files if (m := _STATES.fullmatch(name))}
+        self._states = [files[rank] for rank in sorted(files)]
         self._model_file = next(name for name in manifest.files if _MODEL.fullmatch(name))
         self._verify(self._model_file)
         self._model = self._load(self._model_file)
@@ -199,16 +199,16 @@ class ZeroSource:
         self._stage = 0
         self.stored: list[StoredTensor] = []
         if self._states:
-            self._look(found)
+            self._look(files)
         else:
-            self._whole = {f"{_PREFIX}{name}": tensor for name, tensor in self._model["module"].items()}
-            entries = ((key, tuple(t.shape), t.dtype) for key, t in self._whole.items())
+            self._full_state = {f"{_PREFIX}{name}": tensor for name, tensor in self._model["module"].items()}
+            entries = ((key, tuple(t.shape), t.dtype) for key, t in self._full_state.items())
             self.stored = [StoredTensor(key, shape, str(dtype), dtype.is_floating_point) for key, shape, dtype in entries]
 
-    def _look(self, found: Mapping[int, str]) -> None:
+    def _look(self, files: Mapping[int, str]) -> None:
         """Names, shapes and places of all tensors, and what does not fit."""
-        if sorted(found) != list(range(int(self._model.get("dp_world_size", -1)))):
-            text = f"parts of ranks {sorted(found)}, saved by {self._model.get('dp_world_size')}"
+        if sorted(files) != list(range(int(self._model.get("dp_world_size", -1)))):
+            text = f"parts of ranks {sorted(files)}, saved by {self._model.get('dp_world_size')}"
             raise UserError(text, file=str(self.checkpoint))
         self._stage = 3 if "zero_pp_rank_0" in self._model_file else 2
         for number, shapes in enumerate(self._model["param_shapes"]):
@@ -243,14 +243,14 @@ class ZeroSource:
             return []
         return [name for name in self.manifest.files if name in notes or "/offloaded_tensors/" in name]
 
-    def read(self, wanted: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+    def read(self, entries: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
         """Read the chosen tensors, by the names that the caller gives them. Only after their files' hashes were compared."""
         if not self._states:
-            return {name: self._whole[entry.key].clone() for name, entry in wanted.items()}
+            return {name: self._full_state[entry.key].clone() for name, entry in entries.items()}
         if self._groups is None:
             self._groups = [self._flat(name) for name in self._states]
             self._check_sizes()
-        return {name: self._gather(entry.key, entry.shape) for name, entry in wanted.items()}
+        return {name: self._gather(entry.key, entry.shape) for name, entry in entries.items()}
 
     def _flat(self, name: str) -> list[torch.Tensor]:
         state = self._load(name).get("optimizer_state_dict")
@@ -269,8 +269,8 @@ class ZeroSource:
         return flat
 
     def _note(self, name: str) -> dict[str, str]:
-        found: dict[str, str] = json.loads((self.checkpoint / name).read_bytes())
-        return found
+        body: dict[str, str] = json.loads((self.checkpoint / name).read_bytes())
+        return body
 
     def _from_disk(self, number: int, name: str) -> torch.Tensor:
         """A group's masters as they lay on NVMe: float32, end to end, then what fills the last block."""

@@ -68,27 +68,27 @@ def find_place(kind: str, environ: Mapping[str, str], *, slurm: bool) -> str:
 
 def parse_config(text: str) -> dict[str, str]:
     """The keys of ``scontrol show config`` that rules read; of several scripts (``Prolog[0]``) the first."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for line in text.splitlines():
         name, equals, value = line.partition("=")
         name = name.strip().partition("[")[0]
         if equals and name in _SLURM_KEYS:
-            found.setdefault(name, value.strip())
-    return found
+            values.setdefault(name, value.strip())
+    return values
 
 
 def parse_nodes(text: str) -> dict[str, Any]:
     """Nodes that take no jobs, GRES of nodes and limits of partitions, of ``sinfo -h -N -o '%N|%T|%G|%R|%l|%E'``."""
-    found: dict[str, dict[str, str]] = {"slurm_nodes": {}, "slurm_gres": {}, "slurm_limits": {}}
+    nodes: dict[str, dict[str, str]] = {"slurm_nodes": {}, "slurm_gres": {}, "slurm_limits": {}}
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|", 5)]
         if len(fields) != 6:
             continue
         name, state, gres, partition, limit, reason = fields
-        found["slurm_gres"][name], found["slurm_limits"][partition] = gres, limit
+        nodes["slurm_gres"][name], nodes["slurm_limits"][partition] = gres, limit
         if _BAD_STATES.search(state):
-            found["slurm_nodes"][name] = state + (f" ({reason})" if reason not in ("", "none") else "")
-    return found
+            nodes["slurm_nodes"][name] = state + (f" ({reason})" if reason not in ("", "none") else "")
+    return nodes
 
 
 def slurm(probe: Probe) -> dict[str, Any]:
@@ -212,26 +212,26 @@ def _take(facts: HostFacts, reader: Any, read: Callable[[], dict[str, Any]]) -> 
     """Add what a reader found. One that fails on something unforeseen is named, and the others continue."""
     name = getattr(reader, "func", reader).__name__.strip("_")
     try:
-        found = read()
+        values = read()
     except Late:
         facts.unread.append(f"{name}: no answer in time")
         return
     except Exception as error:
         facts.unread.append(f"{name}: {type(error).__name__}: {error}"[:300])
         return
-    for key, value in found.items():
+    for key, value in values.items():
         if value not in (None, "", [], {}) or getattr(facts, key) in (None, "", [], {}):
             setattr(facts, key, value)
 
 
 def _storage(probe: Probe, *, environ: Mapping[str, str], names: Sequence[str], folders: Sequence[str]) -> dict[str, Any]:
-    wanted = mounts.MountQuery(
+    query = mounts.MountQuery(
         folders=[*probe_folders(environ), *(folder for folder in folders if folder.startswith("/"))],
         names=list(names),
         files=files_with_secrets(environ, str(Path.cwd())),
         libraries=[path for path in dict.fromkeys(environ.get("LD_LIBRARY_PATH", "").split(":")) if path.startswith("/")],
     )
-    return mounts.look(probe, wanted)
+    return mounts.look(probe, query)
 
 
 def _stack(probe: Probe, *, python: str | None) -> dict[str, Any]:
@@ -239,15 +239,15 @@ def _stack(probe: Probe, *, python: str | None) -> dict[str, Any]:
     if not probe.live:
         return {}
     if python is None or Path(python) == Path(sys.executable):
-        found = packages.look()
+        installed = packages.look()
     else:
         answer = probe.call(python, str(Path(packages.__file__)), seconds=15.0)
         try:
-            found = json.loads(answer.text)
+            installed = json.loads(answer.text)
         except ValueError:
             raise ValueError(f"{python}: {answer.fault or 'is not there' if not answer.present else 'no answer'}") from None
-    found["packages"] = [Package(**item) for item in found["packages"]]
-    return found
+    installed["packages"] = [Package(**item) for item in installed["packages"]]
+    return installed
 
 
 # --- through srun -------------------------------------------------------------------------------------------------------
@@ -261,8 +261,8 @@ MAX_BYTES = 8 << 20
 
 def probe_command(place: str, seconds: float, **look: Sequence[str]) -> list[str]:
     """The command that prints the facts of a machine; its arguments as of :func:`clustertune.host.collect.collect`."""
-    given: dict[str, Any] = {"place": place, "seconds": seconds, **look}
-    return [sys.executable, "-m", "clustertune.host.collect", json.dumps(given)]
+    request: dict[str, Any] = {"place": place, "seconds": seconds, **look}
+    return [sys.executable, "-m", "clustertune.host.collect", json.dumps(request)]
 
 
 def encode(facts: HostFacts, name: str = "") -> list[str]:
@@ -278,8 +278,8 @@ def decode(lines: Iterable[str]) -> tuple[dict[str, HostFacts], dict[str, str], 
     pieces: dict[str, dict[tuple[int, int], str]] = {}
     facts, faults, others = {}, {}, []
     for line in lines:
-        if found := _LINE.search(line.rstrip()):
-            pieces.setdefault(found[1], {})[int(found[2]), int(found[3])] = found[4]
+        if match := _LINE.search(line.rstrip()):
+            pieces.setdefault(match[1], {})[int(match[2]), int(match[3])] = match[4]
         elif line.strip():
             others.append(line.rstrip())
     for name, parts in pieces.items():

@@ -73,12 +73,12 @@ def speaks_of_secret(name: str) -> bool:
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that rules read. What looks like a secret is left out, by its name or by its value."""
-    found = {}
+    values = {}
     for name, value in sorted(environ.items()):
         if not _RELEVANT.fullmatch(name) or may_name_secret(name) or holds_secret(value) or _KEY_IN_HEX.search(value):
             continue
-        found[name] = _LOGIN_IN_URL.sub("***@", value[:_LONGEST])
-    return found
+        values[name] = _LOGIN_IN_URL.sub("***@", value[:_LONGEST])
+    return values
 
 
 def has_login(text: str) -> bool:

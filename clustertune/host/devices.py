@@ -36,14 +36,14 @@ _HARMLESS = ("gpu_idle", "applications_clocks_setting", "display_clocks_setting"
 
 def bus_address(text: str) -> str:
     """``00000000:C1:00.0`` as the kernel writes it: ``0000:c1:00.0``; empty where it is not a PCI address."""
-    found = re.fullmatch(r"\s*(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7])\s*", text or "")
-    return f"{int(found[1] or '0', 16):04x}:{found[2].lower()}" if found else ""
+    match = re.fullmatch(r"\s*(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7])\s*", text or "")
+    return f"{int(match[1] or '0', 16):04x}:{match[2].lower()}" if match else ""
 
 
 def number(text: str | None) -> int | None:
     """The whole number that a field begins with (``80 MiB``, ``16x``); None of ``N/A``, ``[Not Supported]`` and the like."""
-    found = re.match(r"\s*(-?\d+)", text or "")
-    return int(found[1]) if found else None
+    match = re.match(r"\s*(-?\d+)", text or "")
+    return int(match[1]) if match else None
 
 
 def flag(text: str | None) -> bool | None:
@@ -104,12 +104,12 @@ def _pids(node: ET.Element | None) -> list[int] | None:
     """Processes that compute; those of a display do not count."""
     if node is None or (node.text or "").strip().startswith(("N/A", "[")):
         return None
-    found = []
+    pids = []
     for process in node.iter("process_info"):
         pid = number(process.findtext("pid"))
         if pid is not None and "C" in (process.findtext("type") or "C"):
-            found.append(pid)
-    return sorted(set(found))
+            pids.append(pid)
+    return sorted(set(pids))
 
 
 def _uncorrected(node: ET.Element | None) -> int | None:
@@ -124,9 +124,9 @@ def _uncorrected(node: ET.Element | None) -> int | None:
 
 def _throttle(node: ET.Element) -> Iterator[str]:
     for item in node.iter():
-        found = _REASON.fullmatch(item.tag)
-        if found and found[1] not in _HARMLESS and flag(item.text):
-            yield found[1]
+        match = _REASON.fullmatch(item.tag)
+        if match and match[1] not in _HARMLESS and flag(item.text):
+            yield match[1]
 
 
 def parse_csv(text: str) -> list[Gpu]:
@@ -198,18 +198,18 @@ def driver(probe: Probe) -> dict[str, Any]:
     full = probe.call("nvidia-smi", "-q", "-x", seconds=SMI_SECONDS)
     if not full.present:
         return {}
-    found: dict[str, Any] = {"nvidia_smi": full.fault}
+    facts: dict[str, Any] = {"nvidia_smi": full.fault}
     try:
-        found["driver"], found["cuda_driver"], found["gpus"] = parse_xml(full.text)
-        if found["gpus"] and (full.fault.startswith("<") or "inforom" in full.fault.lower()):
-            found["nvidia_smi"] = ""  # exit 14: it answered in full, and warns of a damaged infoROM, with which GPUs work
+        facts["driver"], facts["cuda_driver"], facts["gpus"] = parse_xml(full.text)
+        if facts["gpus"] and (full.fault.startswith("<") or "inforom" in full.fault.lower()):
+            facts["nvidia_smi"] = ""  # exit 14: it answered in full, and warns of a damaged infoROM, with which GPUs work
     except ValueError:
-        found["nvidia_smi"] = full.fault or "an answer that is not XML"
-    for gpu in found.get("gpus", ()):
+        facts["nvidia_smi"] = full.fault or "an answer that is not XML"
+    for gpu in facts.get("gpus", ()):
         gpu.numa = probe.numa(f"/sys/bus/pci/devices/{gpu.bus}") if gpu.bus else None
-    if found.get("gpus") and not found.get("driver"):
-        found["driver"] = module_version(probe.read("/proc/driver/nvidia/version"))
-    return found
+    if facts.get("gpus") and not facts.get("driver"):
+        facts["driver"] = module_version(probe.read("/proc/driver/nvidia/version"))
+    return facts
 
 
 def topology(probe: Probe) -> dict[str, Any]:
@@ -228,10 +228,10 @@ def cuda() -> dict[str, Any]:
     except OSError:
         return {}
     path = next((line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcuda.so" in line), "")
-    found, count = {"cuda_library": path, "cuda_init": library.cuInit(0)}, ctypes.c_int()
-    if found["cuda_init"] == 0 and library.cuDeviceGetCount(ctypes.byref(count)) == 0:
-        found["cuda_devices"] = count.value
-    return found
+    facts, count = {"cuda_library": path, "cuda_init": library.cuInit(0)}, ctypes.c_int()
+    if facts["cuda_init"] == 0 and library.cuDeviceGetCount(ctypes.byref(count)) == 0:
+        facts["cuda_devices"] = count.value
+    return facts
 
 
 def kernel_log(probe: Probe) -> dict[str, Any]:
@@ -250,16 +250,16 @@ def devices(probe: Probe) -> dict[str, Any]:
     own = [bus for bus in buses if _nvidia(probe, bus)]
     # 0x0300: VGA, 0x0302: a GPU without a display (linux/pci_ids.h)
     count = sum(probe.read(f"{folder}/{bus}/class")[:6] in ("0x0300", "0x0302") for bus in own)
-    found: dict[str, Any] = {"nvidia_devices": count if buses else None}
+    facts: dict[str, Any] = {"nvidia_devices": count if buses else None}
     text = probe.read("/proc/driver/nvidia/version")
     if modules := probe.read("/proc/modules"):
         # dma-buf needs the open kernel modules and Linux 5.12; without them the adapter asks nvidia_peermem
-        found["peermem"] = bool(re.search(r"^(nvidia_peermem|nv_peer_mem) ", modules, re.MULTILINE)) or (
+        facts["peermem"] = bool(re.search(r"^(nvidia_peermem|nv_peer_mem) ", modules, re.MULTILINE)) or (
             "Open Kernel Module" in text and system.version(probe.read("/proc/sys/kernel/osrelease")) >= (5, 12)
         )
     if version := module_version(text):
-        found["driver"] = version
-    return found
+        facts["driver"] = version
+    return facts
 
 
 def _nvidia(probe: Probe, bus: str) -> bool:
@@ -268,8 +268,8 @@ def _nvidia(probe: Probe, bus: str) -> bool:
 
 def module_version(text: str) -> str:
     """The version in ``/proc/driver/nvidia/version``; empty where there is none."""
-    found = re.search(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", text + " ")
-    return found[1] if found else ""
+    match = re.search(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", text + " ")
+    return match[1] if match else ""
 
 
 # --- pci ------------------------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def acs_control(config: bytes) -> int | None:
 def bridges(probe: Probe) -> dict[str, Any]:
     """Bridges that redirect traffic between their ports. Needs root: others see 64 bytes of each device."""
     folder = "/sys/bus/pci/devices"
-    found, hidden = [], False
+    redirecting, hidden = [], False
     names = probe.names(folder)
     if not names:
         return {}
@@ -312,8 +312,8 @@ def bridges(probe: Probe) -> dict[str, Any]:
             hidden = True
             continue
         if control is not None and control & _REDIRECT:
-            found.append(name)
-    return {"acs_redirect": None if hidden and not found else found}
+            redirecting.append(name)
+    return {"acs_redirect": None if hidden and not redirecting else redirecting}
 
 
 def iommu(probe: Probe) -> dict[str, Any]:
@@ -344,26 +344,26 @@ def addresses() -> dict[str, list[str]]:
     """Interface to addresses (``10.0.0.1/24``) of this machine, IPv4 first, link-local IPv6 left out."""
     import psutil
 
-    found: dict[str, list[str]] = {}
+    by_interface: dict[str, list[str]] = {}
     for interface, entries in psutil.net_if_addrs().items():
         for entry in sorted(entries, key=lambda one: one.family != socket.AF_INET):
             if entry.family in (socket.AF_INET, socket.AF_INET6) and entry.netmask and not entry.address.startswith("fe80:"):
                 bits = int(ipaddress.ip_address(entry.netmask)).bit_count()
-                found.setdefault(interface, []).append(f"{entry.address}/{bits}")
-    return found
+                by_interface.setdefault(interface, []).append(f"{entry.address}/{bits}")
+    return by_interface
 
 
 def interfaces(probe: Probe) -> dict[str, Any]:
     """All interfaces, with the addresses of this machine's."""
     own = addresses() if probe.live else {}
     names = [name for name in probe.names(_NET) if probe.path(f"{_NET}/{name}").is_dir()]  # bonding_masters is a file
-    found = [_nic(probe, name) for name in names]
-    for nic in found:
+    nics = [_nic(probe, name) for name in names]
+    for nic in nics:
         nic.addresses = own.get(nic.name, [])
         if nic.bond_mode and not nic.mbit:
-            each = [other.mbit for other in found if other.name in nic.bond_links_up and other.mbit]
+            each = [other.mbit for other in nics if other.name in nic.bond_links_up and other.mbit]
             nic.mbit = sum(each) or None
-    return {"nics": found}
+    return {"nics": nics}
 
 
 def _nic(probe: Probe, name: str) -> Nic:
@@ -427,24 +427,24 @@ def _port(probe: Probe, device: str, number: str) -> RdmaPort:
 def _verbs(probe: Probe) -> dict[str, Any]:
     patterns = ("libibverbs/lib*-rdmav*.so", "*/libibverbs/lib*-rdmav*.so")
     paths = [path for library in _PROVIDERS for pattern in patterns for path in probe.path(library).glob(pattern)]
-    found: dict[str, Any] = {"verbs_providers": sorted({path.name[3:].partition("-rdmav")[0] for path in paths})}
+    facts: dict[str, Any] = {"verbs_providers": sorted({path.name[3:].partition("-rdmav")[0] for path in paths})}
     if probe.live:
         try:
             ctypes.CDLL("libibverbs.so.1")
-            found["verbs"] = True
+            facts["verbs"] = True
         except OSError:
-            found["verbs"] = False
-    return found
+            facts["verbs"] = False
+    return facts
 
 
 def nccl_files(probe: Probe) -> dict[str, Any]:
     """Settings of NCCL that stand in files, easily overlooked. The user's file wins over the system's, as in NCCL."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     home = os.environ.get("HOME", "") if probe.live else ""
     named = os.environ.get("NCCL_CONF_FILE", "") if probe.live else ""
     for path in filter(None, (named or (f"{home}/.nccl.conf" if home else ""), "/etc/nccl.conf")):
         for line in probe.read(path).splitlines():
             name, equals, value = line.partition("#")[0].strip().partition("=")
             if equals and re.fullmatch(r"NCCL_[A-Z0-9_]+", name.strip()):
-                found.setdefault(name.strip(), f"{value.strip()} ({path})")
-    return {"nccl_conf": found}
+                settings.setdefault(name.strip(), f"{value.strip()} ({path})")
+    return {"nccl_conf": settings}

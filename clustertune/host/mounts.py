@@ -69,7 +69,7 @@ def own_mounts() -> str:
 
 def all_mounts(text: str) -> list[Mount]:
     """What ``/proc/self/mountinfo`` (proc(5)) says, in its order: a later one covers an earlier one at its point."""
-    found = []
+    mounts = []
     for line in text.splitlines():
         fields, dash, rest = line.partition(" - ")
         parts, after = fields.split(" "), rest.split(" ")
@@ -77,8 +77,8 @@ def all_mounts(text: str) -> list[Mount]:
             options = list(dict.fromkeys([*parts[5].split(","), *unescape(after[2]).split(",")]))
             if "ro" in options and "rw" in options:  # a mount, or its file system, that is read-only is not writable
                 options.remove("rw")
-            found.append(Mount(unescape(parts[4]), after[0], unescape(after[1]), options))
-    return found
+            mounts.append(Mount(unescape(parts[4]), after[0], unescape(after[1]), options))
+    return mounts
 
 
 def parse_mounts(text: str) -> list[Mount]:
@@ -150,24 +150,24 @@ class MountQuery:
     """Folders of LD_LIBRARY_PATH."""
 
 
-def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
+def look(probe: Probe, query: MountQuery) -> dict[str, Any]:
     """The mounts with their room, the exports, and what is wanted; what does not answer in time is silent, or missing."""
     mounts = parse_mounts(probe.read("/proc/self/mountinfo"))
     exports = parse_exports(probe.read("/etc/exports"))
     for name in probe.names("/etc/exports.d"):
         exports |= parse_exports(probe.read(f"/etc/exports.d/{name}"))
     automounts = parse_automounts(probe.read("/proc/self/mountinfo"))
-    found: dict[str, Any] = {"mounts": mounts, "exports": exports, "automounts": automounts}
+    facts: dict[str, Any] = {"mounts": mounts, "exports": exports, "automounts": automounts}
     if not probe.live:
-        return found
+        return facts
     own = os.uname().nodename
-    folders = list(dict.fromkeys(wanted.folders))
+    folders = list(dict.fromkeys(query.folders))
     points = sorted({"/dev/shm", *(mount.point for mount in mounts)})  # noqa: S108
     requests = [("space", point) for point in points]
     requests += [("pool", mount.point) for mount in mounts if mount.kind == "fuse.mergerfs"]
-    requests += [("names", name) for name in dict.fromkeys([own, *wanted.names])]
-    requests += [("mode", path) for path in wanted.files]
-    requests += [("list", path) for path in wanted.libraries]
+    requests += [("names", name) for name in dict.fromkeys([own, *query.names])]
+    requests += [("mode", path) for path in query.files]
+    requests += [("list", path) for path in query.libraries]
     requests += [(what, folder) for folder in folders for what in PROBES]
     answered = answers(list(dict.fromkeys(requests)), probe.left(2 * SECONDS) / 2)  # the driver is asked after it
     for mount in mounts:
@@ -178,21 +178,21 @@ def look(probe: Probe, wanted: MountQuery) -> dict[str, Any]:
         mount.options += answered.get(("pool", mount.point)) or []
         for key in ("total_bytes", "free_bytes", "free_inodes"):
             setattr(mount, key, (answer or {}).get(key))
-    found["names"] = {name: answered[("names", name)] for name in wanted.names if ("names", name) in answered}
-    found["own_addresses"] = answered.get(("names", own)) or []
-    modes = [(path, answered.get(("mode", path))) for path in wanted.files]
-    found["files"] = [FileMode(path, mode) for path, mode in modes if mode is not None]
-    found["probes"] = [_probe(folder, what, answered) for folder in folders for what in PROBES]
-    found["libraries"] = [
+    facts["names"] = {name: answered[("names", name)] for name in query.names if ("names", name) in answered}
+    facts["own_addresses"] = answered.get(("names", own)) or []
+    modes = [(path, answered.get(("mode", path))) for path in query.files]
+    facts["files"] = [FileMode(path, mode) for path, mode in modes if mode is not None]
+    facts["probes"] = [_probe(folder, what, answered) for folder in folders for what in PROBES]
+    facts["libraries"] = [
         f"{folder.rstrip('/')}/{name}"
-        for folder in wanted.libraries
+        for folder in query.libraries
         for name in answered.get(("list", folder)) or ()
         if _SHADOWS.fullmatch(name)
     ][:50]
     shm = answered.get(("space", "/dev/shm"))  # noqa: S108 - a folder, or a link to /run/shm, serves as well as a mount
     if shm is not None and ("total_bytes" in shm or shm.get("errno") == errno.ENOENT):
-        found["shm_bytes"], found["shm_free_bytes"] = shm.get("total_bytes", 0), shm.get("free_bytes", 0)
-    return found
+        facts["shm_bytes"], facts["shm_free_bytes"] = shm.get("total_bytes", 0), shm.get("free_bytes", 0)
+    return facts
 
 
 def _probe(folder: str, what: str, answered: Mapping[tuple[str, str], Any]) -> FolderProbe:
@@ -210,8 +210,8 @@ def answers(requests: Sequence[tuple[str, str]], seconds: float) -> dict[tuple[s
     works = {f"{kind} {subject}": partial(_answer, kind, subject) for kind, subject in requests}
     together = bounded.ask(lambda: {name: work() for name, work in works.items()}, seconds / 3).found
     if together is None:  # a child for each, so that a server which is gone hides only what is on it
-        found = {name: answer.found for name, answer in bounded.ask_all(works, seconds * 2 / 3).items()}
-        together = {name: answer for name, answer in found.items() if answer is not None}
+        answered_by = {name: answer.found for name, answer in bounded.ask_all(works, seconds * 2 / 3).items()}
+        together = {name: answer for name, answer in answered_by.items() if answer is not None}
     return {request: together[name]["told"] for request, name in zip(requests, works, strict=True) if name in together}
 
 
@@ -235,10 +235,10 @@ def space(path: str) -> dict[str, Any]:
 def resolved(name: str) -> list[str]:
     """The IPv4 and IPv6 addresses of a host name; none where it is unknown."""
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return sorted({str(entry[4][0]) for entry in found})
+    return sorted({str(entry[4][0]) for entry in entries})
 
 
 def mode(path: str) -> int | None:
@@ -268,14 +268,14 @@ POOL = ("branches", "cache.files", "category.create", "minfreespace", "moveoneno
 
 def pool(point: str) -> list[str]:
     """The settings of a mergerfs, ``cache.files=off``: the kernel's table of mounts does not have them."""
-    found = []
+    settings = []
     for name in POOL:
         try:
             value = os.getxattr(f"{point.rstrip('/')}/.mergerfs", f"user.mergerfs.{name}")
         except OSError:
             continue
-        found.append(f"{name}={value.decode(errors='replace')}")
-    return found
+        settings.append(f"{name}={value.decode(errors='replace')}")
+    return settings
 
 
 def probe_folder(folder: str, what: str) -> dict[str, Any]:

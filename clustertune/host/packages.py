@@ -25,17 +25,17 @@ sentencepiece tokenizers torch torchao transformer-engine transformers triton tr
 
 def look() -> dict[str, Any]:
     """Version and place of each package of the stack, and where this interpreter looks for packages."""
-    found = []
+    packages = []
     for name in STACK:
         try:
             package = metadata.distribution(name)
             version, location = package.version, str(package.locate_file(""))
         except Exception:  # noqa: S112 - a broken installation has any fault; what has no metadata is not there
             continue
-        found.append({"name": name, "version": version or "", "location": os.path.realpath(location)})
-    torch = next((item["location"] for item in found if item["name"] == "torch"), None)
+        packages.append({"name": name, "version": version or "", "location": os.path.realpath(location)})
+    torch = next((item["location"] for item in packages if item["name"] == "torch"), None)
     return {
-        "packages": found,
+        "packages": packages,
         "python": platform.python_version(),
         "executable": sys.executable or "",
         "torch_cuda": cuda_of(torch) if torch else "",
@@ -55,8 +55,8 @@ def cuda_of(location: str) -> str:
 
 def parse_torch_version(text: str) -> str:
     """The CUDA in the text of ``torch/version.py``; empty where it says None."""
-    found = re.search(r"^cuda(?:\s*:[^=\n]*)?\s*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(r"^cuda(?:\s*:[^=\n]*)?\s*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return match[1] if match else ""
 
 
 if __name__ == "__main__":

@@ -154,14 +154,14 @@ _CGROUP_NONE = 1 << 60
 def processors(probe: Probe) -> dict[str, Any]:
     """Hardware threads, those that this process may use, and those of each NUMA node."""
     online = readable_cpus(probe.read("/sys/devices/system/cpu/online"))
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "cpus": len(online) or (os.cpu_count() if probe.live else None),
         "numa_cpus": {str(node): cpus for node, cpus in numa_cpus(probe).items()},
     }
     if probe.live:
         mine = os.sched_getaffinity(0)
-        found.update(affinity=len(mine), affinity_list=format_cpu_list(mine))
-    return found
+        facts.update(affinity=len(mine), affinity_list=format_cpu_list(mine))
+    return facts
 
 
 def numa_cpus(probe: Probe) -> dict[int, str]:
@@ -173,12 +173,12 @@ def numa_cpus(probe: Probe) -> dict[int, str]:
 
 def topology(probe: Probe) -> dict[int, tuple[int, int]]:
     """Package and core of each CPU that the machine tells them of."""
-    folder, found = "/sys/devices/system/cpu", {}
+    folder, cores = "/sys/devices/system/cpu", {}
     for name in probe.names(folder):
         places = [probe.number(f"{folder}/{name}/topology/{what}") for what in ("physical_package_id", "core_id")]
         if re.fullmatch(r"cpu\d+", name) and places[0] is not None and places[1] is not None:
-            found[int(name[3:])] = (places[0], places[1])
-    return found
+            cores[int(name[3:])] = (places[0], places[1])
+    return cores
 
 
 def parse_meminfo(text: str) -> dict[str, int]:
@@ -225,30 +225,30 @@ def limits(probe: Probe) -> dict[str, Any]:
     if not probe.live:
         return {}
     kinds = (("memlock_bytes", "RLIMIT_MEMLOCK"), ("nofile", "RLIMIT_NOFILE"))
-    found = {}
+    soft_limits = {}
     for key, name in kinds:
         soft = resource.getrlimit(getattr(resource, name))[0]
-        found[key] = -1 if soft == resource.RLIM_INFINITY else soft
-    return found
+        soft_limits[key] = -1 if soft == resource.RLIM_INFINITY else soft
+    return soft_limits
 
 
 def version(text: str) -> tuple[int, ...]:
     """The numbers that a version begins with: ``6.8.0-45-generic`` is (6, 8, 0); none of a text that is not a version."""
-    found = re.match(r"\s*v?(\d+(?:\.\d+)*)", text)
-    return tuple(int(part) for part in found[1].split(".")) if found else ()
+    match = re.match(r"\s*v?(\d+(?:\.\d+)*)", text)
+    return tuple(int(part) for part in match[1].split(".")) if match else ()
 
 
 def kernel(probe: Probe) -> dict[str, Any]:
     """Versions of kernel and C library, and since when the machine runs."""
     uptime = re.match(r"[\d.]+", probe.read("/proc/uptime"))
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "kernel": probe.read("/proc/sys/kernel/osrelease"),
         "uptime_s": float(uptime[0]) if uptime else None,
     }
     if probe.live:
         name, version = platform.libc_ver()
-        found["glibc"] = version if name == "glibc" else ""
-    return found
+        facts["glibc"] = version if name == "glibc" else ""
+    return facts
 
 
 # --- the clock ---------------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
     Raises ValueError, in one line, where it is none. The kernel's strides (``0-7:1/2``) are not taken: sysfs prints none.
     """
-    found: set[int] = set()
+    cpus: set[int] = set()
     for part in text.strip().split(",") if text.strip() else []:
         match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part.strip(), re.ASCII)
         if not match:
@@ -311,8 +311,8 @@ def parse_cpu_list(text: str) -> frozenset[int]:
             raise ValueError(f"{part.strip()} runs backwards")
         if last >= MAX_CPU:
             raise ValueError(f"{last} is not a CPU number")
-        found.update(range(first, last + 1))
-    return frozenset(found)
+        cpus.update(range(first, last + 1))
+    return frozenset(cpus)
 
 
 def format_cpu_list(cpus: Iterable[int]) -> str:

@@ -257,11 +257,11 @@ def read_anew(path: Path) -> dict[str, Any]:
 
 def await_object(path: Path, seconds: float, give_up: Callable[[], bool] = lambda: False) -> dict[str, Any]:
     """:func:`read_anew` as soon as there is one; empty where there is none within ``seconds``, or ``give_up`` says so."""
-    deadline, found = time.monotonic() + seconds, read_anew(path)
-    while not found and time.monotonic() < deadline and not give_up():
+    deadline, body = time.monotonic() + seconds, read_anew(path)
+    while not body and time.monotonic() < deadline and not give_up():
         time.sleep(POLL_SECONDS)
-        found = read_anew(path)
-    return found
+        body = read_anew(path)
+    return body
 
 
 def rank_record(folder: Path, rank: int) -> dict[str, Any]:
@@ -281,11 +281,11 @@ def _record(path: Path, key: str) -> dict[str, Any]:
 
 def rank_pids(folder: Path, plan: AttemptPlan, node: int) -> dict[int, int]:
     """The process id of each rank of a node that has begun: rank to id. Ids mean something on that node only."""
-    found = {}
+    pids = {}
     for rank in plan.ranks_of(node):
         with contextlib.suppress(OSError, ValueError):
-            found[rank] = int((folder / f"rank-{rank}.pid").read_text())
-    return found
+            pids[rank] = int((folder / f"rank-{rank}.pid").read_text())
+    return pids
 
 
 def signal_ranks(folder: Path, plan: AttemptPlan, node: int, number: signal.Signals) -> None:
@@ -337,7 +337,7 @@ class HeartbeatMonitor:
     def look(self) -> list[Problem]:
         """The ranks that have to be given up now; none while all live."""
         now = self.clock()
-        found = []
+        problems = []
         for rank in self.plan.ranks_of(self.node):
             rank_state = self._states.setdefault(rank, _RankState(since=now))
             heartbeat = read_text(self.folder / f"rank-{rank}.heartbeat")
@@ -349,10 +349,10 @@ class HeartbeatMonitor:
                 rank_state.trained = training
                 rank_state.text, rank_state.since = heartbeat, now
             if (text := self._stopped(rank, rank_state, now) or self._silent(rank_state, now)) is not None:
-                found.append(
+                problems.append(
                     Problem(f"{self.plan.where(rank)} {text}", file=str(self.folder / f"rank-{rank}.log"), fix=AGAIN_FIX)
                 )
-        return found
+        return problems
 
     def _stopped(self, rank: int, rank_state: _RankState, now: float) -> str | None:
         """Held by the kernel: certain, whatever its heartbeats say."""

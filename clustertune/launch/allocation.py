@@ -117,8 +117,8 @@ def _gpus(environ: Mapping[str, str]) -> int:
 
 def _memory_mb(environ: Mapping[str, str], cpus: int | None) -> int | None:
     """MiB on a node; ``--mem=0`` leaves no variable (measured on 22.05), or a 0."""
-    if whole := _whole(environ.get("SLURM_MEM_PER_NODE")):
-        return whole
+    if megabytes := _whole(environ.get("SLURM_MEM_PER_NODE")):
+        return megabytes
     if (each := _whole(environ.get("SLURM_MEM_PER_CPU"))) and cpus:
         return each * cpus
     if (each := _whole(environ.get("SLURM_MEM_PER_GPU"))) and (gpus := _gpus(environ)):
@@ -220,9 +220,9 @@ def sbatch_line(
     nodes: int | None = None,
 ) -> str:
     """The command, quoted for a shell, whose allocation is the recipe's."""
-    wanted = shape.train_shape(resolved, cluster)
-    options = replace(wanted, nodes=nodes or wanted.nodes).options()
-    if not wanted.gpus_per_node:
+    asked = shape.train_shape(resolved, cluster)
+    options = replace(asked, nodes=nodes or asked.nodes).options()
+    if not asked.gpus_per_node:
         options.insert(2, "--gpus-per-node=0")  # the script's own header asks for some
     # The script's own is the reference recipe's, which would use up a short job.
     options.append(f"--signal=B:USR1@{resolved.recipe.slurm.signal_seconds}")

@@ -113,8 +113,8 @@ class PastAttempt:
     def messages(self) -> tuple[str, ...]:
         """What went wrong, the most important first."""
         problems = self.outcome.get("problems")
-        found = (one.get("message") for one in (problems if isinstance(problems, list) else ()) if isinstance(one, dict))
-        return tuple(str(message) for message in found if message)
+        texts = (one.get("message") for one in (problems if isinstance(problems, list) else ()) if isinstance(one, dict))
+        return tuple(str(message) for message in texts if message)
 
     @property
     def ended_outside(self) -> bool:
@@ -134,12 +134,12 @@ class PastAttempt:
 
 def read_attempts(run_path: Path) -> list[PastAttempt]:
     """The attempts of a run that had a plan, oldest first."""
-    folder, found = run_path / "attempts", []
+    folder, past = run_path / "attempts", []
     for path in folder.iterdir() if folder.is_dir() else []:
         if path.name.isdigit():
             with contextlib.suppress(UserError):
-                found.append(PastAttempt(path, AttemptPlan.read(path), read_object(path / OUTCOME)))
-    return sorted(found, key=lambda attempt: int(attempt.folder.name))
+                past.append(PastAttempt(path, AttemptPlan.read(path), read_object(path / OUTCOME)))
+    return sorted(past, key=lambda attempt: int(attempt.folder.name))
 
 
 def newest_attempt(run_path: Path) -> int:

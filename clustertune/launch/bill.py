@@ -208,7 +208,7 @@ class Choice:
     nodes: int
     gpus_per_node: int
     plan: Plan | None = None
-    whole: Bill | None = None
+    bill: Bill | None = None
     evaluation: serving.Evaluation | None = None
     why_not: str = ""
     """What keeps it from running there; empty: nothing."""
@@ -221,7 +221,7 @@ class Choice:
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``: no hours of what does not fit."""
-        plan, whole = (self.plan, self.whole) if self.fits else (None, None)
+        plan, bill = (self.plan, self.bill) if self.fits else (None, None)
         return {
             "cluster": self.cluster.name,
             "gpu": self.cluster.compute.gpu,
@@ -232,7 +232,7 @@ class Choice:
             "needed_gib_per_gpu": self.plan.needed / GIB if self.plan else None,
             "step_s": plan.step.seconds if plan else None,
             "hours": plan.hours if plan else None,
-            "total": whole.as_json() if whole else None,
+            "total": bill.as_json() if bill else None,
             "bottleneck": bottleneck(plan) if plan else None,
             "evaluation": self.evaluation.as_json() if self.evaluation and plan else None,
             "expected_start": self.start,
@@ -258,19 +258,19 @@ def page_columns() -> list[str]:
     return [f"#{name}" if 3 <= number <= 7 else name for number, name in enumerate(COLUMNS)]
 
 
-def cells(found: Iterable[Choice]) -> list[list[str]]:
+def cells(choices: Iterable[Choice]) -> list[list[str]]:
     """The rows of a table with :data:`COLUMNS`."""
     rows = []
-    for one in found:
+    for one in choices:
         size = f"{one.nodes} x {one.gpus_per_node} {one.cluster.compute.gpu or ''}".strip() if one.nodes else "-"
-        if not (one.plan and one.whole and one.fits):
+        if not (one.plan and one.bill and one.fits):
             rows.append([one.cluster.name, size, "no", *[""] * 6, one.why_not])
             continue
-        cost, wall = one.whole.cost or {}, one.whole.wall
+        cost, wall = one.bill.cost or {}, one.bill.wall
         money = [
             f"{cost[kind]:,.2f} {cost['currency']}" if cost.get(kind) is not None else "" for kind in ("on_demand", "spot")
         ]
-        hours = [None if one.plan.hours is None else one.plan.hours, wall and wall / 3600, one.whole.gpu_hours]
+        hours = [None if one.plan.hours is None else one.plan.hours, wall and wall / 3600, one.bill.gpu_hours]
         shown = ["unknown" if value is None else f"{value:,.2f}" for value in hours]
         backend = one.evaluation.backend if one.evaluation else ""
         limit = bottleneck(one.plan).partition(":")[0] + (f"; starts {one.start}" if one.start else "")
@@ -281,8 +281,8 @@ def cells(found: Iterable[Choice]) -> list[list[str]]:
 def clusters(words: str, gpus: str | None) -> list[Cluster]:
     """The clusters of a list with commas, or of ``all``: those of ops/clusters; and that of ``--gpus``. Raises UserError."""
     names = list(known_clusters()) if words == ALL else [word.strip() for word in words.split(",") if word.strip()]
-    found = [load_cluster(name) for name in dict.fromkeys(names)]
-    return [*found, of_gpus(gpus)] if gpus else found
+    loaded = [load_cluster(name) for name in dict.fromkeys(names)]
+    return [*loaded, of_gpus(gpus)] if gpus else loaded
 
 
 def choices(recipe: str, overrides: Sequence[str], where: Iterable[Cluster], *, lengths: Lengths | None = None) -> list[Choice]:
@@ -290,21 +290,21 @@ def choices(recipe: str, overrides: Sequence[str], where: Iterable[Cluster], *, 
 
     A cluster that does not fit, or on which the recipe cannot be planned, comes last with the reason.
     """
-    found = [_choice(recipe, overrides, cluster, lengths) for cluster in where]
-    return sorted(found, key=lambda one: (not one.fits, _price(one), one.plan.hours or 0.0 if one.plan else 0.0))
+    options = [_choice(recipe, overrides, cluster, lengths) for cluster in where]
+    return sorted(options, key=lambda one: (not one.fits, _price(one), one.plan.hours or 0.0 if one.plan else 0.0))
 
 
 def _price(one: Choice) -> float:
-    known = one.whole.money(one.whole.training) if one.whole else None
+    known = one.bill.money(one.bill.training) if one.bill else None
     return math.inf if known is None else known
 
 
 def _choice(recipe: str, overrides: Sequence[str], cluster: Cluster, lengths: Lengths | None) -> Choice:
     asked = asked_size(recipe, overrides)
-    world, there = asked["slurm.nodes"] * asked["slurm.gpus_per_node"], cluster.compute.gpus
-    if not there:
+    world, per_node = asked["slurm.nodes"] * asked["slurm.gpus_per_node"], cluster.compute.gpus
+    if not per_node:
         return Choice(cluster, 0, 0, why_not="it has no GPUs")
-    each = min(there, world)
+    each = min(per_node, world)
     nodes = math.ceil(world / each)
     if nodes > len(cluster.compute_nodes):
         why = f"{world} GPUs are {nodes} of its nodes, it has {len(cluster.compute_nodes)}"
@@ -331,8 +331,8 @@ def _start(job: shape.JobShape, cluster: Cluster) -> str | None:
         return None
     # It answers on stderr, also where all is well.
     command = ["sh", "-c", 'exec "$@" 2>&1', "sh", "sbatch", "--test-only", *job.options(), "--wrap=true"]
-    found = STARTS.search(ask(command, SBATCH_SECONDS).text)
-    return found[1] if found else None
+    match = STARTS.search(ask(command, SBATCH_SECONDS).text)
+    return match[1] if match else None
 
 
 def _is_here(cluster: Cluster) -> bool:

@@ -59,10 +59,10 @@ def folder(cluster: Cluster | None, what: str, environ: Mapping[str, str] = os.e
 def _user() -> dict[str, str]:
     """What a login sets and a job may lack."""
     try:
-        found = pwd.getpwuid(os.getuid())
+        entry = pwd.getpwuid(os.getuid())
     except KeyError:
         return {"USER": str(os.getuid()), "HOME": "/"}
-    return {"USER": found.pw_name, "LOGNAME": found.pw_name, "HOME": found.pw_dir}
+    return {"USER": entry.pw_name, "LOGNAME": entry.pw_name, "HOME": entry.pw_dir}
 
 
 def local_cluster() -> Cluster | None:
@@ -88,8 +88,8 @@ def existing(path: Path) -> Path:
     """``runs/NAME/ID`` in the folder of the cluster that this machine belongs to, where it is not in the working folder."""
     if path.exists() or path.is_absolute() or path.parts[:1] != ("runs",):
         return path
-    found = found_runs().joinpath(*path.parts[1:])
-    return found if found.exists() else path
+    path_inside = found_runs().joinpath(*path.parts[1:])
+    return path_inside if path_inside.exists() else path
 
 
 def found_runs() -> Path:
@@ -102,8 +102,8 @@ def found_runs() -> Path:
 
 def run_folders(below: Path) -> list[Path]:
     """Run folders, those of a sweep's points too, the newest first."""
-    found = [path for pattern in ("*/run.json", "*/*/run.json", "*/*/points/*/run.json") for path in below.glob(pattern)]
-    return [path.parent for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
+    paths = [path for pattern in ("*/run.json", "*/*/run.json", "*/*/points/*/run.json") for path in below.glob(pattern)]
+    return [path.parent for path in sorted(paths, key=lambda path: -path.stat().st_mtime)]
 
 
 LATEST = "latest"
@@ -133,7 +133,7 @@ def named_run(text: str) -> Path | None:
 
 def parse(assignments: Iterable[str]) -> dict[str, str]:
     """``NAME=VALUE`` words of ``--env``. Raises UserError for names beside :data:`VARIABLES`, and for values of two lines."""
-    found, problems = {}, []
+    values, problems = {}, []
     for word in assignments:
         name, equals, value = word.partition("=")
         if name not in VARIABLES or not equals:
@@ -146,22 +146,22 @@ def parse(assignments: Iterable[str]) -> dict[str, str]:
                 Problem(f"{name} holds a line break or control character", file="command line", key="--env", fix="rename it")
             )
         else:
-            found[name] = value
+            values[name] = value
     raise_if(problems)
-    return found
+    return values
 
 
 def settings(
-    cluster: Cluster | None, given: Mapping[str, str] | None = None, environ: Mapping[str, str] = os.environ
+    cluster: Cluster | None, overrides: Mapping[str, str] | None = None, environ: Mapping[str, str] = os.environ
 ) -> list[Setting]:
     """The variables of every stage and rank, each with the reason of its value.
 
-    ``given``: of ``--env``, which wins over ``environ`` (the shell, or a job's own), which wins over the cluster file: the more
-    particular over the more general, as Slurm has it for ``SBATCH_ACCOUNT``. Raises UserError.
+    ``overrides``: of ``--env``, which wins over ``environ`` (the shell, or a job's own), which wins over the cluster file:
+    the more particular over the more general, as Slurm has it for ``SBATCH_ACCOUNT``. Raises UserError.
     """
     set_here = parse(f"{name}={environ[name]}" for name in VARIABLES if environ.get(name))
     origin = dict.fromkeys(set_here, "exported by the shell or job that this starts in")
-    for name, value in (given or {}).items():
+    for name, value in (overrides or {}).items():
         set_here[name], origin[name] = value, "given by --env: the value where it was submitted"
     text = cluster.storage.folder("caches") if cluster else None
     if cluster is not None and text is not None:
@@ -195,25 +195,25 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
 
 def of_jobs(cluster: Cluster) -> list[Setting]:
     """:func:`settings` of the stages on a cluster's nodes, which may reach less than the machine that submits them."""
-    found = settings(cluster)
+    variables = settings(cluster)
     if cluster.network.internet == "all":
-        return found
-    known, why = {setting.name for setting in found}, f"network.internet: {cluster.network.internet} of {cluster.source}"
-    return [*found, *(Setting(name, value, why) for name, value in OFFLINE.items() if name not in known)]
+        return variables
+    known, why = {setting.name for setting in variables}, f"network.internet: {cluster.network.internet} of {cluster.source}"
+    return [*variables, *(Setting(name, value, why) for name, value in OFFLINE.items() if name not in known)]
 
 
-def flags(found: Sequence[Setting]) -> list[str]:
+def flags(variables: Sequence[Setting]) -> list[str]:
     """The arguments by which a job gets them."""
-    return [word for setting in found for word in ("--env", f"{setting.name}={setting.value}")]
+    return [word for setting in variables for word in ("--env", f"{setting.name}={setting.value}")]
 
 
 def enter(
-    cluster: Cluster | None, given: Mapping[str, str] | None = None, environ: MutableMapping[str, str] = os.environ
+    cluster: Cluster | None, overrides: Mapping[str, str] | None = None, environ: MutableMapping[str, str] = os.environ
 ) -> list[Setting]:
     """Set the variables in this process, and so in all that it starts. Call before a library of the Hub is loaded."""
-    found = settings(cluster, given, environ)
-    environ.update({setting.name: setting.value for setting in found})
-    return found
+    variables = settings(cluster, overrides, environ)
+    environ.update({setting.name: setting.value for setting in variables})
+    return variables
 
 
 def binds(environ: Mapping[str, str]) -> list[str]:
@@ -329,7 +329,7 @@ def existing_run(path: Path, what: str = "a run folder") -> Path:
     if not path.exists() and (run := named_run(str(path))) is not None:
         return run
     try:
-        found = existing_folder(path, what)
+        existing = existing_folder(path, what)
     except UserError as error:
         below = found_runs()
         names = ", ".join(list(dict.fromkeys(folder.parent.name for folder in run_folders(below)))[:8])
@@ -337,27 +337,27 @@ def existing_run(path: Path, what: str = "a run folder") -> Path:
             f"give {what}, latest, the beginning of a run's id, or a recipe that has run: {names or f'none has below {below}'}"
         )
         raise UserError(error.problems[0].message, file=str(path), fix=fix) from None
-    inside = [] if what != "a run folder" or (found / "run.json").is_file() else run_folders(found)
+    inside = [] if what != "a run folder" or (existing / "run.json").is_file() else run_folders(existing)
     if inside:
         names = ", ".join(str(folder) for folder in inside[:3])
-        raise UserError(f"is no run folder; it holds {len(inside)}", file=str(found), fix=f"give one: {names}")
-    return found
+        raise UserError(f"is no run folder; it holds {len(inside)}", file=str(existing), fix=f"give one: {names}")
+    return existing
 
 
 def merged_or_model(path: Path) -> Path:
     """A model's folder; of a run, its merged model. Raises UserError."""
-    found = existing_run(path, "a run or a model")
-    if not (found / "run.json").is_file():
-        return found
-    if not (found / "merged" / "config.json").is_file():
-        raise UserError("has no merged model yet", file=str(found), fix=f"clustertune run ... --run-dir {found} --to merge")
-    return found / "merged"
+    folder = existing_run(path, "a run or a model")
+    if not (folder / "run.json").is_file():
+        return folder
+    if not (folder / "merged" / "config.json").is_file():
+        raise UserError("has no merged model yet", file=str(folder), fix=f"clustertune run ... --run-dir {folder} --to merge")
+    return folder / "merged"
 
 
 def newest_merged(below: Path) -> Path:
     """The merged model that was finished last in a folder of runs. Raises UserError where there is none."""
-    found = [path for path in below.glob(f"*/*/merged/{MANIFEST}") if path.is_file()]
-    if not found:
+    folders = [path for path in below.glob(f"*/*/merged/{MANIFEST}") if path.is_file()]
+    if not folders:
         fix = "make demo first, or name a folder: make eval-ifeval MODEL=DIR, clustertune eval DIR"
         raise UserError("no merged model in this folder of runs", file=str(below), fix=fix)
-    return max(found, key=lambda path: path.stat().st_mtime_ns).parent
+    return max(folders, key=lambda path: path.stat().st_mtime_ns).parent

@@ -99,9 +99,9 @@ def paths_of(resolved: Resolved, run_path: Path) -> list[Path]:
     recipe = resolved.recipe
     shared = RunDir(run_path).shared_tokens
     named = [resolved.folder, recipe.staged, recipe.model.path, *resolved.inputs.values()]
-    found = [Path(path).absolute() for path in named if path]
+    absolute = [Path(path).absolute() for path in named if path]
     run = run_path.resolve() if shared is None else shared.parent.resolve()
-    return [run, *(path for path in found if not path.is_relative_to(ROOT))]
+    return [run, *(path for path in absolute if not path.is_relative_to(ROOT))]
 
 
 def unbindable(paths: Sequence[str | Path]) -> list[Problem]:
@@ -143,11 +143,11 @@ def enroot_name(image: str) -> str:
     """The image as enroot takes it. A digest in the place of the tag, with ``#`` behind the registry: releases before 4 read no
     ``@sha256:``, later ones read both (docker::_parse_uri of NVIDIA/enroot's docker.sh).
     """
-    found = _DIGEST.fullmatch(image)
-    if not found:
+    match = _DIGEST.fullmatch(image)
+    if not match:
         return image
-    name = found["name"] if found["registry"] or "/" in found["name"] else f"library/{found['name']}"
-    return f"docker://{found['registry'] or HUB}#{name}:{found['digest']}"
+    name = match["name"] if match["registry"] or "/" in match["name"] else f"library/{match['name']}"
+    return f"docker://{match['registry'] or HUB}#{name}:{match['digest']}"
 
 
 # --- the image --------------------------------------------------------------------------------------------------------
@@ -211,11 +211,11 @@ def _stated(path: Path) -> tuple[str | None, list[str]]:
         path.stat()  # the image itself is named as missing
         fix = f"cd {path.parent} && sha256sum {path.name} > {beside.name}"
         return None, [f"{beside} is not there: whether the image is whole is not checked -> {fix}"]
-    found = re.fullmatch(r"([0-9a-fA-F]{64})([ \t]+\*?[^\n]*)?\s*", text)
-    if not found:
+    match = re.fullmatch(r"([0-9a-fA-F]{64})([ \t]+\*?[^\n]*)?\s*", text)
+    if not match:
         fix = f"sha256sum {path.name} > {beside.name}, where the image is the right one"
         raise UserError("contains no sum of one file", file=str(beside), fix=fix)
-    return found[1].lower(), []
+    return match[1].lower(), []
 
 
 # --- the sum -----------------------------------------------------------------------------------------------------
@@ -225,17 +225,17 @@ def _digest(path: Path) -> tuple[str, int]:
     """SHA-256 and size of an image. Raises OSError, or UserError."""
     before = _identity(path)
     say(f"computing the SHA-256 of {path}: {before['size'] / 1e9:.2f} GB")
-    found = _read(path, before["size"])
+    digest = _read(path, before["size"])
     if _identity(path) != before:
         raise UserError("changed while its SHA-256 was computed", file=str(path), fix="wait for it", code=ExitCode.AGAIN)
-    return found, before["size"]
+    return digest, before["size"]
 
 
 def _identity(path: Path) -> dict[str, int]:
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+    info = path.stat()
+    if not stat.S_ISREG(info.st_mode):
         raise UserError("is not a file", file=str(path), key="container.image", fix="a .sif (or .sqsh) file")
-    return {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino}
+    return {"size": info.st_size, "mtime_ns": info.st_mtime_ns, "inode": info.st_ino}
 
 
 def _read(path: Path, size: int) -> str:
@@ -310,23 +310,23 @@ def ask(command: Sequence[str], image: str) -> Stack:
     except OSError as error:
         text = f"the container does not start: {error.filename or command[0]}: {error.strerror}"
         raise UserError(text, file=image, fix=fix) from None
-    found = parse(done.stdout)
-    if found is None:
+    stack = parse(done.stdout)
+    if stack is None:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()][-4:]
         text = (
             f"no Python 3.8 or later answers in the image (exit code {done.returncode}): {' | '.join(lines)[:600] or 'no word'}"
         )
         raise UserError(text, file=image, key="container.image", fix=fix)
-    return found
+    return stack
 
 
 def too_old(python: str) -> str:
     """What is wrong with a Python that ``requires-python`` of the project does not allow; empty for another."""
     required = str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"])
-    found = re.search(r">=\s*([0-9]+)\.([0-9]+)", required)
-    if not found or tuple(map(int, re.findall(r"\d+", python)[:2])) >= (int(found[1]), int(found[2])):
+    match = re.search(r">=\s*([0-9]+)\.([0-9]+)", required)
+    if not match or tuple(map(int, re.findall(r"\d+", python)[:2])) >= (int(match[1]), int(match[2])):
         return ""
-    return f"Python {python}, and clustertune needs {found[1]}.{found[2]} or later"
+    return f"Python {python}, and clustertune needs {match[1]}.{match[2]} or later"
 
 
 def judge(stack: Stack, pinned: pins.Pins, image: str) -> tuple[list[Problem], list[str]]:
@@ -340,7 +340,7 @@ def judge(stack: Stack, pinned: pins.Pins, image: str) -> tuple[list[Problem], l
         problems.append(Problem(text, file=image, key="container.image", fix=fix))
     stack_pins = {**pinned[pins.PY]}
     reference = {**stack_pins, **{name: version for name, version in pinned[pins.REF].items() if name in stack_pins}}
-    differences = min((_differences(stack, wanted) for wanted in (stack_pins, reference)), key=len)
+    differences = min((_differences(stack, pinned_stack) for pinned_stack in (stack_pins, reference)), key=len)
     for name, version in sorted(stack_pins.items()):
         if name in stack.packages:
             continue
@@ -363,8 +363,8 @@ def lacking(stack: Stack, train: Mapping[str, Any], image: str, *, gpus: bool) -
 
 def own() -> Stack:
     """What this Python has installed."""
-    found = inventory()
-    return Stack(str(found["python"]), found["packages"])
+    listed = inventory()
+    return Stack(str(listed["python"]), listed["packages"])
 
 
 def lacking_here(train: Mapping[str, Any], *, gpus: bool) -> list[Problem]:
@@ -374,11 +374,11 @@ def lacking_here(train: Mapping[str, Any], *, gpus: bool) -> list[Problem]:
     return lacking(own(), train, "this Python", gpus=gpus)
 
 
-def _differences(stack: Stack, wanted: Mapping[str, str]) -> list[str]:
+def _differences(stack: Stack, pinned: Mapping[str, str]) -> list[str]:
     # torch 2.13.0+cpu is 2.13.0, built for another device.
     return [
         f"the image has {name} {stack.packages[name]}, containers/versions.env {version}"
-        for name, version in sorted(wanted.items())
+        for name, version in sorted(pinned.items())
         if name in stack.packages and stack.packages[name].partition("+")[0] != version
     ]
 
@@ -431,7 +431,7 @@ def megatron_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
 def judge_megatron(seen: Stack, image: str) -> list[Problem]:
     """What keeps the ranks from running in an image, by what it has installed."""
     fix = "build it from containers/megatron.def"
-    found = [
+    problems = [
         Problem(f"the image has no {name}", file=image, key=MEGATRON_KEY, fix=fix)
         for name in MEGATRON_NEEDED
         if name not in seen.packages
@@ -439,7 +439,7 @@ def judge_megatron(seen: Stack, image: str) -> list[Problem]:
     version = seen.packages.get("megatron-bridge")
     if version is not None and not version.startswith(BRIDGE_RELEASE):
         text = f"the image has Megatron-Bridge {version}, and this release of clustertune is for {BRIDGE_RELEASE}x"
-        found.append(Problem(text, file=image, key=MEGATRON_KEY, fix=fix))
+        problems.append(Problem(text, file=image, key=MEGATRON_KEY, fix=fix))
     if text := too_old(seen.python):
-        found.append(Problem(text, file=image, key=MEGATRON_KEY, fix=fix))
-    return found
+        problems.append(Problem(text, file=image, key=MEGATRON_KEY, fix=fix))
+    return problems

@@ -147,8 +147,8 @@ def _omp_threads(cluster: Cluster, ranks_per_node: int, cpus_per_node: int, pres
 
 def own_folder(values: Mapping[str, str]) -> Path | None:
     """The job's folder on the node's disk that an environment speaks of; None where it names none."""
-    found = next((values[name] for name in CACHES if name in values), None)
-    return Path(found).parent if found else None
+    cache = next((values[name] for name in CACHES if name in values), None)
+    return Path(cache).parent if cache else None
 
 
 def make_own_folder(values: Mapping[str, str]) -> Path | None:
@@ -162,10 +162,10 @@ def make_own_folder(values: Mapping[str, str]) -> Path | None:
         return None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
+        info = folder.lstat()
     except OSError as error:
         raise storage_error(error, "cannot hold compiler caches", folder) from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o022:
         message = "belongs to another user, or others can write to it: compiled code from there would be run"
         raise UserError(message, file=str(folder), fix="remove it, or set storage.scratch in the cluster file")
     return folder

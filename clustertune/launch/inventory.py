@@ -20,10 +20,10 @@ MARK = "clustertune-inventory "
 def inventory() -> dict[str, Any]:
     """The Python, and every package with its version; of a package that lies there twice the one that is imported."""
     packages = {}  # type: dict[str, str]
-    for found in metadata.distributions():
+    for package in metadata.distributions():
         # What a broken installation left, a folder without METADATA, has neither: None, or from Python 3.12 on KeyError.
         with contextlib.suppress(KeyError, OSError, TypeError):
-            name, version = found.metadata["Name"], found.version
+            name, version = package.metadata["Name"], package.version
             if not name or not version:
                 continue
             packages.setdefault(re.sub(r"[-_.]+", "-", str(name)).lower(), str(version))

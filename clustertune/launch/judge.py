@@ -101,8 +101,8 @@ class _Traces:
     def read(cls, folder: Path, plan: AttemptPlan) -> _Traces:
         ask_anew(folder)
         nodes = {node: node_record(folder, node) or None for node in range(len(plan.nodes))}
-        found = ((rank, rank_record(folder, rank)) for rank in range(plan.world_size))
-        return cls(folder, plan, {rank: record for rank, record in found if record}, nodes)
+        records = ((rank, rank_record(folder, rank)) for rank in range(plan.world_size))
+        return cls(folder, plan, {rank: record for rank, record in records if record}, nodes)
 
     @property
     def codes(self) -> set[ExitCode]:
@@ -121,8 +121,8 @@ class _Traces:
     @property
     def failed(self) -> list[dict[str, Any]]:
         """Earliest first."""
-        found = (record for record in self.records.values() if record["code"] not in (0, ExitCode.AGAIN))
-        return sorted(found, key=lambda record: float(record["time"]))
+        failures = (record for record in self.records.values() if record["code"] not in (0, ExitCode.AGAIN))
+        return sorted(failures, key=lambda record: float(record["time"]))
 
     def decision(self) -> Outcome | None:
         """What all ranks, or a node, decided outranks the noise of ranks that then lost their peers."""
@@ -153,10 +153,10 @@ class _Traces:
     def killed_first(self) -> Outcome | None:
         """A rank without a record that its node's launcher saw die first by a signal."""
         for node in range(len(self.plan.nodes)):
-            found = _ROOT_CAUSE.search(read_text(log_file(self.folder, node)))
+            match = _ROOT_CAUSE.search(read_text(log_file(self.folder, node)))
             # SIGTERM is how launchers and schedulers end ranks whose peers have failed: never the cause.
-            if found and int(found[1]) in self.silent and int(found[2]) < 0 and int(found[2]) != -signal.SIGTERM:
-                text = f"{self.plan.where(int(found[1]))} failed first: {how_ended(-int(found[2]))}"
+            if match and int(match[1]) in self.silent and int(match[2]) < 0 and int(match[2]) != -signal.SIGTERM:
+                text = f"{self.plan.where(int(match[1]))} failed first: {how_ended(-int(match[2]))}"
                 return Outcome(ExitCode.AGAIN, [Problem(text, file=str(self.folder), fix=AGAIN)], self.gone)
         return None
 
@@ -203,8 +203,8 @@ def how_ended(number: int) -> str:
 
 
 def _problems(records: Iterable[dict[str, Any]], prefix: str = "") -> list[Problem]:
-    found = (Problem(**{**p, "message": prefix + p["message"]}) for record in records for p in record["problems"])
-    return list(dict.fromkeys(found))
+    problems = (Problem(**{**p, "message": prefix + p["message"]}) for record in records for p in record["problems"])
+    return list(dict.fromkeys(problems))
 
 
 def _last_line(text: str) -> str:
@@ -229,12 +229,12 @@ _PLACE = re.compile(r"rank \d+ on [A-Za-z0-9._-]+")
 
 def without_progress(attempts: Sequence[PastAttempt], job: str | None, step: int) -> list[PastAttempt]:
     """The attempts of this job at the end of the list that began at the step at which the next one would begin."""
-    found: list[PastAttempt] = []
+    stuck: list[PastAttempt] = []
     for attempt in reversed(attempts):
         if attempt.plan.job != job or attempt.plan.from_step != step:
             break
-        found.append(attempt)
-    return found[::-1]
+        stuck.append(attempt)
+    return stuck[::-1]
 
 
 def check_progress(run_path: Path, job: str | None, step: int) -> None:

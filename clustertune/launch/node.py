@@ -204,8 +204,8 @@ def publish(folder: Path, address: str, port: int) -> None:
 
 def await_published(folder: Path, plan: AttemptPlan, give_up: Callable[[], bool], seconds: float = 300) -> tuple[str, int]:
     """The address and port that the first node published. Raises UserError (exit 75) where it does not in time."""
-    if found := await_object(folder / RENDEZVOUS, seconds, give_up):
-        return str(found["address"]), int(found["port"])
+    if address := await_object(folder / RENDEZVOUS, seconds, give_up):
+        return str(address["address"]), int(address["port"])
     name = plan.nodes[0].name
     fix = "is the run folder on storage that all nodes see?"
     raise UserError(f"{name} gave no rendezvous address within {seconds:.0f} s", file=str(folder), fix=fix, code=ExitCode.AGAIN)

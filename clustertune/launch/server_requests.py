@@ -25,8 +25,8 @@ def ask(url: str, seconds: float = 5.0, key: str | None = None) -> dict[str, Any
     request = urllib.request.Request(url, headers=headers)  # noqa: S310 - http, of our own servers
     try:
         with _DIRECT.open(request, timeout=seconds) as reply:
-            found: dict[str, Any] = json.loads(reply.read() or b"{}")
-            return found
+            body: dict[str, Any] = json.loads(reply.read() or b"{}")
+            return body
     except (OSError, HTTPException, ValueError, RecursionError):  # one that ends in the middle of a reply leaves half of it
         return None
 

@@ -126,22 +126,22 @@ def beside_serving(resolved: Resolved, gpus: int) -> Serving:
     return Serving(max(1, gpus // servers.gpus), servers.gpus if gpus else 1, 1, servers.longest, MOST)
 
 
-def seconds(found: Serving, size: ModelSize, hbm_bytes_s: float, documents: int, answer_tokens: int) -> float:
+def seconds(serving: Serving, size: ModelSize, hbm_bytes_s: float, documents: int, answer_tokens: int) -> float:
     """An estimate of an evaluation's wall time: start, reading the weights, and the steps of the longest answers.
 
     Each step reads the weights and half of the cache of all running sequences through :data:`BANDWIDTH_SHARE` of the memory
     bandwidth of ``tensor_parallel`` GPUs; stages of a pipeline follow one another.
     """
-    running = min(found.max_num_seqs, math.ceil(documents / found.servers))
-    rounds = math.ceil(documents / (found.servers * running))
+    running = min(serving.max_num_seqs, math.ceil(documents / serving.servers))
+    rounds = math.ceil(documents / (serving.servers * running))
     cache = running * size.cache * SEQUENCE_TOKENS / 2
-    step = (size.weights + cache) / (found.tensor_parallel * hbm_bytes_s * BANDWIDTH_SHARE)
-    return start_seconds(found, size) + rounds * answer_tokens * step
+    step = (size.weights + cache) / (serving.tensor_parallel * hbm_bytes_s * BANDWIDTH_SHARE)
+    return start_seconds(serving, size) + rounds * answer_tokens * step
 
 
-def start_seconds(found: Serving, size: ModelSize) -> float:
+def start_seconds(serving: Serving, size: ModelSize) -> float:
     """An estimate of the time until the servers answer: processes, and each node's reading of its weights."""
-    reading = found.servers * size.weights / found.pipeline_parallel / READ_BYTES_S
+    reading = serving.servers * size.weights / serving.pipeline_parallel / READ_BYTES_S
     return IMPORT_S + LAYER_START_S * size.layers + reading
 
 
@@ -255,18 +255,18 @@ def while_training(resolved: Resolved, cluster: Cluster, steps: int | None, star
 
     ``steps``: of the training; ``start_seconds``: until its ranks take their first step.
     """
-    wanted = resolved.recipe.eval.during
-    if wanted is None:
+    during = resolved.recipe.eval.during
+    if during is None:
         return None
     times = None
     if steps is not None:
-        times = sum(wanted.is_due(step, resolved.recipe.milestones) for step in range(1, steps)) + 1
-    asked = resolved.recipe.model_copy(update={"eval": resolved.recipe.eval.of_checkpoints(wanted)})
-    found = evaluation(replace(resolved, recipe=asked), cluster)
+        times = sum(during.is_due(step, resolved.recipe.milestones) for step in range(1, steps)) + 1
+    asked = resolved.recipe.model_copy(update={"eval": resolved.recipe.eval.of_checkpoints(during)})
+    scoring = evaluation(replace(resolved, recipe=asked), cluster)
     if resolved.recipe.scores_beside:  # the job waits for the scores of the last checkpoint alone
-        return WhileTraining(times, 0.0, found.seconds or 0.0, beside=True)
-    each = None if found.seconds is None else found.seconds + start_seconds
-    return WhileTraining(times, each, found.seconds or 0.0)
+        return WhileTraining(times, 0.0, scoring.seconds or 0.0, beside=True)
+    each = None if scoring.seconds is None else scoring.seconds + start_seconds
+    return WhileTraining(times, each, scoring.seconds or 0.0)
 
 
 def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
@@ -304,9 +304,9 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
             return Evaluation("hf", why_hf, models=models)
         used = size.weights + settings.batch_size * SEQUENCE_TOKENS * size.cache
         gpus = max(1, math.ceil(used / (gpu.usable_bytes - GPU_OVERHEAD)))
-        whole = in_one_process(size, gpu.hbm_gb_s * 1e9, documents, tokens, settings.batch_size)
+        seconds_each = in_one_process(size, gpu.hbm_gb_s * 1e9, documents, tokens, settings.batch_size)
         if gpus <= compute.gpus:
-            return Evaluation("hf", why_hf, gpus_per_node=gpus, models=models, seconds=models * whole)
+            return Evaluation("hf", why_hf, gpus_per_node=gpus, models=models, seconds=models * seconds_each)
         note = f"the model needs {gpus} GPUs of this kind, a node has {compute.gpus}: the other layers are computed from host "
         return Evaluation("hf", why_hf, gpus_per_node=compute.gpus, models=models, note=note + "memory, which is slow")
     if shape is None:

@@ -187,19 +187,21 @@ def merge_seconds(resolved: Resolved) -> float:
 
 def _eval(resolved: Resolved, cluster: Cluster) -> JobShape:
     """The GPUs of the backend, for twice the time that is foreseen; the recipe's time limit where nothing is."""
-    compute, found = cluster.compute, serving.evaluation(resolved, cluster)
-    if resolved.tiny and not found.serving:
+    compute, evaluation = cluster.compute, serving.evaluation(resolved, cluster)
+    if resolved.tiny and not evaluation.serving:
         small = _helper(resolved, cluster, cpus=TINY_CPUS, memory=PROCESS_GB, minutes=TINY_MINUTES)
         return replace(small, gpus_per_node=min(1, compute.gpus))
-    if found.seconds is not None:
-        minutes = min(max(TINY_MINUTES, 10 * math.ceil(2 * found.seconds / 600)), _limit(cluster))
+    if evaluation.seconds is not None:
+        minutes = min(max(TINY_MINUTES, 10 * math.ceil(2 * evaluation.seconds / 600)), _limit(cluster))
     else:
-        minutes = TINY_MINUTES if found.serving else math.ceil(parse_minutes(resolved.recipe.slurm.time) or 0)
-    gpus = compute.gpus if found.gpus_per_node is None else found.gpus_per_node
+        minutes = TINY_MINUTES if evaluation.serving else math.ceil(parse_minutes(resolved.recipe.slurm.time) or 0)
+    gpus = compute.gpus if evaluation.gpus_per_node is None else evaluation.gpus_per_node
     share = gpus / compute.gpus if compute.gpus else 1.0
     cpus = max(1, math.floor(compute.threads * share))
     memory = None if share == 1.0 else _at_most_node(compute.memory_gb * share, cluster)
-    return JobShape(found.serving.nodes if found.serving else 1, gpus, 1, cpus, memory, minutes, *site_fields(cluster))
+    return JobShape(
+        evaluation.serving.nodes if evaluation.serving else 1, gpus, 1, cpus, memory, minutes, *site_fields(cluster)
+    )
 
 
 def usable_gpu_bytes(cluster: Cluster) -> float | None:
@@ -222,8 +224,8 @@ def site_fields(cluster: Cluster) -> tuple[str | None, str | None, tuple[str, ..
 
 
 def _limit(cluster: Cluster) -> int:
-    found = parse_minutes(cluster.slurm.max_time) if cluster.slurm else None
-    return math.floor(found) if found is not None else 10**9
+    minutes = parse_minutes(cluster.slurm.max_time) if cluster.slurm else None
+    return math.floor(minutes) if minutes is not None else 10**9
 
 
 def find_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
@@ -280,8 +282,8 @@ def held(resolved: Resolved, cluster: Cluster) -> Footprint | None:
 
 def host_bytes(resolved: Resolved, cluster: Cluster) -> float:
     """RAM of the fullest node, bytes; 0 where it cannot be foreseen."""
-    found = held(resolved, cluster)
-    return found.host_bytes if found else 0.0
+    footprint = held(resolved, cluster)
+    return footprint.host_bytes if footprint else 0.0
 
 
 def gpu_room(resolved: Resolved, cluster: Cluster) -> float | None:
@@ -301,17 +303,16 @@ def least_nodes(resolved: Resolved, cluster: Cluster) -> int | None:
 
 def fit_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
     """What does not fit into GPU or host memory by the figures of ``clustertune plan``; a tiny run always fits."""
-    found, room = held(resolved, cluster), gpu_room(resolved, cluster)
-    if found is None:
+    footprint, room = held(resolved, cluster), gpu_room(resolved, cluster)
+    if footprint is None:
         return []
     problems = []
-    if room is not None and found.needed > room:
+    if room is not None and footprint.needed > room:
         each = resolved.distribution.ranks_per_node
         location = f"a {cluster.compute.gpu}" if cluster.compute.gpus else f"each of {each} processes per node"
-        shares = ", ".join(f"{part.name} {part.value / GIB:.1f}" for part in found.peak.parts)
-        text = (
-            f"predicted {found.needed / GIB:.1f} GiB on each rank at the {found.peak.name}, {location} has {room / GIB:.1f} GiB"
-        )
+        shares = ", ".join(f"{part.name} {part.value / GIB:.1f}" for part in footprint.peak.parts)
+        text = f"predicted {footprint.needed / GIB:.1f} GiB on each rank at the {footprint.peak.name}, "
+        text += f"{location} has {room / GIB:.1f} GiB"
         least = least_nodes(resolved, cluster)
         fix = f"slurm.nodes={least} is the least with {each} ranks per node" if least else "no number of nodes helps"
         fix += f"; clustertune plan {resolved.name} --advise lists what fits"
@@ -319,9 +320,9 @@ def fit_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
             fix = "this machine has no GPUs: name a cluster with --cluster NAME"
         problems.append(Problem(f"{text} (GiB: {shares})", file=resolved.name, key=GPU_MEMORY, fix=fix))
     node_bytes = cluster.compute.memory_gb * GIB
-    if cluster.compute.gpus and found.host_bytes > node_bytes:
-        parts = ", ".join(f"{part.name} {part.value / GIB:,.0f}" for part in found.host)
-        text = f"predicted {found.host_bytes / GIB:,.0f} GiB of host memory on a node, it has {node_bytes / GIB:,.0f} GiB"
+    if cluster.compute.gpus and footprint.host_bytes > node_bytes:
+        parts = ", ".join(f"{part.name} {part.value / GIB:,.0f}" for part in footprint.host)
+        text = f"predicted {footprint.host_bytes / GIB:,.0f} GiB of host memory on a node, it has {node_bytes / GIB:,.0f} GiB"
         key, fix = how_to_load(resolved.distribution)
         file = f"{resolved.name}/{resolved.accelerate_file}"
         problems.append(Problem(f"{text} (GiB: {parts})", file=file, key=key, fix=fix))
@@ -330,17 +331,17 @@ def fit_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
 
 def warnings(resolved: Resolved, cluster: Cluster) -> list[str]:
     """What may go wrong and cannot be determined for certain."""
-    found = []
+    notes = []
     if not resolved.tiny and cluster.compute.gpus and usable_gpu_bytes(cluster) is None:
-        found.append(
+        notes.append(
             f"cluster {cluster.name} does not say which GPU it has (compute.gpu): whether the recipe fits is not checked"
         )
     if resolved.recipe.slurm.staging and cluster.storage.staging is None:
-        found.append(f"slurm.staging: true copies nothing: cluster {cluster.name} names no disk for it (storage.staging)")
+        notes.append(f"slurm.staging: true copies nothing: cluster {cluster.name} names no disk for it (storage.staging)")
     chosen = serving.evaluation(resolved, cluster)
     if chosen.note:
-        found.append(f"eval: {chosen.note}")
-    return found
+        notes.append(f"eval: {chosen.note}")
+    return notes
 
 
 # --- the signal before the limit ------------------------------------------------------------------------------------------
@@ -356,29 +357,29 @@ _SIGNAL = re.compile(r"^#SBATCH\s+(?:.*\s)?--signal[=\s]+['\"]?(?:R?B:|R:)?[A-Z0
 
 def signal_given(text: str) -> int | None:
     """The seconds of a script's ``#SBATCH --signal=B:USR1@N``; None where it has none."""
-    found = _SIGNAL.findall(text)
-    return int(found[-1]) if found else None
+    signals = _SIGNAL.findall(text)
+    return int(signals[-1]) if signals else None
 
 
-def signal_warning(given: int | None, wanted: int, limit_minutes: float | None = None) -> str | None:
+def signal_warning(seconds: int | None, needed: int, limit_minutes: float | None = None) -> str | None:
     """What to say at the start of a job whose script signals too late, or halfway to its limit or before; None if it is right.
 
-    ``given``: of the script, in seconds. ``wanted``: the recipe's. ``limit_minutes``: the job's time limit, None where there is
-    none or it is not known. What sbatch was given on its command line replaces the script's, and Slurm does not report it: the
-    message names the script.
+    ``seconds``: what the script asks for. ``needed``: what the recipe does. ``limit_minutes``: the job's time limit, None
+    where there is none or it is not known. What sbatch was given on its command line replaces the script's, and Slurm does
+    not report it: the message names the script.
     """
-    again = f"-> sbatch --signal=B:USR1@{wanted} ..."
-    if given is None or given < wanted:
-        has = "no --signal" if given is None else f"--signal=B:USR1@{given}"
+    again = f"-> sbatch --signal=B:USR1@{needed} ..."
+    if seconds is None or seconds < needed:
+        has = "no --signal" if seconds is None else f"--signal=B:USR1@{seconds}"
         return (
-            f"{has}: too late to save before the time limit, slurm.signal_seconds is {wanted}; what was computed since the "
+            f"{has}: too late to save before the time limit, slurm.signal_seconds is {needed}; what was computed since the "
             f"last save would be lost {again}"
         )
-    if limit_minutes is not None and limit_minutes * 60 < 2 * (given + EARLY_SECONDS):
-        left = max(0, round(limit_minutes * 60 - given))
+    if limit_minutes is not None and limit_minutes * 60 < 2 * (seconds + EARLY_SECONDS):
+        left = max(0, round(limit_minutes * 60 - seconds))
         return (
-            f"the script's --signal=B:USR1@{given} tells a job of {limit_minutes:g} minutes to stop {left} s after its start, "
-            f"and it goes back into the queue each time; slurm.signal_seconds is {wanted} {again}"
+            f"the script's --signal=B:USR1@{seconds} tells a job of {limit_minutes:g} minutes to stop {left} s after its "
+            f"start, and it goes back into the queue each time; slurm.signal_seconds is {needed} {again}"
         )
     return None
 

@@ -95,8 +95,8 @@ def cancel(jobs: Sequence[str], run: Run = call) -> None:
 
 def show_job(job: str, run: Run = call) -> dict[str, str] | None:
     """What the controller knows of a job; None where it has forgotten it. Raises Unreachable as :func:`show_jobs` does."""
-    found = show_jobs(job, run)
-    return next((record for record in found if record.get("JobId") == job), next(iter(found), None))
+    records = show_jobs(job, run)
+    return next((record for record in records if record.get("JobId") == job), next(iter(records), None))
 
 
 def show_jobs(job: str, run: Run = call) -> list[dict[str, str]]:
@@ -136,10 +136,10 @@ def format_minutes(minutes: float) -> str:
 def is_running(job: str, run: Run = call) -> bool:
     """Whether a job runs now; False where that cannot be asked. One that is ending counts no more: its processes are killed."""
     try:
-        found = show_job(job, run) or {}
+        record = show_job(job, run) or {}
     except UserError:
         return False
-    return found.get("JobState") in ("RUNNING", "SUSPENDED")
+    return record.get("JobState") in ("RUNNING", "SUSPENDED")
 
 
 # --- records --------------------------------------------------------------------------------------------------------------
@@ -176,9 +176,9 @@ def parse_job(text: str) -> dict[str, str]:
     record = {**_pairs(ids), "JobName": name}
     for line in rest.split("\n"):
         key, equals, value = line.strip().partition("=")
-        found = {key: value} if key in _FREE_LINES else _pairs(line)
+        pairs = {key: value} if key in _FREE_LINES else _pairs(line)
         # The first stands: what follows a free text may be part of it.
-        record = {**found, **record} if equals else record
+        record = {**pairs, **record} if equals else record
     return record
 
 

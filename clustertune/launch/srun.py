@@ -201,9 +201,9 @@ def _forward(child: subprocess.Popen[bytes], signals: list[int], ask: Callable[[
     return handle
 
 
-def begin(command: Sequence[str], **given: Any) -> subprocess.Popen[bytes]:
-    """Start ``srun``, which ends with this process; ``given``: further arguments of Popen."""
-    return subprocess.Popen(list(command), stdin=subprocess.DEVNULL, preexec_fn=_in_srun, **given)  # noqa: PLW1509 - libc only
+def begin(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start ``srun``, which ends with this process; ``options``: further arguments of Popen."""
+    return subprocess.Popen(list(command), stdin=subprocess.DEVNULL, preexec_fn=_in_srun, **options)  # noqa: PLW1509 - libc only
 
 
 def _in_srun() -> None:

@@ -160,17 +160,17 @@ def left_to_do(finished: Sequence[str], first: str | None, last: str) -> list[st
     Raises UserError where an earlier stage is missing, or nothing is asked for.
     """
     start = STAGES.index(first) if first else 0
-    wanted = STAGES[start : STAGES.index(last) + 1]
-    if not wanted:
+    stages = STAGES[start : STAGES.index(last) + 1]
+    if not stages:
         fix = f"the order is {', '.join(STAGES)}"
         raise UserError(f"{first} comes after --to {last}", file="command line", key="--from", fix=fix)
     missing = [stage for stage in STAGES[:start] if stage not in finished]
     if missing:
         text = f"not finished in this run: {', '.join(missing)}"
         raise UserError(text, file="command line", key="--from", fix=f"--from {missing[0]}")
-    todo: list[str] = [stage for stage in wanted if stage not in finished or stage == first]
+    todo: list[str] = [stage for stage in stages if stage not in finished or stage == first]
     if first is None and todo:
-        todo = [stage for stage in wanted if STAGES.index(stage) >= STAGES.index(todo[0])]
+        todo = [stage for stage in stages if STAGES.index(stage) >= STAGES.index(todo[0])]
     return todo
 
 
@@ -203,9 +203,9 @@ def find_missing(cluster: Cluster, places: Sequence[tuple[str, Path]], fix: str)
     return problems + cluster_paths.find_unshared([*places, ("the checkout", ROOT)], cluster)
 
 
-def is_ours(entry: Mapping[str, Any], found: Mapping[str, str]) -> bool:
+def is_ours(entry: Mapping[str, Any], record: Mapping[str, str]) -> bool:
     """Whether what the controller calls by an id is the job of ``jobs.json``: a new controller counts from 1 again."""
-    return found.get("JobName") == entry.get("name") and str(entry.get("script", "")) in found.get("Command", "")
+    return record.get("JobName") == entry.get("name") and str(entry.get("script", "")) in record.get("Command", "")
 
 
 def live_jobs(run_path: Path, run: slurm.Run = slurm.call) -> list[str]:

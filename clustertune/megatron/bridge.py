@@ -73,8 +73,8 @@ class Bridge:
 
     def fetch(self, name: str, revision: str | None) -> Path:
         """The folder of a model of the Hub, loaded where it is not in the cache. Raises what huggingface_hub raises."""
-        wanted = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
-        return Path(_of("huggingface_hub").snapshot_download(name, revision=revision, allow_patterns=wanted))
+        patterns = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
+        return Path(_of("huggingface_hub").snapshot_download(name, revision=revision, allow_patterns=patterns))
 
     def convert(self, source: tuple[str, str | None], resolved: Resolved, out: Path, heartbeat: Heartbeat) -> None:
         """All ranks, each with the part that it has in the training: no node holds the whole model."""
@@ -164,8 +164,8 @@ class Bridge:
             "logger": "LoggerConfig",
             "rng": "RNGConfig",
         }
-        given = {**config, "train": train, "dataset": data}
-        made = {name: getattr(sections, kind)(**given[name]) for name, kind in kinds.items()}
+        filled = {**config, "train": train, "dataset": data}
+        made = {name: getattr(sections, kind)(**filled[name]) for name, kind in kinds.items()}
         tokenizer = self._tokenizer(config)
         return sections.ConfigContainer(model=provider, tokenizer=tokenizer, mixed_precision=precision, peft=peft, **made)
 
@@ -197,9 +197,9 @@ def _set(target: Any, values: Mapping[str, Any]) -> None:
 def from_last(value: Any) -> float | None:
     """A number that the last rank has, on all: the last stage of the pipeline alone computes losses. NaN stands for none."""
     torch = _of("torch")
-    found = torch.tensor([float("nan") if value is None else float(value)], dtype=torch.float64, device=_device(torch))
-    torch.distributed.broadcast(found, src=torch.distributed.get_world_size() - 1)
-    number = float(found.item())
+    tensor = torch.tensor([float("nan") if value is None else float(value)], dtype=torch.float64, device=_device(torch))
+    torch.distributed.broadcast(tensor, src=torch.distributed.get_world_size() - 1)
+    number = float(tensor.item())
     return None if math.isnan(number) else number
 
 

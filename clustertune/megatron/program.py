@@ -112,15 +112,15 @@ class _Training:
         if Path(name).is_dir():
             return
         self.attempt.heartbeat("model")
-        found: tuple[str | None, str] | None = None
+        result: tuple[str | None, str] | None = None
         if self.group.rank == 0:
             self.store.tell(f"loading {name} from the Hub, where it is not in the cache")
             with secrets.lent({key: value for key, value in self.attempt.tokens.items() if key == "HF_TOKEN"}):
                 try:
-                    found = (str(self.bridge.fetch(name, revision)), "")
+                    result = (str(self.bridge.fetch(name, revision)), "")
                 except (OSError, ValueError) as error:  # what huggingface_hub raises; no message of it holds a token
-                    found = (None, f"{type(error).__name__}: {error}".splitlines()[0][:300])
-        folder, wrong = self.group.broadcast(found)
+                    result = (None, f"{type(error).__name__}: {error}".splitlines()[0][:300])
+        folder, wrong = self.group.broadcast(result)
         if folder is None:
             fix = "clustertune stage RECIPE --to DIR on a machine that reaches the Hub, and staged: DIR"
             raise UserError(Problem(f"cannot be loaded: {wrong}", file=name, key="model.name", fix=fix))
@@ -134,10 +134,10 @@ class _Training:
         """HF's weights as a Megatron checkpoint, by all ranks together, once in a run: each holds its own part only."""
         out = megatron_files.paths(self.attempt.run.path)["base"]
         identity = {"model": self.attempt.resolved.recipe.model.name, "revision": self.attempt.resolved.recipe.model.revision}
-        there = None
+        source = None
         if self.group.rank == 0 and not manifest.find_problems(out, BASE_KIND, hashes=False):
-            there = manifest.read_manifest(out, BASE_KIND).meta.get("source")
-        if self.group.broadcast(there) == identity:
+            source = manifest.read_manifest(out, BASE_KIND).meta.get("source")
+        if self.group.broadcast(source) == identity:
             manifest.require_whole(out, self.group)
             manifest.agree(find_open(out) if self.group.rank == 0 else [], self.group)  # Megatron-Core unpickles it
             return
@@ -177,8 +177,8 @@ class _Training:
         counts: tuple[int, int, list[str]] | None = None
         if self.group.rank == 0:
             try:
-                found = self.bridge.pack(settings.build(attempt.resolved, named), attempt.heartbeat)
-                counts = (found.train, found.eval, [])
+                configured = self.bridge.pack(settings.build(attempt.resolved, named), attempt.heartbeat)
+                counts = (configured.train, configured.eval, [])
             except UserError as error:
                 counts = (0, 0, [problem.message for problem in error.problems])
         rows, evals, wrong = self.group.broadcast(counts)
@@ -266,6 +266,6 @@ class _Training:
             (out / "recipe.json").write_text(json.dumps(self.attempt.resolved.as_dict(), indent=1) + "\n")
             # A checkpoint's kind: the stage export reads it as it reads one of any other run.
             manifest.seal(out, KIND, {"step": self.step, "final": True, "checkpoint": self.saved.name})
-            whole = manifest.read_manifest(self.saved, KIND)
-            manifest.seal(self.saved, KIND, {**whole.meta, "final": True}, whole.files)
+            sealed = manifest.read_manifest(self.saved, KIND)
+            manifest.seal(self.saved, KIND, {**sealed.meta, "final": True}, sealed.files)
         self.group.barrier()

@@ -112,7 +112,7 @@ def find_problems(resolved: Resolved) -> list[Problem]:
 
 
 def _lora_problems(resolved: Resolved) -> list[Problem]:
-    found = []
+    problems = []
     defaults = lora_defaults()
     for key, value in (resolved.lora or {}).items():
         if value == defaults[key]:
@@ -120,17 +120,17 @@ def _lora_problems(resolved: Resolved) -> list[Problem]:
         where = {"file": resolved.name, "key": f"lora.{key}"}
         if key not in LORA_KEYS or LORA_KEYS[key] not in (value, None):
             fix = f"lora.{key}={LORA_KEYS[key]}" if key in LORA_KEYS else "leave it out"
-            found.append(Problem(f"{value!r} is not carried to Megatron-Bridge", fix=fix, **where))
+            problems.append(Problem(f"{value!r} is not carried to Megatron-Bridge", fix=fix, **where))
         if key == "target_modules":
             names = [value] if isinstance(value, str) else list(value)
             if unknown := [name for name in names if name not in TARGETS]:
                 fix = f"of {', '.join(TARGETS)}"
-                found.append(Problem(f"{', '.join(unknown)}: Megatron-Bridge's LoRA has no such layer", fix=fix, **where))
+                problems.append(Problem(f"{', '.join(unknown)}: Megatron-Bridge's LoRA has no such layer", fix=fix, **where))
     sizes = (resolved.architecture.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
     if (number := next(filter(None, sizes), 0)) and resolved.lora is not None:
         text = f"on a model of {number} experts: how its adapter is exported was not checked here"
-        found.append(Problem(text, file=resolved.name, key="lora", fix="train all parameters, or take a dense model"))
-    return found
+        problems.append(Problem(text, file=resolved.name, key="lora", fix="train all parameters, or take a dense model"))
+    return problems
 
 
 def iterations(train: Mapping[str, Any], batch: int, rows: int | None) -> int | None:
@@ -168,8 +168,8 @@ def build(resolved: Resolved, paths: Mapping[str, str | None], counts: Counts | 
     batch = global_batch(resolved)
     steps = iterations(train, batch, counts.train if counts else None)
     each = evaluated_at_once(resolved, m, counts.eval) if counts else None
-    wanted = train["eval_strategy"] == "steps" and each != 0
-    evaluated = share(train["eval_steps"], steps) if wanted else None
+    evaluates = train["eval_strategy"] == "steps" and each != 0
+    evaluated = share(train["eval_steps"], steps) if evaluates else None
     seed, length = int(train["seed"]), int(train["max_length"])
     by_steps = train["save_strategy"] == "steps"
     sections: dict[str, dict[str, Any]] = {
@@ -230,7 +230,7 @@ def sizes(m: Megatron) -> dict[str, Any]:
 
 
 def _model(m: Megatron, length: int) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         **sizes(m),
         "seq_length": length,
         # Demanded with context parallelism (ConfigContainer.validate), and what TRL computes: the mean over all tokens of
@@ -239,8 +239,8 @@ def _model(m: Megatron, length: int) -> dict[str, Any]:
         "recompute_granularity": m.recompute_granularity,
     }
     if m.recompute_granularity == "full":
-        found |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-    return found
+        values |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    return values
 
 
 def _optimization(train: Mapping[str, Any], m: Megatron, steps: int | None) -> dict[str, dict[str, Any]]:
@@ -337,16 +337,16 @@ def shown_document(resolved: Resolved, cluster: Cluster, run_path: Path) -> dict
 
 def shown_lines(resolved: Resolved, cluster: Cluster, run_path: Path) -> list[str]:
     """:func:`shown_document` for people. What depends on the packed data reads null, and is known once rank 0 has packed it."""
-    found = shown_document(resolved, cluster, run_path)
-    conversion = found["conversion"]
+    shown = shown_document(resolved, cluster, run_path)
+    conversion = shown["conversion"]
     source = conversion["from"]
-    body = json.dumps(found["configuration"], indent=1)
+    body = json.dumps(shown["configuration"], indent=1)
     return [
-        "", f"# the ranks run in {found['image']}, on node 0 of {resolved.recipe.slurm.nodes} by",
-        f"$ {shlex.join(found['ranks_command'])}",
+        "", f"# the ranks run in {shown['image']}, on node 0 of {resolved.recipe.slurm.nodes} by",
+        f"$ {shlex.join(shown['ranks_command'])}",
         f"# first, once in a run: AutoBridge.from_hf_pretrained({source['model']!r}) by {conversion['ranks']} ranks",
         f"#   to {conversion['to']}",
         f"# last: the {conversion['exported']['what']} in the form of Hugging Face, to {conversion['exported']['to']}",
-        f"# {found['configuration_file']}; what is null is known once the data is packed",
+        f"# {shown['configuration_file']}; what is null is known once the data is packed",
         *body.splitlines(),
     ]  # fmt: skip

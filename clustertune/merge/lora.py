@@ -112,7 +112,7 @@ class _Fit:
         self.updates: dict[str, Update] = {}
         self.factors: dict[str, dict[str, Tensor]] = {}
         """A, B and PEFT's own copy of the weight, by module."""
-        self.whole: dict[str, Tensor] = {}
+        self.saved: dict[str, Tensor] = {}
         """Tensors of saved modules, by name in the base."""
         strange = []
         for tensor in tensors:
@@ -122,7 +122,7 @@ class _Fit:
             elif match["part"]:
                 self.factors.setdefault(match["module"], {})[match["part"]] = tensor
             else:
-                self.whole[match["module"]] = tensor
+                self.saved[match["module"]] = tensor
         fix = "LoRA on embeddings, DoRA vectors and the like cannot be merged here"
         self._wrong_names("tensors that are neither LoRA A/B of a linear layer nor a saved module: {}", strange, fix=fix)
 
@@ -178,12 +178,12 @@ class _Fit:
             for target in settings.target_modules:
                 if not any(m == target or m.endswith(f".{target}") for m in modules):
                     self._wrong(f"the base has no module {target!r}", key="target_modules")
-        unsaved = [name for name in base.tensors if settings.saves(name) and name not in self.whole]
+        unsaved = [name for name in base.tensors if settings.saves(name) and name not in self.saved]
         self._wrong_names("no tensors for {}, which modules_to_save names", unsaved)
 
     def check_replacements(self, base: Base) -> None:
         """Tensors that are saved whole; and embeddings that the base has once."""
-        for name, tensor in self.whole.items():
+        for name, tensor in self.saved.items():
             target = base.tensors.get(name)
             if target is None:
                 self._wrong(f"the base has no tensor {name} to replace")
@@ -193,7 +193,7 @@ class _Fit:
                 self._wrong(f"{name} is both saved whole and updated by LoRA")
             else:
                 self._is_float(target)
-        touched = [n for n in (*self.whole, *(f"{m}.weight" for m in self.factors)) if EMBEDDINGS.search(n)]
+        touched = [n for n in (*self.saved, *(f"{m}.weight" for m in self.factors)) if EMBEDDINGS.search(n)]
         if base.tied and touched:
             text = f"input and output embeddings are one tensor, the adapter changes {_shown(touched)} alone"
             fix = "untie the base first: load it with tie_word_embeddings=False, copy the head, save it"
@@ -201,13 +201,13 @@ class _Fit:
 
     def check_provenance(self, base: Base) -> None:
         """The base that the adapter names: another revision is an error, another name a warning."""
-        folder, wanted, named = base.folder.resolve(), self.settings.revision, self.settings.base_name
+        folder, revision, named = base.folder.resolve(), self.settings.revision, self.settings.base_name
         known = folder.name if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name) else None
         names = {folder.name, str(base.config.get("_name_or_path", "")).rstrip("/").rpartition("/")[2]}
         names |= {part.rpartition("--")[2] for part in folder.parts if part.startswith("models--")}
-        if known and wanted and _COMMIT.fullmatch(wanted) and wanted != known:
+        if known and revision and _COMMIT.fullmatch(revision) and revision != known:
             fix = "give the base of that revision"
-            self._wrong(f"trained on revision {wanted}, the base is {known}", self.config, key="revision", fix=fix)
+            self._wrong(f"trained on revision {revision}, the base is {known}", self.config, key="revision", fix=fix)
         elif named and named.rstrip("/").rpartition("/")[2] not in names:
             text = f"trained on {named!r}, merged into {base.folder.name!r}; names and shapes fit, contents are not compared"
             self.warnings.append(f"{self.config}: {text}")
@@ -260,11 +260,11 @@ class _Fit:
 
     def _fits_experts(self, parameter: str, inner: str, pair: Mapping[str, Tensor], shape: Sequence[int]) -> bool:
         rank = self.settings.rank(parameter)
-        wanted = {"lora_A": (shape[0] * rank, shape[2]), "lora_B": (shape[1], shape[0] * rank)}
-        if {part: tensor.shape for part, tensor in pair.items()} == wanted:
+        expected = {"lora_A": (shape[0] * rank, shape[2]), "lora_B": (shape[1], shape[0] * rank)}
+        if {part: tensor.shape for part, tensor in pair.items()} == expected:
             return True
         has = {part: list(tensor.shape) for part, tensor in pair.items()} or "nothing"
-        self._wrong(f"{parameter} has {has}, rank {rank} asks for {wanted}", key=f"{inner}.lora_A", fix=_OTHER_MODEL)
+        self._wrong(f"{parameter} has {has}, rank {rank} asks for {expected}", key=f"{inner}.lora_A", fix=_OTHER_MODEL)
         return False
 
     def _update_experts(
@@ -288,11 +288,11 @@ def _parts(source: ParameterSource, rows: int) -> list[_Part]:
     """
     if source.converter is None:
         return [(source.parts[0][2], None, 0)]
-    found, row = list[_Part](), 0
+    parts, row = list[_Part](), 0
     for tensor in source.experts() or ():
-        found.append((tensor, row // rows, row % rows))
+        parts.append((tensor, row // rows, row % rows))
         row += tensor.shape[0]
-    return found
+    return parts
 
 
 def _read_files(folder: Path) -> tuple[LoraSettings, list[Tensor], dict[str, str]]:
@@ -319,8 +319,8 @@ def _read_files(folder: Path) -> tuple[LoraSettings, list[Tensor], dict[str, str
         problems.append(Problem(str(error), file=str(weights), fix="export the adapter again"))
     compared = dict[str, FileRecord]()
     if (folder / MANIFEST).exists():
-        found = find_problems(folder, allow_extra=True)
-        problems, compared = problems + found, {} if found else read_manifest(folder).files
+        differing = find_problems(folder, allow_extra=True)
+        problems, compared = problems + differing, {} if differing else read_manifest(folder).files
     if problems or settings is None:
         raise UserError(problems)
     known = {name: record for name, record in compared.items() if record.algorithm == SHA256}
@@ -349,7 +349,7 @@ def read_adapter(folder: Path, base: Base | None) -> Adapter:
         fit.check_replacements(base)
         fit.check_provenance(base)
     raise_if(fit.problems)
-    return Adapter(folder, settings, fit.updates, fit.whole, digests, before, fit.warnings)
+    return Adapter(folder, settings, fit.updates, fit.saved, digests, before, fit.warnings)
 
 
 # --- lora config ----------------------------------------------------------------------------------------------------------
@@ -442,13 +442,13 @@ class LoraSettings(BaseModel):
         The first one wins, in training by the order in which they were given, and here, as in PEFT, by that of the file,
         which PEFT sorts by name (peft 0.20 ``PeftConfigMixin.save_pretrained``).
         """
-        found = []
+        names = []
         for module in modules:
             for patterns in (self.rank_pattern, self.alpha_pattern):
                 if len({value for p, value in patterns.items() if _matches(p, module)}) > 1:
-                    found.append(module)
+                    names.append(module)
                     break
-        return found
+        return names
 
     def saves(self, name: str) -> bool:
         """Whether the tensor ``name`` belongs to a module of ``modules_to_save``."""
@@ -467,8 +467,8 @@ class LoraSettings(BaseModel):
         if isinstance(self.target_modules, str) or module in (self.target_modules or ()) or not self.layers:
             return True
         patterns = self.layers_pattern or [r"[^.]*"]
-        found = next((m for p in patterns if (m := re.match(rf".*?\.{p}\.(\d+)\.", module))), None)
-        return found is not None and int(found[1]) in self.layers
+        match = next((m for p in patterns if (m := re.match(rf".*?\.{p}\.(\d+)\.", module))), None)
+        return match is not None and int(match[1]) in self.layers
 
 
 def _matches(pattern: str, module: str) -> bool:
@@ -509,11 +509,11 @@ def _find_variants(body: Mapping[str, Any]) -> Iterator[Found]:
 
 def read_settings(body: dict[str, Any], file: Path) -> LoraSettings:
     """Check ``adapter_config.json`` (already parsed; ``file`` only for messages). Raises UserError with every problem."""
-    found = list(_find_variants(body))
+    faults = list(_find_variants(body))
     try:
         settings = LoraSettings.model_validate(body)
     except ValidationError as error:
-        found += schema_findings(LoraSettings, error)
-    if found:
-        raise UserError(as_problems(found, Document(str(file), body)))
+        faults += schema_findings(LoraSettings, error)
+    if faults:
+        raise UserError(as_problems(faults, Document(str(file), body)))
     return settings

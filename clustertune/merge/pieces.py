@@ -436,11 +436,11 @@ def plan_shards(tensors: Sequence[Tensor], shard_size: int) -> list[Shard]:
     from huggingface_hub import split_state_dict_into_shards_factory
 
     by_name = {tensor.name: tensor for tensor in tensors}
-    found = split_state_dict_into_shards_factory(
+    split = split_state_dict_into_shards_factory(
         by_name, get_storage_size=lambda t: t.size, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_size
     )
     shards = []
-    for name, keys in found.filename_to_tensors.items():
+    for name, keys in split.filename_to_tensors.items():
         group = sorted((by_name[key] for key in keys), key=lambda t: -BITS[t.dtype])
         shards.append(Shard(name, group, build_header(group)))
     return shards

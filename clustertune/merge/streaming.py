@@ -468,9 +468,9 @@ class MergeJob:
             largest = max(largest, factors + CHUNK + BUFFERS * max(CHUNK, 4 * block))
         return max(largest, 32 << 20)
 
-    def limit_workers(self, wanted: int) -> int:
-        """At most ``wanted``, as many as fit into ``WORKING_MEMORY``; at least one."""
-        return max(1, min(wanted, WORKING_MEMORY // self.worker_bytes()))
+    def limit_workers(self, count: int) -> int:
+        """At most ``count``, as many as fit into ``WORKING_MEMORY``; at least one."""
+        return max(1, min(count, WORKING_MEMORY // self.worker_bytes()))
 
 
 def prepare(base_folder: Path, adapter_folder: Path, out: Path, shard_size: str | int) -> MergeJob:

@@ -88,11 +88,11 @@ def line(row: TelemetryRow) -> str:
 
 
 def _rounded(values: Values, columns: Mapping[str, int]) -> list[float | None]:
-    found = []
+    rounded = []
     for name, digits in columns.items():
         value = values.get(name)
-        found.append(None if value is None else round(value, digits) if digits else round(value))
-    return found
+        rounded.append(None if value is None else round(value, digits) if digits else round(value))
+    return rounded
 
 
 class TelemetryWriter:
@@ -137,8 +137,8 @@ def sample_node(run: Path) -> dict[str, float | None]:
 
     memory, free = psutil.virtual_memory(), None
     with contextlib.suppress(OSError):
-        found = os.statvfs(run)
-        free = found.f_bavail * found.f_frsize / 2**30
+        disk = os.statvfs(run)
+        free = disk.f_bavail * disk.f_frsize / 2**30
     return {
         "cpu": psutil.cpu_percent() / 100,
         "load": os.getloadavg()[0],
@@ -201,17 +201,17 @@ class Gpus:
         except nvml.NVMLError as error:
             self.problems["nvml"] = str(error)
             return []
-        wanted: list[str] = [str(index) for index in range(count)] if visible is None else visible.split(",")
-        found = []
-        for text in map(str.strip, wanted):
+        devices: list[str] = [str(index) for index in range(count)] if visible is None else visible.split(",")
+        handles = []
+        for text in map(str.strip, devices):
             if not text or text == "-1":
                 break
             try:
                 by_index = text.isdigit()
-                found.append(nvml.nvmlDeviceGetHandleByIndex(int(text)) if by_index else nvml.nvmlDeviceGetHandleByUUID(text))
+                handles.append(nvml.nvmlDeviceGetHandleByIndex(int(text)) if by_index else nvml.nvmlDeviceGetHandleByUUID(text))
             except nvml.NVMLError as error:
                 self.problems[text] = str(error)
-        return found
+        return handles
 
     def _listen(self) -> Any:
         """Subscribe to critical errors (Xid); None where the driver offers none."""

@@ -162,8 +162,8 @@ class RunStatus:
     def _slow(self) -> dict[int, float]:
         """By rank of the newest attempt: there may have been more of them before, and on other machines."""
         newest = self.plan is not None and self.latest.get("attempt") == self.plan.attempt
-        found = self.latest.get("stragglers") if newest else None
-        return {int(rank): float(times) for rank, times in found.items()} if isinstance(found, dict) else {}
+        times_of_rank = self.latest.get("stragglers") if newest else None
+        return {int(rank): float(times) for rank, times in times_of_rank.items()} if isinstance(times_of_rank, dict) else {}
 
     def _nodes(self) -> Iterator[NodeStatus]:
         if self.plan is None:
@@ -172,10 +172,10 @@ class RunStatus:
         measured = [node for node in self._measured.values() if node.last and node.last.attempt == self.plan.attempt]
         by_index = {node.about.get("node"): node for node in measured}
         for index, planned in enumerate(self.plan.nodes):
-            found = by_index.get(index)
-            name = str(found.about.get("host", planned.name)) if found and planned.name == "here" else planned.name
+            telemetry = by_index.get(index)
+            name = str(telemetry.about.get("host", planned.name)) if telemetry and planned.name == "here" else planned.name
             mine = tuple(rank for rank in self._slow if rank in self.plan.ranks_of(index))
-            yield NodeStatus(name, found.last if found else None, mine)
+            yield NodeStatus(name, telemetry.last if telemetry else None, mine)
 
     def _differs(self, plan: AttemptPlan, nodes: Sequence[NodeStatus], rank: int) -> str:
         """What is different where a slow rank runs; empty where nothing is."""
@@ -303,9 +303,13 @@ def tiles(status: RunStatus) -> Iterator[tuple[str, str, str]]:
     """The figures that come first: name, value, and what it is held against."""
     cost, rates, budget = status.cost.training, status.cost.rates, status.budget
     planned = status.planned_hours
-    if (found := status.evaluation) is not None:
-        left = "" if found.eta_s is None else f"about {duration(found.eta_s)} left"
-        yield "Evaluation", f"{number(found.done)} of {number(found.total)}", f"{found.model} model{', ' if left else ''}{left}"
+    if (evaluation := status.evaluation) is not None:
+        left = "" if evaluation.eta_s is None else f"about {duration(evaluation.eta_s)} left"
+        yield (
+            "Evaluation",
+            f"{number(evaluation.done)} of {number(evaluation.total)}",
+            f"{evaluation.model} model{', ' if left else ''}{left}",
+        )
     pace = f"{duration(status.step_s)} a step" if status.step_s else ""
     yield "Step", f"{number(status.step)} of {number(status.steps)}", pace
     if status.planned_step_s and status.step_s:

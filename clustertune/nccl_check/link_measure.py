@@ -264,8 +264,8 @@ def schedule(setup: Setup, clock: Callable[[], float], deadline: float, most_byt
 def shapes(setup: Setup) -> list[str]:
     """The scopes that mean something here, of those asked for: of one node there is no network, of one rank no link inside."""
     nodes, each = len(setup.hosts), setup.ranks_per_node
-    there = {"world": nodes > 1, "intra": each > 1, "inter": nodes > 1 and each > 1, "pair": nodes > 1}
-    return [scope for scope in setup.scopes if there[scope]]
+    possible = {"world": nodes > 1, "intra": each > 1, "inter": nodes > 1 and each > 1, "pair": nodes > 1}
+    return [scope for scope in setup.scopes if possible[scope]]
 
 
 def members(setup: Setup, scope: str, turn: int, rank: int) -> list[int]:
@@ -307,10 +307,10 @@ def run_node(folder: Path, setup: Setup, node: int) -> int:
                 record["probe"] = _probe_pairs(setup, node, environ, problems)
                 record["codes"] = _run_ranks(folder, setup, node, environ, began)
             else:  # gloo and NCCL report it with messages of their own, a minute later
-                there = ", ".join(interfaces)
-                problems.append(f"there is no interface {setup.interface} (it has {there}): nothing was measured")
-            if found := facts.answer().found:
-                record["facts"] = {**found, "hostname": setup.hosts[node]}
+                names = ", ".join(interfaces)
+                problems.append(f"there is no interface {setup.interface} (it has {names}): nothing was measured")
+            if facts_here := facts.answer().found:
+                record["facts"] = {**facts_here, "hostname": setup.hosts[node]}
             else:
                 problems.append(f"its facts took longer than {FACTS_SECONDS:.0f} s, or could not be collected")
         finally:
@@ -351,10 +351,10 @@ def _run_ranks(folder: Path, setup: Setup, node: int, environ: Mapping[str, str]
             kill_group(child)
 
 
-def start(command: Sequence[str], output: Path, last: signal.Signals, **given: Any) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], output: Path, last: signal.Signals, **options: Any) -> subprocess.Popen[bytes]:
     """Start a program that writes to the end of ``output`` and gets signal ``last`` when this process ends. Raises OSError."""
     with output.open("ab") as out:
-        return process.start(command, last, stdout=out, stderr=out, **given)
+        return process.start(command, last, stdout=out, stderr=out, **options)
 
 
 def steering(values: Mapping[str, str]) -> dict[str, str]:
@@ -371,23 +371,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="clustertune.nccl_check.link_measure")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--node", type=int, help="number of this host (default: SLURM_NODEID)")
-    given = parser.parse_args(argv)
-    number = os.environ.get("SLURM_NODEID", "") if given.node is None else str(given.node)
+    parsed = parser.parse_args(argv)
+    number = os.environ.get("SLURM_NODEID", "") if parsed.node is None else str(parsed.node)
     if not number.isdigit():
         parser.exit(2, "error: SLURM_NODEID is not set: give --node, or start it with srun\n")
     try:
-        await_object(given.folder / SETUP, PATIENCE_SECONDS)
-        setup = Setup.read(given.folder)
+        await_object(parsed.folder / SETUP, PATIENCE_SECONDS)
+        setup = Setup.read(parsed.folder)
 
         def stopped(number: int, _frame: object) -> None:
             raise SystemExit(128 + number)
 
         signal.signal(signal.SIGTERM, stopped)
-        return run_node(given.folder, setup, int(number))
+        return run_node(parsed.folder, setup, int(number))
     except UserError as error:
         parser.exit(2, "".join(f"error: {problem}\n" for problem in error.problems))
     except OSError as error:
-        parser.exit(73, f"error: {error.filename or given.folder}: {error.strerror or error}\n")
+        parser.exit(73, f"error: {error.filename or parsed.folder}: {error.strerror or error}\n")
 
 
 # --- the document -----------------------------------------------------------------------------------------------------
@@ -638,11 +638,11 @@ def probe_pairs(
 
     ``pairwise``: every pair; else the first one. ``seconds``: what one may take.
     """
-    deadline, found, why = time.monotonic() + limit, [], ""
+    deadline, results, why = time.monotonic() + limit, [], ""
     for turn in tournament(gpus) if pairwise else [[(0, 1)]]:
         why = why or ("no time was left" if time.monotonic() >= deadline else "")
         if why:
-            found += [{"gpus": list(pair), "status": "skipped", "seconds": 0.0, "message": why} for pair in turn]
+            results += [{"gpus": list(pair), "status": "skipped", "seconds": 0.0, "message": why} for pair in turn]
             continue
         most = min(seconds, max(10.0, deadline - time.monotonic()))
         with tempfile.TemporaryDirectory(prefix="clustertune-probe-") as folder, contextlib.ExitStack() as children:
@@ -654,10 +654,10 @@ def probe_pairs(
             for pair, both in running:
                 status, message = _outcome(both, most)
                 taken = round(time.monotonic() - began, 2)
-                found.append({"gpus": list(pair), "status": status, "seconds": taken, "message": message})
-        if any(entry["status"] == "hung" for entry in found):
+                results.append({"gpus": list(pair), "status": status, "seconds": taken, "message": message})
+        if any(entry["status"] == "hung" for entry in results):
             why = "a pair hung before"
-    return found
+    return results
 
 
 def tournament(players: int) -> list[list[tuple[int, int]]]:

@@ -343,8 +343,8 @@ class Rank:
         kills a process later: half of what is free stays free."""
         if self.device.type == "cuda":
             return self.setup.largest
-        found = memory(Probe())
-        free = [found[key] for key in ("memory_available_bytes", "memory_limit_bytes") if found[key] is not None]
+        figures = memory(Probe())
+        free = [figures[key] for key in ("memory_available_bytes", "memory_limit_bytes") if figures[key] is not None]
         return max(MIB, min(free, default=1 << 30) // 4 // self.setup.ranks_per_node)
 
     # --- what comes next ----------------------------------------------------------------------------------------------
@@ -434,12 +434,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--node", type=int, required=True)
     parser.add_argument("--local", type=int, required=True)
     parser.add_argument("--began", type=float, required=True, help="when the node began, by the kernel's monotonic clock")
-    given = parser.parse_args(argv)
+    parsed = parser.parse_args(argv)
     try:
-        setup = Setup.read(given.folder)
+        setup = Setup.read(parsed.folder)
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
-    return Rank(given.folder, setup, given.node, given.local, given.began).main()
+    return Rank(parsed.folder, setup, parsed.node, parsed.local, parsed.began).main()
 
 
 if __name__ == "__main__":

@@ -371,8 +371,8 @@ def _wants_rdma(context: LinkContext) -> str:
     """A setting that makes sense with RDMA only; empty where there is none."""
     if "0" in context.settings("NCCL_IB_DISABLE"):
         return "NCCL_IB_DISABLE=0"
-    given = {name: context.setting(name) for name in ("NCCL_IB_HCA", "NCCL_IB_GID_INDEX")}
-    return next((f"{name}={value}" for name, value in given.items() if value not in ("", "none")), "")
+    settings = {name: context.setting(name) for name in ("NCCL_IB_HCA", "NCCL_IB_GID_INDEX")}
+    return next((f"{name}={value}" for name, value in settings.items() if value not in ("", "none")), "")
 
 
 @RULES("nodes-differ")

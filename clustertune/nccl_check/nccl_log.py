@@ -153,10 +153,10 @@ class Log:
 
     def between(self) -> Counter[str]:
         """Plugins of the connections between nodes."""
-        found: Counter[str] = Counter()
+        edges: Counter[str] = Counter()
         for edge, number in self.crossing().items():
-            found[edge.plugin] += number
-        return found
+            edges[edge.plugin] += number
+        return edges
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------------
@@ -303,14 +303,14 @@ class _NcclLogReader:
             log.failed += 1
 
     def edge(self, record: Record) -> None:
-        found = _EDGE.search(record.text)
-        via = found[4] if found else record.text.partition(" via ")[2]
+        match = _EDGE.search(record.text)
+        via = match[4] if match else record.text.partition(" via ")[2]
         if net := _NET.match(via):
             gdr = "/GDR" in (net[4] or "")
             name = f"{net[1]}/{net[2]}" + ("/GDRDMA" if gdr else "")
-            if net[1] == "NET" and found:
-                own, peer = int(found[1]), int(found[2])
-                own, peer = (peer, own) if found[3] == "receive" else (own, peer)
+            if net[1] == "NET" and match:
+                own, peer = int(match[1]), int(match[2])
+                own, peer = (peer, own) if match[3] == "receive" else (own, peer)
                 ranks = self.comm.get((record.host, record.pid, record.gpu), 0)
                 self.log.edges[NetEdge(record.host, own, peer, ranks, net[2], int(net[3]), gdr)] += 1
         elif via.startswith("direct shared memory"):
@@ -349,10 +349,10 @@ class _NcclLogReader:
 
     def communicator(self, record: Record) -> None:
         log, text = self.log, record.text
-        found = _COMM.search(text)
-        if found is None:
+        match = _COMM.search(text)
+        if match is None:
             return
-        rank, ranks = int(found[1]), int(found[2])
+        rank, ranks = int(match[1]), int(match[2])
         self.comm[record.host, record.pid, record.gpu] = ranks
         if ranks > log.ranks:
             log.ranks = ranks
@@ -368,8 +368,8 @@ class _NcclLogReader:
 
     def gpu(self, record: Record) -> None:
         """Paths between GPUs, and what is said of GPUDirect RDMA."""
-        if found := _GDR_OFF.search(record.text):
-            self.log.gdr_off.setdefault(record.host, set()).add(found[1] or found[2] or "")
+        if match := _GDR_OFF.search(record.text):
+            self.log.gdr_off.setdefault(record.host, set()).add(match[1] or match[2] or "")
         own = record.text.partition(" ")[0]
         for path in _PATH.finditer(record.text, len(own)):
             if path[1] != "LOC":
@@ -379,8 +379,8 @@ class _NcclLogReader:
         self.log.settings.setdefault(name, {}).setdefault(value.strip().strip("\"'"), set()).add(host)
 
     def version(self, text: str, host: str) -> None:
-        if found := _VERSION.search(text):
-            self.log.versions.setdefault(found[1], set()).add(host)
+        if match := _VERSION.search(text):
+            self.log.versions.setdefault(match[1], set()).add(host)
 
     def other(self, record: Record) -> None:
         """A line of another program."""
@@ -553,12 +553,12 @@ def as_dict(log: Log) -> dict[str, Any]:
     }
 
 
-def _sorted(found: dict[str, set[str]]) -> dict[str, list[str]]:
-    return {name: sorted(hosts - {""}) for name, hosts in sorted(found.items())}
+def _sorted(hosts_by_name: dict[str, set[str]]) -> dict[str, list[str]]:
+    return {name: sorted(hosts - {""}) for name, hosts in sorted(hosts_by_name.items())}
 
 
-def _devices(found: dict[str, list[LoggedDevice]]) -> dict[str, list[str]]:
-    return {host: [" ".join(device).strip() for device in devices] for host, devices in sorted(found.items())}
+def _devices(devices_by_host: dict[str, list[LoggedDevice]]) -> dict[str, list[str]]:
+    return {host: [" ".join(device).strip() for device in devices] for host, devices in sorted(devices_by_host.items())}
 
 
 def summary(log: Log) -> Iterator[str]:
@@ -569,12 +569,12 @@ def summary(log: Log) -> Iterator[str]:
     for title, names in (("transports", log.transports), ("between nodes", log.between()), ("network", log.networks)):
         if names:
             yield f"  {title:<12} {', '.join(sorted(names))}"
-    for title, found in (("interfaces", log.sockets or log.bootstrap), ("adapters", log.adapters)):
+    for title, by_host in (("interfaces", log.sockets or log.bootstrap), ("adapters", log.adapters)):
         groups: dict[str, list[str]] = {}
-        for host, devices in found.items():
+        for host, devices in by_host.items():
             groups.setdefault(", ".join(device.name for device in devices), []).append(host)
         for devices_of, hosts in list(groups.items())[:8]:
             yield f"  {title:<12} {devices_of} ({listed(sorted(hosts), 4)})"
     if log.settings:
-        given = [f"{name}={'|'.join(sorted(values))}" for name, values in sorted(log.settings.items())]
-        yield f"  settings     {' '.join(given)}"
+        settings = [f"{name}={'|'.join(sorted(values))}" for name, values in sorted(log.settings.items())]
+        yield f"  settings     {' '.join(settings)}"

@@ -78,9 +78,9 @@ def _bases(start: Resolved) -> tuple[str, ...]:
     return ("bf16", "nf4") if own is None or own.get("load_in_4bit") else ("bf16", "")
 
 
-def _sizes(found: Candidate) -> Iterator[Candidate]:
+def _sizes(candidate: Candidate) -> Iterator[Candidate]:
     """Micro batches and shares of recomputation of one distribution, of which micro batch 1 with all layers is given."""
-    used = found.strategy
+    used = candidate.strategy
     for micro in (size for size in MICRO if used.accumulation % size == 0):
         accumulation = used.accumulation // micro
         if used.virtual > 1 and accumulation % used.pp:
@@ -88,10 +88,10 @@ def _sizes(found: Candidate) -> Iterator[Candidate]:
         for ratio in RATIOS:
             if ratio not in (0.0, 1.0) and used.kind != "FSDP2":
                 continue
-            recomputed = share(found.resolved, ratio, used.kind)
+            recomputed = share(candidate.resolved, ratio, used.kind)
             recompute = replace(used.recompute, share=recomputed) if recomputed else Recompute()
             changed = replace(used, micro_batch=micro, accumulation=accumulation, recompute=recompute)
-            yield replace(found, strategy=changed, ratio=ratio)
+            yield replace(candidate, strategy=changed, ratio=ratio)
 
 
 def _layouts(
@@ -282,9 +282,9 @@ class _Search:
 
     def timed(self, option: CostedCandidate) -> CostedCandidate:
         """The option with the seconds of its whole training, and what most of them go to."""
-        found = option.candidate
+        candidate = option.candidate
         plan = make_plan(
-            found.resolved, self.machine, self.constants, lengths=self.lengths, chosen=found.strategy, sure=False
+            candidate.resolved, self.machine, self.constants, lengths=self.lengths, chosen=candidate.strategy, sure=False
         )  # fmt: skip
         seconds = plan.totals()
         return option if seconds is None else replace(option, seconds=seconds, why=_largest(seconds, option.why))
@@ -344,7 +344,7 @@ def _longer(option: CostedCandidate, winner: CostedCandidate) -> str:
 
 def reasons(advice: Advice) -> list[tuple[CostedCandidate, str]]:
     """For each option but the winner, why it loses."""
-    found = []
+    reasons_so_far = []
     for option in advice.fitting[1:]:
         winner = advice.fitting[0]
         ratio = option.key(advice.goal) / winner.key(advice.goal)
@@ -355,11 +355,11 @@ def reasons(advice: Advice) -> list[tuple[CostedCandidate, str]]:
                 text += ", but quantises or offloads more"
             if (more := option.needed - winner.needed) > 0:
                 text += f", uses {more / GIB:.1f} GiB more per GPU"
-            found.append((option, f"{text}: {option.why}"))
+            reasons_so_far.append((option, f"{text}: {option.why}"))
             continue
         why = option.why if advice.goal == "memory" else _longer(option, winner)
-        found.append((option, f"{ratio:.2f}x {comparison}: {why}"))
-    return found + [(option, option.why) for option in advice.losing]
+        reasons_so_far.append((option, f"{ratio:.2f}x {comparison}: {why}"))
+    return reasons_so_far + [(option, option.why) for option in advice.losing]
 
 
 def overrides(advice: Advice, source: RecipeSource) -> dict[str, Sequence[str]]:
@@ -390,18 +390,22 @@ class _Change:
     """The training computes the same numbers after it."""
 
 
-def remedies(plan: Plan, given: tuple[str, ...] = ()) -> list[Remedy]:
+def remedies(plan: Plan, overrides: tuple[str, ...] = ()) -> list[Remedy]:
     """The changes that are each enough, in the order of how little they change what is trained and on what.
 
-    ``given``: the overrides with which the plan's recipe was resolved.
+    ``overrides``: the overrides with which the plan's recipe was resolved.
     """
-    source = RecipeSource(plan.resolved, given)
+    source = RecipeSource(plan.resolved, overrides)
     changes = list(_changes(plan))
     alone = [(change, _tried(plan, source, change)) for change in changes]
-    found = [remedy for change, remedy in alone if remedy is not None and change.same]
-    found += [remedy] if (remedy := _nodes(plan, source)) is not None else []
-    found += [remedy for change, remedy in alone if remedy is not None and not change.same]
-    return found if any(remedy.arguments for remedy in found) else [*_pairs(plan, source, changes), *found]
+    remedies_so_far = [remedy for change, remedy in alone if remedy is not None and change.same]
+    remedies_so_far += [remedy] if (remedy := _nodes(plan, source)) is not None else []
+    remedies_so_far += [remedy for change, remedy in alone if remedy is not None and not change.same]
+    return (
+        remedies_so_far
+        if any(remedy.arguments for remedy in remedies_so_far)
+        else [*_pairs(plan, source, changes), *remedies_so_far]
+    )
 
 
 def _tried(plan: Plan, source: RecipeSource, change: _Change) -> Remedy | None:
@@ -419,17 +423,17 @@ def _planned(plan: Plan, resolved: Resolved) -> Plan:
 
 def _pairs(plan: Plan, source: RecipeSource, changes: list[_Change]) -> list[Remedy]:
     """Two changes together, the first that is enough with each other one."""
-    found: list[Remedy] = []
+    pairs: list[Remedy] = []
     for index, one in enumerate(changes):
         for other in changes[index + 1 :]:
             keys = [{text.partition("=")[0] for text in change.arguments} for change in (one, other)]
-            if keys[0] & keys[1] or any(one.what in remedy.what for remedy in found):
+            if keys[0] & keys[1] or any(one.what in remedy.what for remedy in pairs):
                 continue
             both = _Change(f"{one.what}, and {other.what}", [*one.arguments, *other.arguments])
             remedy = _tried(plan, source, both)
             if remedy is not None:
-                found.append(remedy)
-    return found
+                pairs.append(remedy)
+    return pairs
 
 
 def _changes(plan: Plan) -> Iterator[_Change]:

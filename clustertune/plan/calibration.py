@@ -89,13 +89,13 @@ def fit(runs: Sequence[Observation], start: Constants | None = None) -> Fit:
     fitted = base.with_values(values)
     left = {name: deviation[name] / PRIOR[name] for name in names if name not in known}
     steps = [{"before_s": run.predict(base)[0], "after_s": run.predict(fitted)[0]} for run in runs]
-    calibrated = (CalibratedRun(name=run.name, measured_s=run.step_s, **found) for run, found in zip(runs, steps, strict=True))
+    calibrated = (CalibratedRun(name=run.name, measured_s=run.step_s, **terms) for run, terms in zip(runs, steps, strict=True))
     return Fit(values, sure, left, tuple(calibrated))
 
 
-def unexplained(found: Fit) -> dict[str, float]:
+def unexplained(fit_result: Fit) -> dict[str, float]:
     """Runs that the factors leave far from what was measured, with the error: they contradict each other, or the model."""
-    errors = {run.name: run.after_s / run.measured_s - 1 for run in found.runs}
+    errors = {run.name: run.after_s / run.measured_s - 1 for run in fit_result.runs}
     return {name: error for name, error in errors.items() if abs(error) > FAR}
 
 
@@ -105,13 +105,13 @@ def _possible(value: float) -> bool:
 
 def _residuals(runs: Sequence[Observation], constants: Constants) -> list[float]:
     """Logarithms of measured over predicted, in units of the noise."""
-    found = []
+    residuals = []
     for run in runs:
         seconds, peak = run.predict(constants)
-        found.append(math.log(run.step_s / seconds) / NOISE)
+        residuals.append(math.log(run.step_s / seconds) / NOISE)
         if run.peak_bytes:
-            found.append(math.log(run.peak_bytes / peak) / NOISE)
-    return found
+            residuals.append(math.log(run.peak_bytes / peak) / NOISE)
+    return residuals
 
 
 def solve(
@@ -156,10 +156,10 @@ class CalibrationFile(Section):
     runs: tuple[CalibratedRun, ...]
 
 
-def store(path: Path, cluster: str, date: str, found: Fit) -> None:
+def store(path: Path, cluster: str, date: str, fit_result: Fit) -> None:
     """Write the calibration; the whole file or nothing. Raises UserError (exit 73)."""
-    factors = {"constants": found.values, "deviation": found.deviation}
-    body = CalibrationFile(format=SCHEMA, cluster=cluster, date=date, **factors, runs=found.runs)
+    factors = {"constants": fit_result.values, "deviation": fit_result.deviation}
+    body = CalibrationFile(format=SCHEMA, cluster=cluster, date=date, **factors, runs=fit_result.runs)
     try:
         write_durably(path, body.model_dump_json(indent=2) + "\n")
     except OSError as error:

@@ -41,10 +41,10 @@ def bandwidth_source(plan: Plan) -> str:
 
 def bottleneck(plan: Plan) -> str:
     """One sentence: what the time goes into, and why."""
-    found = plan.parts()
-    whole = sum(found.values())
-    name = max(found, key=lambda key: found[key])
-    share = found[name] / whole
+    parts = plan.parts()
+    total = sum(parts.values())
+    name = max(parts, key=lambda key: parts[key])
+    share = parts[name] / total
     if plan.host_bytes > plan.machine.host_bytes:
         return (
             f"It does not fit into a node's RAM: {plan.host_bytes / GIB:,.0f} GiB of {plan.machine.host_bytes / GIB:,.0f} GiB."
@@ -90,24 +90,24 @@ def _kinds(plan: Plan) -> str:
     for term in plan.step.compute:
         kind = term.name.partition(",")[0]
         kinds[kind] = kinds.get(kind, 0.0) + term.value
-    whole = sum(kinds.values())
+    total = sum(kinds.values())
     first = sorted(kinds.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(f"{name} {value / whole:.0%} of it" for name, value in first)
+    return ", ".join(f"{name} {value / total:.0%} of it" for name, value in first)
 
 
 def assumptions(plan: Plan) -> list[str]:
     """Everything that was taken to be so, one sentence each."""
     machine, constants = plan.machine, plan.constants
-    found = [f"{location}: {link.note}" for location, link in links(plan)]
+    texts = [f"{location}: {link.note}" for location, link in links(plan)]
     share = constants.gemm(machine.generation) / constants.compute_scale
     known = ", calibrated" if "compute_scale" in constants.calibrated else ""
-    found.append(f"matrix products reach {share:.0%} of {machine.peak_flops / 1e12:,.0f} TFLOP/s ({machine.generation}{known})")
+    texts.append(f"matrix products reach {share:.0%} of {machine.peak_flops / 1e12:,.0f} TFLOP/s ({machine.generation}{known})")
     if not plan.schedule.steps:
-        found.append(f"the number of steps is unknown: {plan.schedule.steps_why}")
+        texts.append(f"the number of steps is unknown: {plan.schedule.steps_why}")
     else:
-        found.append(f"{plan.schedule.steps:,} steps: {plan.schedule.steps_why}")
-    found.append(f"storage: {machine.storage_note}")
-    return [*found, _recomputed(plan), RANGE, *machine.notes, *plan.notes]
+        texts.append(f"{plan.schedule.steps:,} steps: {plan.schedule.steps_why}")
+    texts.append(f"storage: {machine.storage_note}")
+    return [*texts, _recomputed(plan), RANGE, *machine.notes, *plan.notes]
 
 
 def _recomputed(plan: Plan) -> str:
@@ -124,7 +124,7 @@ def _recomputed(plan: Plan) -> str:
 
 def topics(plan: Plan) -> dict[str, list[Term]]:
     """What ``--why`` can be asked, with the terms that answer it."""
-    found: dict[str, list[Term]] = {
+    terms: dict[str, list[Term]] = {
         "compute": plan.step.compute,
         "communication": [*(wire.term for wire in plan.step.wires), *_copies(plan), plan.step.exposed],
         "pipeline": [plan.step.bubble],
@@ -137,12 +137,12 @@ def topics(plan: Plan) -> dict[str, list[Term]]:
         "step": [*plan.step.compute, plan.step.exposed, plan.step.bubble, plan.step.optimizer],
     }
     if plan.step.generation is not None:
-        found["generation"] = [plan.step.generation]
-        found["step"].append(plan.step.generation)
+        terms["generation"] = [plan.step.generation]
+        terms["step"].append(plan.step.generation)
     for moment in plan.moments:
         for term in moment.parts:
-            found.setdefault(term.name.replace(" ", "-"), []).append(term)
-    return found
+            terms.setdefault(term.name.replace(" ", "-"), []).append(term)
+    return terms
 
 
 def _copies(plan: Plan) -> list[Term]:
@@ -200,10 +200,10 @@ def _mfu(plan: Plan) -> list[str]:
     return lines
 
 
-def money(found: Mapping[str, Any] | None) -> str:
+def money(prices: Mapping[str, Any] | None) -> str:
     """What something costs: ``35.67 USD on demand, 9.84 USD spot``; empty where that is not known."""
-    given = [(found[key], key.replace("_", " ")) for key in ("on_demand", "spot") if found[key] is not None] if found else []
-    return ", ".join(f"{value:,.2f} {found['currency']} {name}" for value, name in given) if found else ""
+    known = [(prices[key], key.replace("_", " ")) for key in ("on_demand", "spot") if prices[key] is not None] if prices else []
+    return ", ".join(f"{value:,.2f} {prices['currency']} {name}" for value, name in known) if prices else ""
 
 
 # --- the documents of --json ------------------------------------------------------------------------------------------
@@ -234,11 +234,11 @@ def memory_parts(plan: Plan) -> dict[str, float]:
         "reference model": "reference",
     }
     parts = ("weights", *(["reference"] if plan.strategy.reference_bytes else []), "gradients", "optimizer", "activations")
-    found = dict.fromkeys((*parts, "logits", "gathered", "buffers", "fragmentation"), 0.0)
+    sizes = dict.fromkeys((*parts, "logits", "gathered", "buffers", "fragmentation"), 0.0)
     for term in [*plan.peak.parts, *plan.beside]:
         name = names.get(term.name, term.name)
-        found[name] = found.get(name, 0.0) + term.value / GIB
-    return found
+        sizes[name] = sizes.get(name, 0.0) + term.value / GIB
+    return sizes
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

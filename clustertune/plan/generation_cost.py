@@ -77,33 +77,33 @@ def server_of(shape: ModelShape, machine: PlanMachine) -> BesideServer | None:
 
 def find_problem(shape: ModelShape, machine: PlanMachine) -> str | None:
     """What keeps the servers from holding the model and an answer; None: nothing."""
-    servers, found = shape.strategy.servers, server_of(shape, machine)
-    if servers is None or found is None:
+    servers, server = shape.strategy.servers, server_of(shape, machine)
+    if servers is None or server is None:
         return None
-    if not found.count:
+    if not server.count:
         return f"{servers.gpus} GPUs, and the job has {shape.strategy.ranks_per_node} on each node"
-    if found.room >= found.longest:
+    if server.room >= server.longest:
         return None
-    text = f"{found.weights / GIB:.0f} GiB of weights on each GPU of {machine.usable_bytes / GIB:.0f}"
+    text = f"{server.weights / GIB:.0f} GiB of weights on each GPU of {machine.usable_bytes / GIB:.0f}"
     return f"{text} leave no room for a prompt and its answer of {servers.longest:,} tokens"
 
 
-def _of_servers(shape: ModelShape, machine: PlanMachine, answers: int, rollouts: Rollouts, found: BesideServer) -> Any:
+def _of_servers(shape: ModelShape, machine: PlanMachine, answers: int, rollouts: Rollouts, server: BesideServer) -> Any:
     """As :func:`seconds`, of the answers of all ranks: each server makes its share, as many at once as it has room for."""
-    mine = math.ceil(answers * shape.strategy.data_parallel_size / found.count)
-    at_once = min(mine, found.answers)
-    each = found.each * (rollouts.prompt + rollouts.completion / 2) / (rollouts.prompt + rollouts.completion)
-    token = (found.weights + at_once * each) / (machine.hbm_bytes_per_s * BANDWIDTH_SHARE)
+    mine = math.ceil(answers * shape.strategy.data_parallel_size / server.count)
+    at_once = min(mine, server.answers)
+    each = server.each * (rollouts.prompt + rollouts.completion / 2) / (rollouts.prompt + rollouts.completion)
+    token = (server.weights + at_once * each) / (machine.hbm_bytes_per_s * BANDWIDTH_SHARE)
     tokens = rollouts.completion * math.ceil(mine / at_once)
-    values = {"tokens": tokens, "answers": at_once, "weights": found.weights / 1e9, "token": token, "cache": each / 1e9}
+    values = {"tokens": tokens, "answers": at_once, "weights": server.weights / 1e9, "token": token, "cache": each / 1e9}
     return tokens * token, values
 
 
 def seconds(shape: ModelShape, machine: PlanMachine, answers: int, rollouts: Rollouts) -> tuple[float, Mapping[str, Any]]:
     """Of ``answers`` that one rank generates together, and the numbers that it follows from."""
     if rollouts.by_servers and (server := server_of(shape, machine)) is not None and server.answers:
-        found: tuple[float, Mapping[str, Any]] = _of_servers(shape, machine, answers, rollouts, server)
-        return found
+        timed: tuple[float, Mapping[str, Any]] = _of_servers(shape, machine, answers, rollouts, server)
+        return timed
     weights, each = HALF * shape.parameters, cache_bytes(shape) * (rollouts.prompt + rollouts.completion / 2)
     token = (weights + answers * each) / (machine.hbm_bytes_per_s * BANDWIDTH_SHARE)
     if not rollouts.vllm:
@@ -117,9 +117,9 @@ def of_step(shape: ModelShape, machine: PlanMachine) -> Term | None:
     rollouts = shape.strategy.rollouts
     if rollouts is None:
         return None
-    whole, values = seconds(shape, machine, rollouts.answers, rollouts)
+    total, values = seconds(shape, machine, rollouts.answers, rollouts)
     text = "{tokens} tokens x {token} s ({answers} answers x {cache} GB of cache and {weights} GB of weights) / {steps} steps"
-    return Term("generation", whole / rollouts.steps, SECONDS, text, {**values, "steps": rollouts.steps})
+    return Term("generation", total / rollouts.steps, SECONDS, text, {**values, "steps": rollouts.steps})
 
 
 def held(shape: ModelShape) -> list[Term]:

@@ -367,8 +367,8 @@ def _intra(cluster: Cluster, measured: MeasuredLinks | None) -> Link:
     nominal, latency = (facts.gb_s, facts.latency_us or 0.0) if facts else (0.0, 0.0)
     if measured:
         wide = None if _spans(cluster, measured) else measured.inter_gb_s
-        if found := wide or measured.intra_gb_s:
-            return _link(f"nccl-check of {measured.date}", found, nominal, latency, measured.transport)
+        if bandwidth := wide or measured.intra_gb_s:
+            return _link(f"nccl-check of {measured.date}", bandwidth, nominal, latency, measured.transport)
     if compute.measured_gb_s:
         return _link(f"measured_gb_s of {cluster.source}", compute.measured_gb_s, nominal, latency)
     if facts is None:

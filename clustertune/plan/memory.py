@@ -321,8 +321,8 @@ class SavedActivations:
 
     def saved(self, kind: LayerKind) -> list[Product]:
         """The products whose results are kept: all, or the first, third, fifth ... of the layer."""
-        found = list(products(self.shape, kind))
-        return found if "matmul" in self.save else found[::2] if "every_second_matmul" in self.save else []
+        multiplied = list(products(self.shape, kind))
+        return multiplied if "matmul" in self.save else multiplied[::2] if "every_second_matmul" in self.save else []
 
     def beside_input(self, kind: LayerKind) -> float:
         """Bytes per token that a recomputed layer keeps beside its input."""
@@ -347,11 +347,11 @@ class SavedActivations:
     @property
     def products_again(self) -> float:
         """Share of the layers' products that recomputation repeats, of those that are recomputed at all."""
-        spared = whole = 0.0
+        spared = total = 0.0
         for kind in self.shape.counted.layers:
-            whole += kind.count * sum(p.weights for p in products(self.shape, kind) if not p.adapter)
+            total += kind.count * sum(p.weights for p in products(self.shape, kind) if not p.adapter)
             spared += kind.count * sum(p.weights for p in self.saved(kind) if not p.adapter)
-        return 1 - spared / whole
+        return 1 - spared / total
 
     @property
     def attention_again(self) -> float:
@@ -370,12 +370,12 @@ class _Memory(SavedActivations):
     def weights(self) -> Term:
         """The base model as it rests between uses. Of a quantised one the block scales may stay whole on every rank."""
         plan, shape = self.shape.strategy, self.shape
-        whole = shape.body * plan.whole_bytes
-        size = 0.0 if plan.offload_params != "none" else (shape.stored - whole) / plan.weight_shards + whole
+        unsharded = shape.body * plan.whole_bytes
+        size = 0.0 if plan.offload_params != "none" else (shape.stored - unsharded) / plan.weight_shards + unsharded
         values = {"held": shape.parameters, "bytes": plan.weight_bytes, "shards": plan.weight_shards}
         text = "{held} parameters x {bytes} B / {shards} ranks"
         if shape.quantised:
-            values |= {"held": shape.body, "bytes": plan.weight_bytes - plan.whole_bytes, "whole": whole}
+            values |= {"held": shape.body, "bytes": plan.weight_bytes - plan.whole_bytes, "whole": unsharded}
             values |= {"ends": shape.ends, "half": plan.other_bytes}
             text = "({held} quantised parameters x {bytes} B + {ends} others x {half} B) / {shards} ranks + {whole} B of scales"
         return Term("weights", size, BYTES, text, values)
@@ -433,8 +433,8 @@ class _Memory(SavedActivations):
         copied.append(Term("gathered layers", self.split_by_columns * HALF, BYTES, "experts split by columns, in order", {}))
         at_work = [self._layers(2.0), copied[1]]
         if not plan.reshard:
-            there = self._all_gathered(1.0, self.first_end)
-            copied, at_work = [*there, self._layers(before)], [*there, self._layers(1.0)]
+            gathered = self._all_gathered(1.0, self.first_end)
+            copied, at_work = [*gathered, self._layers(before)], [*gathered, self._layers(1.0)]
         rows = self._rows(1, self.shape.tokens, "rows of the embedding")
         first = [*self.first_unit(), rows]
         return [[self.accumulated(1.0), *rest] for rest in (first, [*kept, *copied], [*kept, *at_work, *working])]
@@ -538,7 +538,7 @@ class _Memory(SavedActivations):
         """Beginning and end of a layer's turn: of the last layer (the first one back); of the one before it, when the gradients
         of the last one are on their way while the inputs of all others are still kept; of the first two. Then the end."""
         layers = self.shape.layers
-        found = []
+        moments = []
         working = max(self._working(kind) for kind in self.shape.counted.layers)
         for index in sorted({max(0.0, n) for n in (layers - 1, layers - 2, min(1.0, layers - 1), 0.0)}, reverse=True):
             done = 1 - (index + 1) / layers
@@ -546,9 +546,9 @@ class _Memory(SavedActivations):
             common.append(self.cast_weights(self.kept * (1 - done), again=self.kept < 1))
             common += [*self.gathered_in_backward(index), self.in_flight(index)]
             begin = Term("buffers", working, BYTES, "gradients inside the layer at work: {size} B", {"size": working})
-            found.append([*common, *self.activations((index + 1) / layers), *self.recomputed(index), begin])
-            found.append([*common, *self.activations(index / layers), self.whole_gradients(), self.first_norm_back()])
-        return [*found, *([self.gradients(1.0), self.held_logits(), *terms] for terms in self.root_gradients())]
+            moments.append([*common, *self.activations((index + 1) / layers), *self.recomputed(index), begin])
+            moments.append([*common, *self.activations(index / layers), self.whole_gradients(), self.first_norm_back()])
+        return [*moments, *([self.gradients(1.0), self.held_logits(), *terms] for terms in self.root_gradients())]
 
     # -- weights ----------------------------------------------------------------------------------------------------------
 
@@ -580,11 +580,11 @@ class _Memory(SavedActivations):
         """Under tensor parallelism TRL's tiles take the head whole on every rank (trl/trainer/utils.py, full_tensor), beside
         its own part; and going back the gradient of the other ranks' part, in float32 and cast. Found by simulating."""
         plan, shape = self.shape.strategy, self.shape
-        whole = shape.head_weights if plan.tp > 1 and plan.fused_loss and plan.tiled_loss else 0.0
-        others = whole * (1 - 1 / plan.tp) if back and not plan.lora else 0.0
-        values = {"whole": whole, "half": HALF, "others": others, "bytes": HALF + FULL}
+        head = shape.head_weights if plan.tp > 1 and plan.fused_loss and plan.tiled_loss else 0.0
+        others = head * (1 - 1 / plan.tp) if back and not plan.lora else 0.0
+        values = {"whole": head, "half": HALF, "others": others, "bytes": HALF + FULL}
         text = "{whole} parameters x {half} B, and gradients of {others} of the other tensor-parallel ranks x {bytes} B"
-        return Term("gathered embedding and head", whole * HALF + others * (HALF + FULL), BYTES, text, values)
+        return Term("gathered embedding and head", head * HALF + others * (HALF + FULL), BYTES, text, values)
 
     def gathered_at_loss(self, *, back: bool = False) -> list[Term]:
         """FSDP2 gathers into a buffer and copies from there; the buffer stays until the next unit has been copied, or the
@@ -690,11 +690,11 @@ class _Memory(SavedActivations):
         """Gradients of earlier micro batches. transformers' Trainer skips the reduction until the last one (no_sync), so that
         FSDP keeps them whole on every rank until then; ``back``: the head's is reduced, that of the first end waits."""
         plan = self.shape.strategy
-        whole = plan.is_fsdp and plan.accumulation > 1 and plan.gradient_shards > 1 and not plan.reduce_each
-        resident = whole or (plan.gradient_shards == 1 and (plan.accumulation > 1 or plan.pp > 1))
+        unsharded = plan.is_fsdp and plan.accumulation > 1 and plan.gradient_shards > 1 and not plan.reduce_each
+        resident = unsharded or (plan.gradient_shards == 1 and (plan.accumulation > 1 or plan.pp > 1))
         ends = 0.0 if plan.lora else self.first_end if back else self.shape.ends
         count = (self.shape.local_trained - (0.0 if plan.lora else self.shape.ends)) * left + ends if resident else 0.0
-        size = plan.reduce_bytes if whole else plan.gradient_bytes / (2 if self.has_buckets else 1)
+        size = plan.reduce_bytes if unsharded else plan.gradient_bytes / (2 if self.has_buckets else 1)
         values = {"count": count, "bytes": size}
         text = "{count} trained parameters x {bytes} B, not yet reduced between micro batches"
         return Term("gradients", count * size, BYTES, text, values)
@@ -811,15 +811,15 @@ class _Memory(SavedActivations):
                 1 + (plan.pp - 1) / (plan.pp * plan.virtual) if plan.virtual > 1 else 1
             )
         kept = (1 - plan.recompute.share) * share
-        whole = self.saved_activations * kept + last
+        held = self.saved_activations * kept + last
         row = self.stream * shape.counted.hidden / (plan.tp if plan.sequence_parallel else 1)
         saved = sum(kind.count * self.beside_input(kind) for kind in shape.counted.layers)
         inputs = 0.0 if plan.recompute.offload else shape.counted.num_layers * row
         stored = (inputs + saved) * plan.recompute.share * share + self.shared_mask()
         scale = self.constants.memory_scale * shape.tokens * inflight / plan.pp
-        values = {"tokens": shape.tokens, "bytes": whole, "inflight": inflight, "pp": plan.pp}
+        values = {"tokens": shape.tokens, "bytes": held, "inflight": inflight, "pp": plan.pp}
         text = "{tokens} tokens x {bytes} B (all layers) x {inflight} micro batches / {pp} stages"
-        terms = [Term("activations", whole * scale, BYTES, text, values), self._experts(shape.all_experts * kept)]
+        terms = [Term("activations", held * scale, BYTES, text, values), self._experts(shape.all_experts * kept)]
         terms.append(self.router_scores(shape.tokens * inflight / plan.pp * share))
         return [*terms, Term("saved layer inputs", stored * scale, BYTES, text, values | {"bytes": stored})]
 
@@ -941,8 +941,8 @@ def host_parts(resolved: Resolved, shape: ModelShape) -> list[Term]:
     own = Term("ranks", ranks * RANK_HOST_BYTES, BYTES, "{ranks} ranks x 2 GB", {"ranks": ranks})
     resting = _offloaded(shape)
     # Rows are read into weights that lie in host memory already; a whole copy is given back as they are filled.
-    there = [term for term in resting if term.name == WEIGHTS] if resolved.distribution.reads_parts else []
-    loading = [*there, _loading(resolved, shape)]
+    weights = [term for term in resting if term.name == WEIGHTS] if resolved.distribution.reads_parts else []
+    loading = [*weights, _loading(resolved, shape)]
     more = [t for t in max(loading, resting, key=lambda terms: sum(t.value for t in terms)) if t.value]
     return [own, *more]
 
@@ -994,25 +994,25 @@ def rows_in_flight(resolved: Resolved, counted: ParameterCount, ranks: int, shar
 def _offloaded(shape: ModelShape) -> list[Term]:
     """Shards of weights, gradients and optimizer state that live in host memory."""
     plan, ranks = shape.strategy, shape.strategy.ranks_per_node
-    found = []
+    terms = []
     if plan.offload_params == "cpu":
         each = shape.stored / shape.parameters
         values = {"ranks": ranks, "count": shape.parameters, "bytes": each, "shards": plan.weight_shards}
         size = ranks * shape.stored / plan.weight_shards
-        found.append(Term(WEIGHTS, size, BYTES, "{ranks} ranks x {count} parameters x {bytes} B / {shards}", values))
+        terms.append(Term(WEIGHTS, size, BYTES, "{ranks} ranks x {count} parameters x {bytes} B / {shards}", values))
         if plan.reference_bytes:
             values |= {"bytes": plan.reference_bytes}
             size = ranks * shape.parameters * plan.reference_bytes / plan.weight_shards
             text = "{ranks} ranks x {count} parameters x {bytes} B / {shards}"
-            found.append(Term("offloaded reference", size, BYTES, text, values))
+            terms.append(Term("offloaded reference", size, BYTES, text, values))
     if plan.offload_optimizer == "cpu":
         each = plan.state_bytes + plan.gradient_bytes
         values = {"ranks": ranks, "count": shape.local_trained, "bytes": each, "shards": plan.state_shards}
         size = ranks * shape.local_trained * each / plan.state_shards
-        found.append(Term("offloaded optimizer", size, BYTES, "{ranks} ranks x {count} trained x {bytes} B / {shards}", values))
+        terms.append(Term("offloaded optimizer", size, BYTES, "{ranks} ranks x {count} trained x {bytes} B / {shards}", values))
     if plan.recompute.offload:
         size = ranks * shape.tokens * shape.layers * shape.counted.hidden * 2
         values = {"ranks": ranks, "tokens": shape.tokens, "layers": shape.layers, "hidden": shape.counted.hidden}
         text = "{ranks} ranks x {tokens} tokens x {layers} layers x {hidden} x 2 B"
-        found.append(Term("offloaded checkpoints", size, BYTES, text, values))
-    return found
+        terms.append(Term("offloaded checkpoints", size, BYTES, text, values))
+    return terms

@@ -111,7 +111,7 @@ class Plan(Footprint):
     def parts(self) -> dict[str, float]:
         """Seconds of one optimizer step by part, what comes now and then spread over the steps."""
         one, around = self.step, self.schedule
-        found = {
+        seconds = {
             "compute": total(one.compute),
             "exposed_communication": one.exposed.value,
             "pipeline_bubble": one.bubble.value,
@@ -119,10 +119,10 @@ class Plan(Footprint):
             **({"generation": one.generation.value} if one.generation else {}),
         }
         if around.steps:
-            found["evaluation"] = (around.evaluations or 0) * around.evaluation.value / around.steps
-            found["checkpoint"] = (around.checkpoints or 0) * around.save.value / around.steps
-            found["load"] = around.start.value / around.steps
-        return found
+            seconds["evaluation"] = (around.evaluations or 0) * around.evaluation.value / around.steps
+            seconds["checkpoint"] = (around.checkpoints or 0) * around.save.value / around.steps
+            seconds["load"] = around.start.value / around.steps
+        return seconds
 
     def totals(self) -> dict[str, float] | None:
         """Seconds of the whole training by part; None where the number of steps is unknown."""
@@ -187,9 +187,9 @@ def footprint(
 
 def held(resolved: Resolved, shape: ModelShape, constants: Constants) -> Footprint:
     """The memory of a counted and divided model."""
-    found = memory.moments(shape, constants)
-    beside = memory.reserved(max(moment.bytes for moment in found), constants)
-    return Footprint(resolved, shape, found, beside, host_parts(resolved, shape))
+    moments = memory.moments(shape, constants)
+    beside = memory.reserved(max(moment.bytes for moment in moments), constants)
+    return Footprint(resolved, shape, moments, beside, host_parts(resolved, shape))
 
 
 @dataclass(frozen=True)
@@ -241,12 +241,12 @@ def make_shape(resolved: Resolved, used: Strategy, *, cudnn: bool = False) -> Mo
     lora = resolved.lora if used.lora else None
     adapters = 0
     if lora is not None:
-        found = lora_parameter_count(resolved.architecture, lora)
-        if found is None:
+        adapter_parameters = lora_parameter_count(resolved.architecture, lora)
+        if adapter_parameters is None:
             text = "what LoRA trains here cannot be counted"
             fix = "name plain linear modules in lora.target_modules, such as [q_proj, v_proj]"
             raise UserError(Problem(text, file=f"{resolved.name}/recipe.yaml", key="lora", fix=fix))
-        adapters = found
+        adapters = adapter_parameters
     targets = (lora["target_modules"] if lora else None) or ()
     names = tuple(str(name).split(".")[-1] for name in targets) if not isinstance(targets, str) else _all_linear(counted)
     rank, dropout = (lora["r"], lora["lora_dropout"]) if lora else (0, 0.0)

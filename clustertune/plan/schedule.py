@@ -120,12 +120,12 @@ def of_counts(pairs: Sequence[tuple[int, int]], source: str) -> Lengths:
 def _thinned(pairs: Sequence[tuple[int, int]]) -> list[int]:
     """The lengths of a histogram as a list, of large ones a share of each."""
     step = max(1, math.ceil(sum(count for _, count in pairs) / _KEPT))
-    found, behind = [], 0
+    thinned, behind = [], 0
     for length, count in sorted(pairs):
         behind += count
-        found += [length] * (behind // step)
+        thinned += [length] * (behind // step)
         behind %= step
-    return found or [pairs[0][0]]
+    return thinned or [pairs[0][0]]
 
 
 # --- the whole training -------------------------------------------------------------------------------------------------
@@ -209,12 +209,12 @@ def tokens_to_prepare(resolved: Resolved) -> float | None:
 
     Without lengths a conversation has ``max_length`` tokens, which is more than the mean of most data.
     """
-    found, lengths = resolved.recipe.data.expect, known_lengths(resolved)
-    if found is None or found.train is None or resolved.recipe.megatron is not None:
+    expected, lengths = resolved.recipe.data.expect, known_lengths(resolved)
+    if expected is None or expected.train is None or resolved.recipe.megatron is not None:
         return None
     longest = row_tokens(resolved.train_args)
     each = 2 if resolved.is_dpo else 1
-    return (found.train + (found.eval or 0)) * each * (lengths.mean(10**9) if lengths else float(longest))
+    return (expected.train + (expected.eval or 0)) * each * (lengths.mean(10**9) if lengths else float(longest))
 
 
 def _packed(count: float, lengths: Lengths | None, longest: int) -> float:
@@ -229,8 +229,8 @@ def schedule(
 
     ``copy``: what a save copies of a node's ranks to its memory; None where training waits for its saves.
     """
-    found, args, section = rows(resolved, lengths), resolved.train_args, resolved.recipe.save
-    steps, why = steps_of(resolved, found)
+    packed, args, section = rows(resolved, lengths), resolved.train_args, resolved.recipe.save
+    steps, why = steps_of(resolved, packed)
     size, speed = _checkpoint_bytes(shape), machine.storage_write_bytes_per_s
     values: dict[str, float] = {"size": size / 1e9, "speed": speed / 1e9}
     checkpoint = Term("checkpoint", size / speed, SECONDS, "{size} GB / {speed} GB/s written", values)
@@ -263,7 +263,7 @@ def schedule(
     if shape.strategy.lora:
         disk["adapter"] = 4.0 * shape.adapters
     return Schedule(
-        steps, why, evaluations, _evaluation(args, shape, machine, constants, found), saves, checkpoint, size,
+        steps, why, evaluations, _evaluation(args, shape, machine, constants, packed), saves, checkpoint, size,
         _start(resolved, shape, machine), disk, cost, copied, interval, every,
     )  # fmt: skip
 
@@ -322,16 +322,16 @@ def check_schedule_end(resolved: Resolved, steps: int | None = None, lengths: Le
     steps, why = _known_steps(resolved, steps, lengths)
     if steps is None:
         return []
-    found, ends = [], f"the training has {steps:,} step{'s' * (steps != 1)}{why}"
+    warnings, ends = [], f"the training has {steps:,} step{'s' * (steps != 1)}{why}"
     if steps < FEW_STEPS:
         fix = "a smaller train.global_batch_size, more epochs (train.num_train_epochs) or train.packing=false makes more"
-        found.append(f"{ends}, and learns little in fewer than {FEW_STEPS}: {fix}")
+        warnings.append(f"{ends}, and learns little in fewer than {FEW_STEPS}: {fix}")
     if (warm := float(resolved.train_args["warmup_steps"])) > steps:
         text = f"train.warmup_steps {warm:g}, {ends}: the learning rate is never reached"
-        found.append(f"{text}; write a share of all steps, such as 0.03, or 0 where they are few")
+        warnings.append(f"{text}; write a share of all steps, such as 0.03, or 0 where they are few")
     if late := ", ".join(f"{step}" for step in resolved.recipe.milestones if step > steps):
-        found.append(f"save.milestones {late}, {ends}: these are never saved")
-    return found
+        warnings.append(f"save.milestones {late}, {ends}: these are never saved")
+    return warnings
 
 
 def find_idle_schedule(resolved: Resolved, steps: int | None = None, lengths: Lengths | None = None) -> list[Problem]:
@@ -350,23 +350,23 @@ def find_idle_schedule(resolved: Resolved, steps: int | None = None, lengths: Le
     return [Problem(f"{text}rate 0: nothing would be trained", file=resolved.name, key="train.warmup_steps", fix=fix)]
 
 
-def steps_of(resolved: Resolved, found: PackedRows) -> tuple[int | None, str]:
+def steps_of(resolved: Resolved, packed: PackedRows) -> tuple[int | None, str]:
     """Optimizer steps of a training, and how they are known."""
     args, batch = resolved.train_args, resolved.global_batch_size
     most = args["max_steps"]
     if most > 0:
         return most, f"train.max_steps {most}"
-    if found.train is not None:
+    if packed.train is not None:
         epochs = float(args["num_train_epochs"])
         if resolved.is_grpo:
-            return _steps_of_prompts(resolved, found.train, epochs)
+            return _steps_of_prompts(resolved, packed.train, epochs)
         # Trainer rounds up within an epoch: the last, smaller batch is a step as well.
         return max(
-            1, math.ceil(epochs * math.ceil(found.train / batch))
-        ), f"{found.why}; / global batch {batch} x {epochs:g} epochs"
+            1, math.ceil(epochs * math.ceil(packed.train / batch))
+        ), f"{packed.why}; / global batch {batch} x {epochs:g} epochs"
     if resolved.recipe.expect.steps is not None:
-        return resolved.recipe.expect.steps, f"expect.steps of the recipe ({found.why})"
-    return None, found.why
+        return resolved.recipe.expect.steps, f"expect.steps of the recipe ({packed.why})"
+    return None, packed.why
 
 
 def _steps_of_prompts(resolved: Resolved, prompts: float, epochs: float) -> tuple[int, str]:
@@ -400,18 +400,20 @@ def every_steps(args: dict[str, Any], what: str, steps: int | None) -> int | Non
     return max(1, int(value))
 
 
-def _evaluation(args: dict[str, Any], shape: ModelShape, machine: PlanMachine, constants: Constants, found: PackedRows) -> Term:
+def _evaluation(
+    args: dict[str, Any], shape: ModelShape, machine: PlanMachine, constants: Constants, packed: PackedRows
+) -> Term:
     """Forward passes over the eval split; each gathers the weights once."""
     plan = shape.strategy
     batch = args["per_device_eval_batch_size"]
-    if not found.eval:
+    if not packed.eval:
         return Term("evaluation", 0.0, SECONDS, "no eval split known", {})
-    sequences = found.eval * (args["num_generations_eval"] or args["num_generations"] if plan.rollouts else 1)
+    sequences = packed.eval * (args["num_generations_eval"] or args["num_generations"] if plan.rollouts else 1)
     passes = math.ceil(sequences / (batch * plan.data_parallel_size))
     filled = sequences / (passes * plan.data_parallel_size)
     forward = total(micro_batch(shape, machine, constants).forward) * filled / plan.micro_batch
     moved = sum(c.seconds(machine, constants.intra_scale, constants.inter_scale) for c in traffic(shape).forward)
-    values = {"passes": passes, "forward": forward, "moved": moved, "rows": found.eval, "batch": batch}
+    values = {"passes": passes, "forward": forward, "moved": moved, "rows": packed.eval, "batch": batch}
     text = "{passes} passes ({rows} sequences, {batch} per rank) x the longer of {forward} s computing and {moved} s gathering"
     if plan.rollouts is None:
         return Term("evaluation", passes * max(forward, moved), SECONDS, text, values)

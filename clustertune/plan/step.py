@@ -399,8 +399,8 @@ def _tensor(shape: ModelShape, result: Traffic) -> None:
     size = shape.tokens * shape.counted.hidden * ACTIVATION_BYTES
     group, name = RankGroup(plan.tp), "tensor-parallel all-reduce"
     if plan.fused_loss and plan.tiled_loss:
-        whole = shape.head_weights * ACTIVATION_BYTES
-        result.exposed.append(Collective("all-gather of the head over tensor parallelism", "gather", group, whole, 1))
+        head_bytes = shape.head_weights * ACTIVATION_BYTES
+        result.exposed.append(Collective("all-gather of the head over tensor parallelism", "gather", group, head_bytes, 1))
     if plan.overlap_tp:
         forward, backward = 2 * shape.layers, shape.layers * (2 + 2 * plan.recompute.share)
         result.forward.append(Collective(name, "reduce", group, forward * size, forward))
@@ -428,18 +428,16 @@ def _context(shape: ModelShape, result: Traffic) -> None:
     width = (
         sum(k.count * k.attention.kv_heads * (k.attention.qk_dim + k.attention.v_dim) for k in shape.counted.layers) / plan.pp
     )
-    whole = width * plan.micro_batch * plan.sequence * ACTIVATION_BYTES / plan.tp
+    size = width * plan.micro_batch * plan.sequence * ACTIVATION_BYTES / plan.tp
     calls = shape.layers
-    result.forward.append(Collective("keys and values around the ring", "gather", group, whole, calls))
+    result.forward.append(Collective("keys and values around the ring", "gather", group, size, calls))
     if plan.kind == "FSDP2" and plan.tiled_loss:  # gathered before attention, their gradients reduced (training/parallelism.py)
-        again = plan.recompute.share * whole
+        again = plan.recompute.share * size
         result.backward.append(Collective("keys and values, gathered again", "gather", group, again, calls))
-        result.backward.append(Collective("reduce-scatter of their gradients", "gather", group, whole, calls))
+        result.backward.append(Collective("reduce-scatter of their gradients", "gather", group, size, calls))
         return
     again = 2 + plan.recompute.share
-    result.backward.append(
-        Collective("keys, values and their gradients around the ring", "gather", group, again * whole, calls)
-    )
+    result.backward.append(Collective("keys, values and their gradients around the ring", "gather", group, again * size, calls))
 
 
 def _experts(shape: ModelShape, result: Traffic) -> None:
@@ -638,16 +636,16 @@ def _beyond(busy: float, wire: float, constants: Constants) -> float:
 
 def _together(compute: ComputeTime) -> list[Term]:
     """Forward and backward parts that have one name, such as the cross-entropy, as one."""
-    found: dict[str, Term] = {}
+    by_name: dict[str, Term] = {}
     for term in [*compute.forward, *compute.backward]:
-        known = found.get(term.name)
+        known = by_name.get(term.name)
         if known is None:
-            found[term.name] = term
+            by_name[term.name] = term
             continue
         # The values differ in the number of passes only.
         passes = float(known.values["passes"]) + float(term.values["passes"])
-        found[term.name] = Term(term.name, known.value + term.value, SECONDS, term.formula, {**term.values, "passes": passes})
-    return list(found.values())
+        by_name[term.name] = Term(term.name, known.value + term.value, SECONDS, term.formula, {**term.values, "passes": passes})
+    return list(by_name.values())
 
 
 def _bubble(shape: ModelShape, micro: float) -> Term:
@@ -685,12 +683,12 @@ class _Timer:
 
     def wires(self, moved: Traffic, micro_batches: int) -> list[TimedCollective]:
         """All collectives of a step with their times; those of one name together."""
-        found: dict[str, tuple[Collective, float]] = {}
+        by_name: dict[str, tuple[Collective, float]] = {}
         each = [(c, micro_batches) for c in (*moved.forward, *moved.backward, *moved.exposed)]
         for collective, count in [*each, *((c, 1) for c in (*moved.last, *moved.after))]:
-            known = found.get(collective.name, (collective, 0.0))
-            found[collective.name] = (collective, known[1] + count)
-        return [TimedCollective(c, self._term(c, count)) for c, count in found.values() if c.group.size > 1]
+            known = by_name.get(collective.name, (collective, 0.0))
+            by_name[collective.name] = (collective, known[1] + count)
+        return [TimedCollective(c, self._term(c, count)) for c, count in by_name.values() if c.group.size > 1]
 
     def _term(self, collective: Collective, count: float) -> Term:
         one, latency = self.one(collective), collective.latency(self.machine)

@@ -92,11 +92,11 @@ def read_sizes(resolved: Resolved, split: Distribution) -> Sizes:
     if (m := resolved.recipe.megatron) is not None:
         return _megatron("fp8" if m.fp8 is not None else "fp32" if mixed == "no" else mixed)
     if split.is_deepspeed:
-        found = _zero(split, loaded, mixed, optim, compute)
+        sizes = _zero(split, loaded, mixed, optim, compute)
     else:
-        found = _torch(split, loaded, optim, compute, base, lora=resolved.lora is not None)
-    found = replace(found, notes=(*found.notes, *_optim_notes(optim)))
-    return found if base is None else _quantized(found, base, split, config or {})
+        sizes = _torch(split, loaded, optim, compute, base, lora=resolved.lora is not None)
+    sizes = replace(sizes, notes=(*sizes.notes, *_optim_notes(optim)))
+    return sizes if base is None else _quantized(sizes, base, split, config or {})
 
 
 def moments(optim: str, number: float) -> float:
@@ -180,22 +180,22 @@ def _alike(size: float, **others: Any) -> Sizes:
     return Sizes(**dict.fromkeys(names, size) | others)
 
 
-def _quantized(found: Sizes, base: Quantized, split: Distribution, config: Mapping[str, Any]) -> Sizes:
+def _quantized(sizes: Sizes, base: Quantized, split: Distribution, config: Mapping[str, Any]) -> Sizes:
     """A quantised base: what is not a linear layer of a block stays as loaded."""
     notes = [f"a quantised parameter takes {base.formula} = {base.bytes:.4f} B; embeddings, head and norms are not quantised"]
-    whole, gather = 0.0, base.packed
+    unsharded, gather = 0.0, base.packed
     if split.is_fsdp and split.weight_shards > 1 and base.method == "bitsandbytes":
-        whole = base.scales
+        unsharded = base.scales
         notes.append("bitsandbytes' block scales stay whole on every rank: they are not parameters")
         if not base.splits:
             # accelerate/utils/fsdp_utils.py:801 takes Params4bit in uint8 out of what FSDP2 splits.
-            whole, gather = base.bytes, 0.0
+            unsharded, gather = base.bytes, 0.0
             notes.append("FSDP2 does not split 4-bit weights stored as uint8: bnb_4bit_quant_storage: bfloat16 lets it")
     if config.get("load_in_4bit") and config.get("bnb_4bit_compute_dtype", "float32") == "float32":
         notes.append("bnb_4bit_compute_dtype is float32 by default: write bfloat16, or the products are slow")
     if base.method in ("fp8", "fbgemm_fp8"):
         notes.append("an 8-bit base is taken to be gathered in 8 bits")
-    return replace(found, weight_bytes=base.bytes, gather_bytes=gather, whole_bytes=whole, notes=(*found.notes, *notes))
+    return replace(sizes, weight_bytes=base.bytes, gather_bytes=gather, whole_bytes=unsharded, notes=(*sizes.notes, *notes))
 
 
 def _megatron(compute: str) -> Sizes:
@@ -360,13 +360,13 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
         size = FULL if stated.reduce_dtype == "fp32" else HALF
         # Megatron-Core holds gradients in the type that it reduces them in (DistributedDataParallelConfig.grad_reduce_in_fp32).
         sizes = replace(sizes, reduce_bytes=size, gradient_bytes=sizes.gradient_bytes if trl else size)
-    found = vars(split) | vars(sizes) | {
+    values = vars(split) | vars(sizes) | {
         "notes": tuple(dict.fromkeys(notes)),
         "compute": "fp8" if stated.fp8 else sizes.compute,
         "sequence_parallel": split.sequence_parallel or stated.sequence_parallel,
     }  # fmt: skip
     return Strategy(
-        **found,
+        **values,
         micro_batch=args["per_device_train_batch_size"],
         accumulation=args["gradient_accumulation_steps"],
         sequence=int(row_tokens(args)),
@@ -565,9 +565,9 @@ class ModelShape:
     def split_trained(self) -> float:
         """The same as FSDP2 splits it: a matrix of LoRA with fewer rows than ranks is padded to one row a rank, and the first
         ranks hold all there are. Of 512 ranks and a rank of 16, LoRA's A takes 32 times its bytes in each all-gather."""
-        plan, found = self.strategy, self.local_trained
+        plan, count = self.strategy, self.local_trained
         if not plan.lora or plan.kind != "FSDP2":
-            return found
+            return count
         for kind in self.counted.layers:
             for linear in kind.linears:
                 is_wrapped = linear.name in self.wrapped
@@ -575,8 +575,8 @@ class ModelShape:
                     continue
                 rank = self.rank * (linear.copies if is_wrapped else 1)
                 for rows, columns in ((rank, linear.inputs), (linear.outputs, rank)):
-                    found += kind.count * (-rows % plan.weight_shards) * columns / (plan.tp * plan.pp)
-        return found
+                    count += kind.count * (-rows % plan.weight_shards) * columns / (plan.tp * plan.pp)
+        return count
 
     def experts(self, kind: LayerKind) -> int:
         """Parameters of one layer's experts that LoRA adapts. PEFT runs them from a copy with the update in it (peft 0.20,

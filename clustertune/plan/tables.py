@@ -33,12 +33,12 @@ MARKS = {
 }
 
 
-def render(plan: Plan, headline: str, whole: Mapping[str, str], console: Console) -> None:
+def render(plan: Plan, headline: str, spent: Mapping[str, str], console: Console) -> None:
     """Print a plan: answers, the bar of a step, memory by part, the bottleneck, the assumptions.
 
-    ``headline``: what the whole run takes, in a few words; ``whole``: the rows that say it with its parts.
+    ``headline``: what the whole run takes, in a few words; ``spent``: the rows that say it with its parts.
     """
-    console.print(_answers(plan, headline, whole))
+    console.print(_answers(plan, headline, spent))
     _bar(plan, console)
     console.print(_memory(plan))
     console.print(Text(explanation.bottleneck(plan), style="bold"), soft_wrap=True)
@@ -47,20 +47,20 @@ def render(plan: Plan, headline: str, whole: Mapping[str, str], console: Console
         console.print(Text(f"- {line}"), soft_wrap=True)
 
 
-def _answers(plan: Plan, headline: str, whole: Mapping[str, str]) -> Table:
+def _answers(plan: Plan, headline: str, spent: Mapping[str, str]) -> Table:
     title = f"{plan.resolved.name} on {plan.machine.name}" + (f": {headline}" if headline else "")
     table = make_table("", "", title=title, text_columns=2)
-    for name, value in _rows(plan, whole).items():
+    for name, value in _rows(plan, spent).items():
         table.add_row(Text(name), Text(value, style="red" if name == "fits" and not plan.fits else ""))
     return table
 
 
-def _rows(plan: Plan, whole: Mapping[str, str]) -> dict[str, str]:
+def _rows(plan: Plan, spent: Mapping[str, str]) -> dict[str, str]:
     used, seconds, low, high = plan.strategy, plan.step.seconds, plan.low, plan.high
     needed, tensors, usable = (size / GIB for size in (plan.needed, plan.peak.bytes, plan.machine.usable_bytes))
     parts = f"{tensors:.1f} tensors + {needed - tensors:.1f} CUDA and fragmentation"
     around = f"80 % range {quantity(seconds * low, 's')} to {quantity(seconds * high, 's')}"
-    found = {
+    rows = {
         "fits": f"{'yes' if plan.fits else 'NO'}: {needed:.1f} of {usable:.1f} GiB per GPU ({parts})",
         "step": f"{quantity(seconds, 's')} per step ({around}), {plan.shape.step_tokens:,} tokens per step",
         "throughput": f"{plan.tokens_per_s:,.0f} tokens/s, {plan.tokens_per_s / used.world_size:,.0f} per GPU",
@@ -69,9 +69,9 @@ def _rows(plan: Plan, whole: Mapping[str, str]) -> dict[str, str]:
     }
     if plan.hours is not None:
         hours = f"{plan.hours:.2f} h ({plan.hours * low:.2f} to {plan.hours * high:.2f})"
-        found["training"] = f"{hours}, {plan.schedule.steps:,} steps, on {plan.gpus} x {plan.machine.gpu}"
-    found |= whole
-    found["host memory"] = f"{plan.host_bytes / GIB:,.0f} of {plan.machine.host_bytes / GIB:,.0f} GiB per node"
+        rows["training"] = f"{hours}, {plan.schedule.steps:,} steps, on {plan.gpus} x {plan.machine.gpu}"
+    rows |= spent
+    rows["host memory"] = f"{plan.host_bytes / GIB:,.0f} of {plan.machine.host_bytes / GIB:,.0f} GiB per node"
     disk = ", ".join(f"{name} {size / 1e9:,.1f} GB" for name, size in plan.schedule.disk.items())
     if saves := plan.schedule.checkpoints:
         disk += f"; {saves} save{'s' * (saves > 1)}: {saves * plan.schedule.checkpoint_bytes / 1e9:,.1f} GB"
@@ -79,17 +79,17 @@ def _rows(plan: Plan, whole: Mapping[str, str]) -> dict[str, str]:
             disk += f", {saves * plan.schedule.save.value / 36 / plan.hours:.1f} % of the time"
         if plan.schedule.interval is not None:
             disk += f", one every {plan.schedule.interval.value:,.0f} s ({plan.schedule.save_steps:,} steps)"
-    return found | {"storage": disk}
+    return rows | {"storage": disk}
 
 
 def _bar(plan: Plan, console: Console) -> None:
-    found = {name: value for name, value in plan.parts().items() if value > 0}
-    whole = sum(found.values())
-    shares = {name: value / whole for name, value in found.items()}
+    seconds = {name: value for name, value in plan.parts().items() if value > 0}
+    total = sum(seconds.values())
+    shares = {name: value / total for name, value in seconds.items()}
     line = "".join(MARKS[name] * round(share * BAR) for name, share in shares.items())
     console.print(Text(f"share of time  [{line[:BAR]:<{BAR}}]"))
     legend = ", ".join(
-        f"{MARKS[n]} {n.replace('_', ' ')} {found[n]:.3g} s ({shares[n]:.0%})" for n in found if shares[n] >= 0.005
+        f"{MARKS[n]} {n.replace('_', ' ')} {seconds[n]:.3g} s ({shares[n]:.0%})" for n in seconds if shares[n] >= 0.005
     )
     console.print(Text(f"per step       {legend}"), soft_wrap=True)
 
@@ -105,7 +105,7 @@ def _memory(plan: Plan) -> Table:
 def compare(one: Plan, other: Plan, wholes: Sequence[Mapping[str, str]], console: Console) -> None:
     """Two plans side by side, and what makes the difference."""
     table = make_table("", one.resolved.name, other.resolved.name, text_columns=3)
-    rows = [_rows(plan, whole) for plan, whole in zip((one, other), wholes, strict=True)]
+    rows = [_rows(plan, spent) for plan, spent in zip((one, other), wholes, strict=True)]
     for name in rows[0] | rows[1]:
         table.add_row(*map(Text, (name, rows[0].get(name, ""), rows[1].get(name, ""))))
     before, after = one.parts(), other.parts()
@@ -139,23 +139,23 @@ ROWS = 5
 
 
 def advice(
-    found: Advice, overrides: Mapping[str, Sequence[str]], plan: Plan, console: Console, *, recipe: str, cluster: Cluster,
+    advised: Advice, overrides: Mapping[str, Sequence[str]], plan: Plan, console: Console, *, recipe: str, cluster: Cluster,
     money: Callable[[float | None], float | None], currency: str,
 ) -> None:  # fmt: skip
     """The winner with what it saves, the best of the others, what cannot be started here, and what nearly fits.
 
     ``money``: of a training's GPU-hours, what the whole run costs in ``currency``; None where that is not known.
     """
-    local = [option for option in found.fitting if option.starts(cluster)]
-    elsewhere = [option for option in found.fitting if not option.starts(cluster)]
-    why = {option.candidate.family: text for option, text in reasons(replace(found, fitting=[*local, *elsewhere]))}
+    local = [option for option in advised.fitting if option.starts(cluster)]
+    elsewhere = [option for option in advised.fitting if not option.starts(cluster)]
+    why = {option.candidate.family: text for option, text in reasons(replace(advised, fitting=[*local, *elsewhere]))}
     if local:
         winner = local[0]
         console.print(Text(f"{winner.candidate.family}: {_worth(winner, plan, money, currency)}", style="bold"), soft_wrap=True)
         console.print(Text(" ".join(["clustertune plan", recipe, *overrides[winner.candidate.family]])), soft_wrap=True)
         console.print()
         why[winner.candidate.family] = winner.why
-    title = f"{found.searched:,} strategies searched, by {found.goal}"
+    title = f"{advised.searched:,} strategies searched, by {advised.goal}"
     table = make_table(
         "strategy", "nodes", "micro batch", "recomputed", "s per step", "hours", currency or "cost", "GiB", title=title
     )
@@ -171,7 +171,7 @@ def advice(
             f"{option.step_s:.3g}", hours, "" if spent is None else f"{spent:,.2f}",
             f"{option.needed / GIB:.1f}",
         )  # fmt: skip
-    if found.fitting:
+    if advised.fitting:
         console.print(table)
     for option in shown:
         console.print(Text(f"- {option.candidate.family}: {why[option.candidate.family]}"), soft_wrap=True)
@@ -180,9 +180,9 @@ def advice(
     if elsewhere:
         text = f"Megatron-Core runs in NVIDIA's image, which {cluster.name} does not name (container.megatron)."
         console.print(Text(text), soft_wrap=True)
-    for option in found.losing[: 1 if local else ROWS]:
+    for option in advised.losing[: 1 if local else ROWS]:
         console.print(Text(f"does not fit: {option.candidate.family}: {option.why}"), soft_wrap=True)
-    if left := len(local[ROWS:]) + len(elsewhere[1:]) + len(found.losing[1 if local else ROWS :]):
+    if left := len(local[ROWS:]) + len(elsewhere[1:]) + len(advised.losing[1 if local else ROWS :]):
         console.print(Text(f"and {left} more: --json lists all"))
     if not local:
         console.print(Text("No strategy that this cluster can start fits: try more nodes (--nodes), or another GPU."))
@@ -218,20 +218,20 @@ def _worth(option: CostedCandidate, plan: Plan, money: Callable[[float | None], 
     return f"{worth}; {saved} ({ratio:.2f} x as fast)"
 
 
-def calibration(found: Fit, console: Console) -> None:
+def calibration(fit_result: Fit, console: Console) -> None:
     """What runs taught: errors before and after, and what they say nothing of."""
     table = make_table("run", "measured s", "before s", "error", "after s", "error")
-    for run in found.runs:
+    for run in fit_result.runs:
         both = ((f"{at:.3g}", f"{at / run.measured_s - 1:+.1%}") for at in (run.before_s, run.after_s))
         table.add_row(Text(run.name), f"{run.measured_s:.3g}", *(cell for pair in both for cell in pair))
     console.print(table)
-    for name, value in found.values.items():
-        console.print(Text(f"{name.replace('_', ' ')}: {value:.3f} (+- {found.deviation[name]:.0%})"))
-    far = unexplained(found)
+    for name, value in fit_result.values.items():
+        console.print(Text(f"{name.replace('_', ' ')}: {value:.3f} (+- {fit_result.deviation[name]:.0%})"))
+    far = unexplained(fit_result)
     if far:
         named = ", ".join(f"{name} ({error:+.0%})" for name, error in far.items())
         text = f"not explained: {named}. These runs contradict each other or the cluster file: plans are no surer than that"
         console.print(Text(text), soft_wrap=True)
-    if found.left:
-        names = ", ".join(name.replace("_", " ") for name in found.left)
+    if fit_result.left:
+        names = ", ".join(name.replace("_", " ") for name in fit_result.left)
         console.print(Text(f"not identified by these runs, left as they were: {names}"), soft_wrap=True)

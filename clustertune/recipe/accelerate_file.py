@@ -59,8 +59,8 @@ def section(body: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def parallel_sizes(body: Mapping[str, Any]) -> dict[str, int]:
     """The sizes above 1 of the parallelism configuration, in the order of :data:`AXES`."""
-    given = section(body, MESH)
-    return {axis: size for axis in AXES if isinstance(size := given.get(size_key(axis)), int) and size > 1}
+    sizes = section(body, MESH)
+    return {axis: size for axis in AXES if isinstance(size := sizes.get(size_key(axis)), int) and size > 1}
 
 
 # --- what a checked file says ---------------------------------------------------------------------------------------------
@@ -112,14 +112,14 @@ def key_of(name: str) -> str:
 
 def distributed_type(body: Mapping[str, Any]) -> str | None:
     """One of :data:`DISTRIBUTED_TYPES` in a checked file; None where the file does not say."""
-    found = body.get(TYPE)
-    return found if isinstance(found, str) else None
+    kind = body.get(TYPE)
+    return kind if isinstance(kind, str) else None
 
 
 def mixed_precision(body: Mapping[str, Any]) -> str | None:
     """``bf16`` or ``no``; None where the file does not say, or says something else."""
-    found = body.get(PRECISION)
-    return "no" if found is False else found if found in ("no", "bf16") else None  # YAML 1.1 reads `no` as false
+    precision = body.get(PRECISION)
+    return "no" if precision is False else precision if precision in ("no", "bf16") else None  # YAML 1.1 reads `no` as false
 
 
 def without_sizes(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,8 +149,8 @@ def state_dict_type(body: Mapping[str, Any]) -> str:
 def dynamo_backend(body: Mapping[str, Any]) -> str | None:
     """torch.compile's backend as the file writes it; None where the file does not say."""
     dynamo = section(body, "dynamo_config")
-    found = dynamo.get("dynamo_backend", dynamo.get("backend"))
-    return None if found is None else str(found)
+    backend = dynamo.get("dynamo_backend", dynamo.get("backend"))
+    return None if backend is None else str(backend)
 
 
 def compiled(train: Mapping[str, Any], body: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -191,8 +191,8 @@ def zero_stage(body: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> 
     keys = section(body, "deepspeed_config")
     if deepspeed is None and "deepspeed_config_file" in keys:
         return _UNKNOWN_STAGE
-    found = ds.get(deepspeed, f"{ds.ZERO}.stage") if deepspeed is not None else keys.get("zero_stage", _DEFAULT_STAGE)
-    return int(found) if str(found).isdecimal() else 0
+    stage = ds.get(deepspeed, f"{ds.ZERO}.stage") if deepspeed is not None else keys.get("zero_stage", _DEFAULT_STAGE)
+    return int(stage) if str(stage).isdecimal() else 0
 
 
 def offload_device(body: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, part: str) -> str:
@@ -324,10 +324,10 @@ def read_deepspeed(
     accelerate: Mapping[str, Any], folder: Path, shown: str, overrides: Document | None
 ) -> tuple[Document | None, list[Problem]]:
     """DeepSpeed's configuration where the accelerate file names one, the overrides over it; and what is wrong with it."""
-    given = flat(overrides)
+    keys = flat(overrides)
     name = deepspeed_file(accelerate)
     if distributed_type(accelerate) != "DEEPSPEED" or name is None:
-        key = next(iter(given), None)
+        key = next(iter(keys), None)
         if key is None:
             return None, []
         fix = "accelerate.deepspeed_config.deepspeed_config_file=FILE names one"

@@ -97,20 +97,20 @@ def find_problems(body: dict[str, Any], shown: str) -> list[Problem]:
     if not isinstance(kind, str) or kind not in model_types():
         missing = "missing", "as in the model's config.json, such as llama"
         unknown = f"{kind!r} is not a model type of the pinned transformers' language models"
-        found = [("model_type", *(missing if kind is None else (unknown, did_you_mean(str(kind), model_types()))))]
+        faults = [("model_type", *(missing if kind is None else (unknown, did_you_mean(str(kind), model_types()))))]
     else:
-        found = list(_check_keys(body, kind))
+        faults = list(_check_keys(body, kind))
         body = common_names(body)
-        found += [*_check_numbers(body, kind), *_check_rest(body, kind)]
-        bad = {key for key, _, _ in found}
-        found += [wrong for wrong in _check_types(body, kind) if wrong[0] not in bad]
-        found = found or list(_check_heads(body))
-        if not found:
+        faults += [*_check_numbers(body, kind), *_check_rest(body, kind)]
+        bad = {key for key, _, _ in faults}
+        faults += [wrong for wrong in _check_types(body, kind) if wrong[0] not in bad]
+        faults = faults or list(_check_heads(body))
+        if not faults:
             try:
                 count(body)
             except KeyError as error:  # what a family of KNOWN cannot be built without
-                found = [(str(error.args[0]), "missing", "take it from the model's config.json")]
-    return [Problem(text, file=shown, key=key, fix=fix) for key, text, fix in found]
+                faults = [(str(error.args[0]), "missing", "take it from the model's config.json")]
+    return [Problem(text, file=shown, key=key, fix=fix) for key, text, fix in faults]
 
 
 def _check_keys(body: dict[str, Any], kind: str) -> Iterator[Wrong]:
@@ -182,9 +182,9 @@ def _check_types(body: dict[str, Any], kind: str) -> Iterator[Wrong]:
 
 def _check_rest(body: dict[str, Any], kind: str) -> Iterator[Wrong]:
     causal = sorted(name for name in model_facts(kind)["classes"] if name.endswith(("ForCausalLM", "LMHeadModel")))
-    given = body.get("architectures")
-    if not isinstance(given, list) or len(given) != 1 or given[0] not in causal:
-        text = "missing" if given is None else f"{_short(given)} is not one causal language model class of {kind}"
+    classes = body.get("architectures")
+    if not isinstance(classes, list) or len(classes) != 1 or classes[0] not in causal:
+        text = "missing" if classes is None else f"{_short(classes)} is not one causal language model class of {kind}"
         yield "architectures", text, f"write {json.dumps(causal[:1])}" if causal else None
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(body.get(key), dict | None):
@@ -253,10 +253,10 @@ def _scale_layers(values: Values, layers: int, fields: set[str]) -> dict[str, An
     """What config.json lists by layer, for the layers that are left: one of each kind of attention."""
     small: dict[str, Any] = {}
     for key in _LAYER_NUMBERS:
-        if isinstance(given := values.get(key), list):
-            small[key] = [number for number in given if number < layers]
-    if isinstance(given := values.get("no_rope_layers"), list):
-        small["no_rope_layers"] = given[:layers]
+        if isinstance(values_of_layers := values.get(key), list):
+            small[key] = [number for number in values_of_layers if number < layers]
+    if isinstance(values_of_layers := values.get("no_rope_layers"), list):
+        small["no_rope_layers"] = values_of_layers[:layers]
     # Where positions differ from layer to layer, the kinds of attention follow from no_rope_layers.
     if isinstance(values.get("layer_types"), list) or ("layer_types" in fields and "no_rope_layers" not in fields):
         types = values.attention_types

@@ -128,7 +128,7 @@ def _check_data(data: Mapping[str, Any], trainer: str) -> Iterator[Found]:
 def _check_scores(values: Mapping[str, Any]) -> Iterator[Found]:
     """Tasks that lm-eval does not know, and tasks and metrics of scores that are probably mistyped."""
     sections: dict[str, dict[str, Any]] = {
-        name: found if isinstance(found := values.get(name), dict) else {} for name in ("eval", "expect")
+        name: known_task if isinstance(known_task := values.get(name), dict) else {} for name in ("eval", "expect")
     }
     tasks = sections["eval"].get("tasks", Eval.model_fields["tasks"].default)
     tasks = [task for task in tasks if isinstance(task, str)] if isinstance(tasks, list) else []
@@ -142,7 +142,7 @@ def _check_scores(values: Mapping[str, Any]) -> Iterator[Found]:
             part_of_a_group = any(str(task).startswith(f"{group}_") for group in tasks)
             if task not in known_here and not part_of_a_group and nearest(str(task), known_here):
                 yield (*path, str(task)), "no task of this name in eval.tasks", did_you_mean(str(task), known_here)
-            known = found.metrics if (found := find_task(str(task))) else ()
+            known = known_task.metrics if (known_task := find_task(str(task))) else ()
             filtered = {name.partition(",")[0] for name in known if "," in name}
             for metric in metrics if known and isinstance(metrics, dict) else ():
                 if str(metric).removesuffix(",none") not in known and str(metric).partition(",")[0] not in filtered:
@@ -235,11 +235,11 @@ def _check_arguments(train: Mapping[str, Any]) -> Iterator[Found]:
             yield path, text, did_you_mean(key, taken) if taken else "leave it out"
 
 
-def _check_model_init(given: Any) -> Iterator[Found]:
+def _check_model_init(options: Any) -> Iterator[Found]:
     path = ("train", "model_init_kwargs")
-    if given is not None and not isinstance(given, dict):
-        yield path, f"{show_value(given)} is not a mapping", None
-    for key, value in given.items() if isinstance(given, dict) else ():
+    if options is not None and not isinstance(options, dict):
+        yield path, f"{show_value(options)} is not a mapping", None
+    for key, value in options.items() if isinstance(options, dict) else ():
         choices = native_rules.MODEL_INIT.get(key)
         if key == QUANTIZATION:
             inner = quantization.find_problems(value) if value is not None else ()
@@ -270,8 +270,8 @@ def check_dpo(train: Mapping[str, Any], accelerate: Mapping[str, Any], *, megatr
 
 def check_reward(values: Mapping[str, Any]) -> Iterator[Found]:
     """The sections ``reward`` and ``rollout`` against ``trainer``, whatever else of the recipe is wrong."""
-    grpo, given = values.get("trainer") == "grpo", values.get("reward")
-    if grpo and given is None:
+    grpo, rewards = values.get("trainer") == "grpo", values.get("reward")
+    if grpo and rewards is None:
         known = ", ".join(REWARD_OPTIONS)
         fix = f"write reward: [{next(iter(REWARD_OPTIONS))}]; there are {known}, and module:function of the recipe folder"
         yield ("reward",), "missing: trainer: grpo learns by rewards", fix
@@ -285,17 +285,17 @@ def check_reward(values: Mapping[str, Any]) -> Iterator[Found]:
             yield ("rollout",), text, "train an adapter: lora; or write rollout: colocate"
         if isinstance(train, dict) and train.get("use_vllm"):
             yield ("train", "use_vllm"), "vLLM would generate on the GPUs that train too", "leave it out with rollout: servers"
-    names = [reward.name for reward in read_rewards(given)]
+    names = [reward.name for reward in read_rewards(rewards)]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield ("reward",), f"{name} twice: rewards are logged by their names", "give each function a name of its own"
-    for at, reward in enumerate(read_rewards(given)):
+    for at, reward in enumerate(read_rewards(rewards)):
         yield from ((("reward", str(at)), text, fix) for text, fix in _check_options(reward))
 
 
 def _check_during(values: Mapping[str, Any]) -> Iterator[Found]:
     """Scores while training: only of an adapter, which is scored without a merge."""
-    found = read_section(Eval, values.get("eval"))
-    if found is None or found.during is None:
+    section = read_section(Eval, values.get("eval"))
+    if section is None or section.during is None:
         return
     at = ("eval", "during")
     if values.get("megatron") is not None:
@@ -304,7 +304,7 @@ def _check_during(values: Mapping[str, Any]) -> Iterator[Found]:
         text = "all parameters are trained: each score would write the whole model once more"
         yield at, text, "leave it out, or train an adapter: lora"
     saved = values.get("save")
-    if found.during.every == "milestone" and not (isinstance(saved, dict) and saved.get("milestones")):
+    if section.during.every == "milestone" and not (isinstance(saved, dict) and saved.get("milestones")):
         yield (
             (*at, "every"),
             "milestone: the recipe names no milestones",
@@ -330,9 +330,9 @@ def _check_servers(values: Mapping[str, Any]) -> Iterator[Found]:
         yield ("lora", "modules_to_save"), text, "leave it out, or leave out the servers beside the trainer"
 
 
-def read_rewards(given: Any) -> list[Reward]:
+def read_rewards(rewards: Any) -> list[Reward]:
     """The rewards of a recipe's values that can be read; the schema says what is wrong with the others."""
-    read = [read_section(Reward, one) for one in given] if isinstance(given, list) else []
+    read = [read_section(Reward, one) for one in rewards] if isinstance(rewards, list) else []
     return [reward for reward in read if reward is not None]
 
 

@@ -36,22 +36,22 @@ FILLED = frozenset(
 
 def get(body: Mapping[str, Any], path: str) -> Any:
     """The value at a dotted path of a configuration; None where there is none."""
-    found: Any = body
+    value: Any = body
     for key in path.split("."):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def text(body: Mapping[str, Any], path: str) -> str | None:
     """The same as a word."""
-    found = get(body, path)
-    return None if found is None else str(found)
+    value = get(body, path)
+    return None if value is None else str(value)
 
 
 def secondary_partition(body: Mapping[str, Any]) -> bool:
     """Whether a second copy of the weights is split over the ranks of each node (ZeRO++'s hpZ)."""
-    given = str(get(body, f"{ZERO}.zero_hpz_partition_size"))
-    return given.isdecimal() and int(given) > 1
+    size = str(get(body, f"{ZERO}.zero_hpz_partition_size"))
+    return size.isdecimal() and int(size) > 1
 
 
 def quantizes_traffic(body: Mapping[str, Any]) -> bool:
@@ -206,17 +206,17 @@ def _check_zero(body: Mapping[str, Any], from_command_line: Callable[[str], bool
     zero = body.get(ZERO)
     if not isinstance(zero, Mapping) or not is_whole(stage := zero.get("stage", 0), 0):
         return
-    offloads = {part: found for part in OFFLOADS if isinstance(found := zero.get(part), Mapping)}
+    offloads = {part: section for part in OFFLOADS if isinstance(section := zero.get(part), Mapping)}
     devices = {part: str(offload.get("device", "none")) for part, offload in offloads.items()}
     for part, text, fix in offload_problems(stage, devices):
         yield f"{ZERO}.{part}.device", text, fix
     for part, device in devices.items():
         if device == "nvme" and stage == 3:
             # The place is a fact of the cluster. The command line may name another one.
-            key, given = f"{ZERO}.{part}.nvme_path", offloads[part].get("nvme_path")
-            named = isinstance(given, str) and given.startswith("/") and from_command_line(key)
-            if given != AUTO and not named:
-                text = "missing" if given is None else f"{show_value(given)}, the path of one site"
+            key, path = f"{ZERO}.{part}.nvme_path", offloads[part].get("nvme_path")
+            named = isinstance(path, str) and path.startswith("/") and from_command_line(key)
+            if path != AUTO and not named:
+                text = "missing" if path is None else f"{show_value(path)}, the path of one site"
                 yield key, text, 'write "auto": storage.scratch of the cluster file holds it, in a folder for each job'
 
 
@@ -229,28 +229,28 @@ def _check_meant(body: Mapping[str, Any], values: Collection[tuple[str, Any, str
         "gradient_clipping": "DeepSpeed would not clip" if recipe["gradient_clipping"] else "",
     }
     for key, value, where in values:
-        given = get(body, key)
-        if given is None:
+        stated = get(body, key)
+        if stated is None:
             section = key.rpartition(".")[0]
             inside = section == "optimizer.params" and get(body, "optimizer") is not None
             why = missing.get(key, "") or ("DeepSpeed would take its own default" if inside else "")
             if why:
                 text = f"missing, while {where.partition(':')[0]} is {show_value(value)}: {why}"
                 yield key, text, f'write "{key.rpartition(".")[2]}": "auto"'
-        elif given == AUTO or (key == "fp16.enabled" and given is True):
+        elif stated == AUTO or (key == "fp16.enabled" and stated is True):
             continue
-        elif given != value or isinstance(given, bool) != isinstance(value, bool):  # true is 1 for Python
-            yield key, f"{show_value(given)}, while {where.partition(':')[0]} is {show_value(value)}", 'write "auto"'
+        elif stated != value or isinstance(stated, bool) != isinstance(value, bool):  # true is 1 for Python
+            yield key, f"{show_value(stated)}, while {where.partition(':')[0]} is {show_value(value)}", 'write "auto"'
 
 
 def _check_optimizer(body: Mapping[str, Any], train: Mapping[str, Any], stated: Collection[str]) -> Wrong:
     named = str(train["optim"])
     kind = get(body, "optimizer.type")
     if body.get("optimizer") is not None:
-        wanted = _OPTIMIZERS.get(str(kind).lower())
+        prefix = _OPTIMIZERS.get(str(kind).lower())
         if not isinstance(kind, str):
             yield "optimizer.type", "missing", 'write "AdamW", or leave the optimizer out: train.optim says it'
-        elif "optim" in stated and (wanted is None or not named.startswith(wanted)):
+        elif "optim" in stated and (prefix is None or not named.startswith(prefix)):
             fix = "leave the optimizer out, or train.optim: two places that say it must agree"
             yield "optimizer.type", f"{show_value(kind)}, while train.optim is {named}", fix
         return

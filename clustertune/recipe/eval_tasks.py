@@ -98,23 +98,23 @@ def find_task(name: str) -> TaskFile | None:
 
 def with_rows(names: Iterable[str]) -> dict[str, TaskFile]:
     """Those of ``names`` whose rows are read and checked here and not by lm-eval."""
-    return {name: found for name in names if (found := find_task(name)) and found.fallback}
+    return {name: task for name in names if (task := find_task(name)) and task.fallback}
 
 
 def reader_of(names: Iterable[str], data: Path, key: str) -> TaskFile:
     """The one task that a file of rows is for. Raises UserError where there is none, or more than one."""
-    found = with_rows(names)
-    if len(found) != 1:
-        text = f"is for one task with rows of its own; of the tasks here these have some: {', '.join(found) or 'none'}"
+    tasks = with_rows(names)
+    if len(tasks) != 1:
+        text = f"is for one task with rows of its own; of the tasks here these have some: {', '.join(tasks) or 'none'}"
         raise UserError(text, file=str(data), key=key)
-    return next(iter(found.values()))
+    return next(iter(tasks.values()))
 
 
 def first_task() -> TaskFile:
     """The task by which those without a folder are estimated."""
-    found = find_task(FIRST_TASK)
-    assert found is not None
-    return found
+    task = find_task(FIRST_TASK)
+    assert task is not None
+    return task
 
 
 def unknown_tasks(names: Iterable[str]) -> dict[str, list[str]]:
@@ -122,11 +122,11 @@ def unknown_tasks(names: Iterable[str]) -> dict[str, list[str]]:
 
     Its own index takes 6 s to build. Empty where another lm-eval is installed: nothing can be said.
     """
-    wanted = set(names) - set(with_rows(names))
-    if not wanted or (find_spec("lm_eval") and version("lm_eval") != facts("lm_eval")["lm_eval"]):
+    unknown = set(names) - set(with_rows(names))
+    if not unknown or (find_spec("lm_eval") and version("lm_eval") != facts("lm_eval")["lm_eval"]):
         return {}
     known = facts("lm_eval")["tasks"].split()
-    return dict.fromkeys(sorted(wanted - set(known)), known)
+    return dict.fromkeys(sorted(unknown - set(known)), known)
 
 
 @cache

@@ -64,11 +64,11 @@ def key_of(document: Document, path: Sequence[str]) -> str:
     return shown
 
 
-def as_problems(found: Iterable[Found], document: Document) -> list[Problem]:
+def as_problems(findings: Iterable[Found], document: Document) -> list[Problem]:
     """Findings in a document with their lines."""
     return [
         Problem(message, file=document.position(tuple(path)), key=key_of(document, path) or None, fix=fix)
-        for path, message, fix in found
+        for path, message, fix in findings
     ]
 
 
@@ -90,11 +90,11 @@ def parse_partial(model: type[Part], value: object) -> tuple[Part | None, bool]:
 def read_model(model: type[Part], document: Document, check: Callable[[Part], Iterable[Found]] = lambda _: ()) -> Part:
     """A whole file as a model. Raises UserError with all that pydantic or, where the types are right, ``check`` finds."""
     try:
-        found = model.model_validate(document.data)
+        part = model.model_validate(document.data)
     except ValidationError as error:
         raise UserError(as_problems(schema_findings(model, error), document)) from None
-    raise_if(as_problems(check(found), document))
-    return found
+    raise_if(as_problems(check(part), document))
+    return part
 
 
 def schema_findings(
@@ -138,10 +138,10 @@ def _siblings(root: type[BaseModel], path: Sequence[str]) -> list[str]:
     current = root
     for part in path[:-1]:
         if part in current.model_fields:
-            found = _section(current.model_fields[part].annotation)
-            if found is None:
+            section = _section(current.model_fields[part].annotation)
+            if section is None:
                 return []
-            current = found
+            current = section
     return list(current.model_fields)
 
 
@@ -149,5 +149,5 @@ def _section(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in {Union, types.UnionType, tuple, dict}:
-        return next((found for part in get_args(annotation) if (found := _section(part))), None)
+        return next((section for part in get_args(annotation) if (section := _section(part))), None)
     return None

@@ -338,9 +338,9 @@ class Layers:
             values = laid_over(values, layer.document.data)
         owners: dict[KeyPath, Layer] = {}
         paths = [path for path, _ in leaves(values) if path]
-        given = [max(at for at, layer in enumerate(self.layers) if _has(layer.document.data, path)) for path in paths]
+        newest = [max(at for at, layer in enumerate(self.layers) if _has(layer.document.data, path)) for path in paths]
         for at, layer in enumerate(self.layers):
-            owners |= {path: layer for path, owner in zip(paths, given, strict=True) if owner == at}
+            owners |= {path: layer for path, owner in zip(paths, newest, strict=True) if owner == at}
         return values, owners
 
     def position(self, path: KeyPath, owners: Mapping[KeyPath, Layer]) -> str:
@@ -385,8 +385,8 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     lowered = {name.lower(): name for name in known}
     begun = [name for name in lowered if len(word) > 2 and name.startswith(word.lower())]
     same_letters = [name for name in lowered if sorted(name) == sorted(word.lower())]
-    found = sorted(begun, key=len)[:1] or same_letters[:1] or difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
-    return lowered[found[0]] if found else None
+    near = sorted(begun, key=len)[:1] or same_letters[:1] or difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    return lowered[near[0]] if near else None
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str | None:
@@ -403,26 +403,26 @@ def find_folder(recipe: str | Path) -> tuple[Path, str]:
 
     Raises UserError where there is none, with the nearest name.
     """
-    given = str(recipe)
-    if not given or "\0" in given or len(given) > 4096:
-        raise _refused(f"{given[:60]!r} is not a recipe")
-    path = Path(given)
+    name_given = str(recipe)
+    if not name_given or "\0" in name_given or len(name_given) > 4096:
+        raise _refused(f"{name_given[:60]!r} is not a recipe")
+    path = Path(name_given)
     try:
         if path.name == "recipe.yaml" and path.is_file():
             path = path.parent
         places = [path]
-        if re.fullmatch(NAME, given):
-            places += [Path("recipes", given), RECIPES / given]
+        if re.fullmatch(NAME, name_given):
+            places += [Path("recipes", name_given), RECIPES / name_given]
         elif not path.is_absolute() and path.parts[:1] == ("recipes",):
             places.append(RECIPES.parent / path)
         folder = next((folder_ for folder_ in places if (folder_ / "recipe.yaml").is_file()), None)
         folder = folder or next((folder_ for folder_ in places if folder_.is_dir()), None)
     except OSError as error:
-        raise _refused(f"{given!r} cannot be read: {error.strerror or error}") from None
+        raise _refused(f"{name_given!r} cannot be read: {error.strerror or error}") from None
     if folder is None:
         known = sorted({entry.parent.name for below in (Path("recipes"), RECIPES) for entry in below.glob("*/recipe.yaml")})
         looked = ", ".join(dict.fromkeys(str(place.parent.absolute()) for place in places[1:] or places))
-        raise _refused(f"there is no recipe {given!r} (looked in {looked})", did_you_mean(path.name, known))
+        raise _refused(f"there is no recipe {name_given!r} (looked in {looked})", did_you_mean(path.name, known))
     if not re.fullmatch(NAME, folder.resolve().name):
         text = f"the folder name {folder.resolve().name!r} becomes a path and a job name and may hold only letters, digits, "
         text += "'.', '_' and '-' (64 at most, the first a letter or digit)"
@@ -480,10 +480,10 @@ def same_model(folder: Path, model: object) -> Path | None:
     for file in sorted(base_folder(folder).parent.glob(f"*/{DESCRIPTION}")):
         recipe = file.parent / "recipe.yaml"
         try:
-            found = read_yaml(recipe, str(recipe)).data.get("model") if name in recipe.read_text("utf-8") else None
+            model_section = read_yaml(recipe, str(recipe)).data.get("model") if name in recipe.read_text("utf-8") else None
         except (OSError, UnicodeDecodeError, UserError):
             continue  # a recipe that cannot be read says nothing of this one
-        if isinstance(found, dict) and found.get("name") == name:
+        if isinstance(model_section, dict) and model_section.get("name") == name:
             return file.parent
     return None
 
@@ -491,13 +491,13 @@ def same_model(folder: Path, model: object) -> Path | None:
 def find_elsewhere(folder: Path, bases: Iterable[str], model: Mapping[str, Any]) -> list[Path]:
     """What a recipe is made of and lies outside its folder: its bases, a chat template, the description of its model."""
     shared = base_folder(folder)
-    found = [shared / f"{name}.yaml" for name in bases]
+    paths = [shared / f"{name}.yaml" for name in bases]
     template = model.get("chat_template")
     if template and not (folder / template).is_file():
-        found.append(shared / template)
+        paths.append(shared / template)
     if not os.path.lexists(folder / DESCRIPTION) and (other := same_model(folder, model)) is not None:
-        found += [other / "recipe.yaml", other / DESCRIPTION]
-    return found
+        paths += [other / "recipe.yaml", other / DESCRIPTION]
+    return paths
 
 
 def _read_base(base: str, asking: Document, folder: Path, shown: str) -> Layer:
@@ -519,9 +519,9 @@ def _cut_by_the_shell(overrides: Sequence[str]) -> Problem | None:
     for number, text in enumerate(overrides[:-1]):
         key, _, value = text.partition("=")
         if value[:1] in ("{", "[") and value.count(value[0]) > value.count({"{": "}", "[": "]"}[value[0]]):
-            whole = " ".join(overrides[number:])
-            said = f"the shell has cut {value!r} off from {overrides[number + 1]!r}"
-            return Problem(said, file=COMMAND_LINE, key=key, fix=f"quote it: {shlex.quote(whole)}")
+            joined = " ".join(overrides[number:])
+            what = f"the shell has cut {value!r} off from {overrides[number + 1]!r}"
+            return Problem(what, file=COMMAND_LINE, key=key, fix=f"quote it: {shlex.quote(joined)}")
     return None
 
 

@@ -283,10 +283,10 @@ GLOBAL_BATCH = NativeField("global_batch_size", UNKNOWN, [["plain", "int"]], "a 
 @cache
 def train_fields(trainer: str = "sft") -> dict[str, NativeField]:
     """The fields of TRL's ``SFTConfig``, ``DPOConfig`` or ``GRPOConfig`` with those of its bases, by the ``trainer``."""
-    found, other = facts("trl")["fields"], facts("trl").get(trainer)
+    known, other = facts("trl")["fields"], facts("trl").get(trainer)
     if other is not None:
-        found = {name: field for name, field in (found | other["fields"]).items() if name not in other["lacks"]}
-    fields = _fields(found)
+        known = {name: field for name, field in (known | other["fields"]).items() if name not in other["lacks"]}
+    fields = _fields(known)
     if trainer == "grpo":
         fields[MAX_PROMPT] = NativeField(MAX_PROMPT, 512, [["plain", "int"]], "a whole number")
     return fields
@@ -336,14 +336,14 @@ def _defaults(fields: Mapping[str, NativeField], owned: Collection[str]) -> dict
 
 def filled(defaults: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
     """A section with the library's ``defaults`` in it: for a key that is null, too."""
-    given = {key: value for key, value in stated.items() if value is not None}
-    return given | {key: value for key, value in defaults.items() if key not in given}
+    values = {key: value for key, value in stated.items() if value is not None}
+    return values | {key: value for key, value in defaults.items() if key not in values}
 
 
-def _fields(found: dict[str, Any]) -> dict[str, NativeField]:
+def _fields(listed: dict[str, Any]) -> dict[str, NativeField]:
     return {
         name: NativeField(name, item.get("default", UNKNOWN), item["kinds"], item["expected"], tuple(item["choices"]))
-        for name, item in found.items()
+        for name, item in listed.items()
     }
 
 
@@ -383,16 +383,16 @@ def _adapter(name: str) -> TypeAdapter[Any]:
 
 
 def _pydantic_type(kind: Kind) -> Any:
-    sort, *given = kind
+    sort, *choices = kind
     if sort == "none":
         return None
     if sort == "plain":
-        return _PLAIN[given[0]]
+        return _PLAIN[choices[0]]
     if sort == "words":
-        return Literal[tuple(given)]
+        return Literal[tuple(choices)]
     if sort == "pattern":
-        return Annotated[str, Field(pattern=given[0])]
-    return types.GenericAlias(_HOLDERS[given[0]], tuple(_pydantic_type(inner) for inner in given[1]))
+        return Annotated[str, Field(pattern=choices[0])]
+    return types.GenericAlias(_HOLDERS[choices[0]], tuple(_pydantic_type(inner) for inner in choices[1]))
 
 
 # --- a section against them -------------------------------------------------------------------------------------------------
@@ -434,19 +434,19 @@ def lora_section() -> NativeSection:
     return NativeSection("lora", "LoraConfig", lora_fields(), LORA_OWNED, LORA_REMOVED, LORA_RANGES)
 
 
-def check(section: NativeSection, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Found]]:
+def check(section: NativeSection, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Found]]:
     """The values of a section as the foreign dataclass takes them, and everything that is wrong with them."""
     checked: dict[str, Any] = {}
-    found: list[Found] = []
+    findings: list[Found] = []
     known = set(section.fields) - set(section.owned)
-    for key, value in given.items():
+    for key, value in values.items():
         path, fix = (section.name, key), None
         if holds_secret(value):  # reported with the schema's problems
             continue
         if value is None and key not in section.fields and key in train_fields():
             continue  # of a base for the other trainer, taken out
         if key in section.owned:
-            found.append((path, f"not allowed in a recipe: {section.owned[key]}", "leave it out"))
+            findings.append((path, f"not allowed in a recipe: {section.owned[key]}", "leave it out"))
         elif key in section.fields:
             field = section.fields[key]
             try:
@@ -455,10 +455,10 @@ def check(section: NativeSection, given: Mapping[str, Any]) -> tuple[dict[str, A
                 fix = did_you_mean(value, field.choices) if field.choices and isinstance(value, str) else None
                 shown = "" if value is None else f"{show_value(value)}: "
                 known_words = f"{len(field.choices)} values are known here" if fix and len(field.choices) > 8 else str(error)
-                found.append((path, f"{shown}{known_words}", fix))
+                findings.append((path, f"{shown}{known_words}", fix))
         elif key not in section.removed and may_name_secret(key) and nearest(key, known) is None:
-            found.append((path, "looks like a secret (value not shown)", SECRET_FIX))
+            findings.append((path, "looks like a secret (value not shown)", SECRET_FIX))
         else:
             fix = section.removed.get(key) or did_you_mean(key, known)
-            found.append((path, f"unknown key: not a field of {section.owner} in the pinned release", fix))
-    return checked, found
+            findings.append((path, f"unknown key: not a field of {section.owner} in the pinned release", fix))
+    return checked, findings

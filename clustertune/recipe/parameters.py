@@ -24,12 +24,12 @@ class Values:
         self.kind = kind
         aliases = model_facts(kind)["aliases"]
         self._same = {**aliases, **{own: other for other, own in aliases.items()}}
-        self._given = architecture
+        self._architecture = architecture
         self._defaults = model_facts(kind)["defaults"]
 
     def get(self, key: str) -> Any:
         """The value of a key; None where there is none."""
-        for known in (self._given, self._defaults):
+        for known in (self._architecture, self._defaults):
             for name in (key, self._same.get(key, key)):
                 if name in known:
                     return known[name]
@@ -37,9 +37,9 @@ class Values:
 
     def keys(self) -> frozenset[str]:
         """All keys that have a value or a default."""
-        return frozenset(self._given) | frozenset(self._defaults)
+        return frozenset(self._architecture) | frozenset(self._defaults)
 
-    def whole(self, key: str) -> int:
+    def integer(self, key: str) -> int:
         """A whole number that must be there. Raises KeyError where it is not."""
         value = self.get(key)
         if value is None:
@@ -53,17 +53,17 @@ class Values:
     @property
     def layers(self) -> int:
         """Decoder layers."""
-        return self.whole("num_hidden_layers")
+        return self.integer("num_hidden_layers")
 
     @property
     def hidden(self) -> int:
         """Width of the residual stream."""
-        return self.whole("hidden_size")
+        return self.integer("hidden_size")
 
     @property
     def heads(self) -> int:
         """Query heads."""
-        return self.whole("num_attention_heads")
+        return self.integer("num_attention_heads")
 
     @property
     def kv_heads(self) -> int:
@@ -78,9 +78,9 @@ class Values:
     @cached_property
     def attention_types(self) -> tuple[str, ...]:
         """The kind of attention of each layer, as the configuration classes derive it where ``layer_types`` is not given."""
-        given = self.get("layer_types")
-        if given:
-            return tuple(map(str, given))
+        types = self.get("layer_types")
+        if types:
+            return tuple(map(str, types))
         name = _NAMES.get(self.kind, "sliding_attention")
         rule = _LOCAL.get(self.kind) if name != "sliding_attention" or self.is_windowed else None
         return tuple(name if rule and rule(self, layer) else "full_attention" for layer in range(self.layers))
@@ -93,8 +93,8 @@ class Values:
 
 def _has_rope(values: Values, layer: int) -> bool:
     """Layers without rotary positions see everything (NoPE)."""
-    given = values.get("no_rope_layers")
-    return bool(given[layer]) if given else (layer + 1) % values.whole("no_rope_layer_interval") != 0
+    layers = values.get("no_rope_layers")
+    return bool(layers[layer]) if layers else (layer + 1) % values.integer("no_rope_layer_interval") != 0
 
 
 def _every(layer: int, values: Values, key: str, default: int) -> bool:
@@ -103,9 +103,9 @@ def _every(layer: int, values: Values, key: str, default: int) -> bool:
 
 
 _LOCAL: dict[str, Callable[[Values, int], bool]] = {
-    "qwen2": lambda values, layer: layer >= values.whole("max_window_layers"),
-    "qwen3": lambda values, layer: layer >= values.whole("max_window_layers"),
-    "qwen2_moe": lambda values, layer: layer % 2 == 0 and layer < values.whole("max_window_layers"),
+    "qwen2": lambda values, layer: layer >= values.integer("max_window_layers"),
+    "qwen3": lambda values, layer: layer >= values.integer("max_window_layers"),
+    "qwen2_moe": lambda values, layer: layer % 2 == 0 and layer < values.integer("max_window_layers"),
     "gemma2": lambda _, layer: layer % 2 == 0,
     "gpt_oss": lambda _, layer: layer % 2 == 0,
     "gemma3_text": lambda values, layer: _every(layer, values, "sliding_window_pattern", 6),
@@ -312,7 +312,7 @@ def experts(
     prefix: str, values: Values, number: int, inner: int, *, router: str = "gate", bias: bool = False, bare_router: bool = True
 ) -> LayerPart:
     """The router and the experts, whose gate and up projections transformers 5 keeps in one 3-dimensional parameter."""
-    hidden, chosen = values.hidden, values.whole("num_experts_per_tok")
+    hidden, chosen = values.hidden, values.integer("num_experts_per_tok")
     linears = (
         Linear(f"{prefix}.{router}", hidden, number, bias, bare=bare_router),
         Linear(f"{prefix}.experts.gate_up_proj", hidden, 2 * inner, bias, number, chosen, bare=True),
@@ -341,11 +341,11 @@ def _qwen_block(values: Values, layer: int) -> tuple[LayerPart, ...]:
     """The feed-forward part of Qwen's layers: dense, or experts with (Qwen2-MoE, Qwen3-Next) or without a shared one."""
     hidden = values.hidden
     if not _is_sparse(values, layer):
-        return (gated("mlp", hidden, values.whole("intermediate_size")),)
-    routed = experts("mlp", values, values.whole("num_experts"), values.whole("moe_intermediate_size"))
+        return (gated("mlp", hidden, values.integer("intermediate_size")),)
+    routed = experts("mlp", values, values.integer("num_experts"), values.integer("moe_intermediate_size"))
     if values.kind == "qwen3_moe":
         return (routed,)
-    shared = gated("mlp.shared_expert", hidden, values.whole("shared_expert_intermediate_size"))
+    shared = gated("mlp.shared_expert", hidden, values.integer("shared_expert_intermediate_size"))
     return routed, shared, LayerPart((Linear("mlp.shared_expert_gate", hidden, 1),))
 
 
@@ -353,7 +353,7 @@ def mixture_layer(values: Values, layer: int) -> LayerKind:
     """Mixtral, Qwen2-MoE, Qwen3-MoE."""
     norms = 2 * values.hidden
     if values.kind == "mixtral":
-        block = experts("mlp", values, values.whole("num_local_experts"), values.whole("intermediate_size"))
+        block = experts("mlp", values, values.integer("num_local_experts"), values.integer("intermediate_size"))
         return _together(attention(values, layer), block, norms=norms)
     if values.kind == "qwen2_moe":
         first = attention(values, layer, qkv_bias=values.flag("qkv_bias"))
@@ -367,7 +367,7 @@ def gpt_oss_layer(values: Values, layer: int) -> LayerKind:
     """Experts and router with biases, one sink per head."""
     bias = values.flag("attention_bias")
     block = experts(
-        "mlp", values, values.whole("num_local_experts"), values.whole("intermediate_size"), router="router", bias=True
+        "mlp", values, values.integer("num_local_experts"), values.integer("intermediate_size"), router="router", bias=True
     )
     first = attention(values, layer, qkv_bias=bias, out_bias=bias)
     return _together(first, block, norms=2 * values.hidden + values.heads)
@@ -378,19 +378,19 @@ def llama4_layer(values: Values, layer: int) -> LayerKind:
     hidden, bias = values.hidden, values.flag("attention_bias")
     first = attention(values, layer, qkv_bias=bias, out_bias=bias)
     chosen = values.get("moe_layers")
-    sparse = layer in chosen if chosen is not None else (layer + 1) % values.whole("interleave_moe_layer_step") == 0
+    sparse = layer in chosen if chosen is not None else (layer + 1) % values.integer("interleave_moe_layer_step") == 0
     if not sparse:
-        return _together(first, gated("feed_forward", hidden, values.whole("intermediate_size_mlp")), norms=2 * hidden)
-    inner = values.whole("intermediate_size")
-    routed = experts("feed_forward", values, values.whole("num_local_experts"), inner, router="router", bare_router=False)
+        return _together(first, gated("feed_forward", hidden, values.integer("intermediate_size_mlp")), norms=2 * hidden)
+    inner = values.integer("intermediate_size")
+    routed = experts("feed_forward", values, values.integer("num_local_experts"), inner, router="router", bare_router=False)
     return _together(first, routed, gated("feed_forward.shared_expert", hidden, inner), norms=2 * hidden)
 
 
 def _latent_attention(values: Values) -> LayerPart:
     """Multi-head latent attention: queries (where ``q_lora_rank``) and keys with values go through narrow matrices."""
     hidden, heads, bias = values.hidden, values.heads, values.flag("attention_bias")
-    rope, narrow = values.whole("qk_rope_head_dim"), values.whole("kv_lora_rank")
-    nope, wide = values.whole("qk_nope_head_dim"), values.whole("v_head_dim")
+    rope, narrow = values.integer("qk_rope_head_dim"), values.integer("kv_lora_rank")
+    nope, wide = values.integer("qk_nope_head_dim"), values.integer("v_head_dim")
     rank = values.get("q_lora_rank")
     if rank is None:
         queries: tuple[Linear, ...] = (Linear("self_attn.q_proj", hidden, heads * (nope + rope)),)
@@ -424,11 +424,11 @@ def deepseek_layer(values: Values, layer: int) -> LayerKind:
     else:
         first = _latent_attention(values)
     if layer < int(values.get("first_k_dense_replace") or 0):
-        return _together(first, gated("mlp", hidden, values.whole("intermediate_size"), bias=bias), norms=2 * hidden)
-    inner = values.whole("moe_intermediate_size")
-    routed = experts("mlp", values, values.whole("n_routed_experts"), inner)
-    shared = gated("mlp.shared_experts", hidden, inner * values.whole("n_shared_experts"), bias=bias)
-    corrections = 0 if values.kind == "deepseek_v2" else values.whole("n_routed_experts")
+        return _together(first, gated("mlp", hidden, values.integer("intermediate_size"), bias=bias), norms=2 * hidden)
+    inner = values.integer("moe_intermediate_size")
+    routed = experts("mlp", values, values.integer("n_routed_experts"), inner)
+    shared = gated("mlp.shared_experts", hidden, inner * values.integer("n_shared_experts"), bias=bias)
+    corrections = 0 if values.kind == "deepseek_v2" else values.integer("n_routed_experts")
     return _together(first, routed, shared, norms=2 * hidden + corrections)
 
 
@@ -448,15 +448,15 @@ def _delta_rule(values: Values) -> LayerPart:
     Its work is written as a window: the 64 tokens of a chunk, and as many as cost what reading and writing the state does,
     2 x 2 qk_dim v_dim = 2 w (qk_dim + v_dim).
     """
-    heads, groups = values.whole("linear_num_value_heads"), values.whole("linear_num_key_heads")
-    key, value = values.whole("linear_key_head_dim"), values.whole("linear_value_head_dim")
+    heads, groups = values.integer("linear_num_value_heads"), values.integer("linear_num_key_heads")
+    key, value = values.integer("linear_key_head_dim"), values.integer("linear_value_head_dim")
     keys, width = groups * key, heads * value
     linears = (
         Linear("linear_attn.in_proj_qkvz", values.hidden, 2 * keys + 2 * width),
         Linear("linear_attn.in_proj_ba", values.hidden, 2 * heads),
         Linear("linear_attn.out_proj", width, values.hidden),
     )
-    convolution = (2 * keys + width) * values.whole("linear_conv_kernel_dim")
+    convolution = (2 * keys + width) * values.integer("linear_conv_kernel_dim")
     other = convolution + 2 * heads + value
     return LayerPart(linears, other, attention=Attention(heads, groups, key, value, _CHUNK + 2 * key * value // (key + value)))
 
@@ -502,7 +502,7 @@ class _Dense:
             fused=self.fused_qkv,
         )
         block = gated if "gate" in self.mlp[0] else plain
-        second = block("mlp", values.hidden, values.whole("intermediate_size"), self.mlp, bias=values.flag(self.mlp_bias))
+        second = block("mlp", values.hidden, values.integer("intermediate_size"), self.mlp, bias=values.flag(self.mlp_bias))
         return _together(first, second, norms=self.norms * values.hidden * (2 if self.norm_bias else 1))
 
 
@@ -523,7 +523,7 @@ def _one_matrix(
 def _gpt_neox_layer(values: Values, _: int) -> LayerKind:
     names = ("attention.query_key_value", "attention.dense", "dense_h_to_4h", "dense_4h_to_h")
     bias = values.flag("attention_bias")
-    return _one_matrix(values, names, values.whole("intermediate_size"), 4, bias=bias, mlp_bias=True)
+    return _one_matrix(values, names, values.integer("intermediate_size"), 4, bias=bias, mlp_bias=True)
 
 
 def _gpt2_layer(values: Values, _: int) -> LayerKind:
@@ -628,8 +628,8 @@ def _count(text: str) -> ParameterCount:
     values = Values(architecture)
     family = FAMILIES[values.kind]
     kinds = Counter(layers_of(architecture))
-    hidden, vocabulary, tied = values.hidden, values.whole("vocab_size"), values.flag("tie_word_embeddings")
-    positions = values.whole("max_position_embeddings") if family.positions else 0
+    hidden, vocabulary, tied = values.hidden, values.integer("vocab_size"), values.flag("tie_word_embeddings")
+    positions = values.integer("max_position_embeddings") if family.positions else 0
     return ParameterCount(
         layers=tuple(replace(kind, count=number) for kind, number in kinds.items()),
         hidden=hidden,
@@ -658,8 +658,8 @@ def lora_parameter_count(architecture: Mapping[str, Any], lora: Mapping[str, Any
         return None
     if chosen := lora["target_parameters"]:
         rest = lora_parameter_count(architecture, {**lora, "target_parameters": None}) if target else 0
-        found = adapted_experts(architecture, {"target_modules": None, "target_parameters": chosen})
-        each = [linear.copies * (linear.inputs + linear.outputs) for _, linear in found]
+        experts = adapted_experts(architecture, {"target_modules": None, "target_parameters": chosen})
+        each = [linear.copies * (linear.inputs + linear.outputs) for _, linear in experts]
         return None if rest is None or not (each or target) else rest + int(lora["r"]) * sum(each)
     if not target:
         return None
@@ -676,8 +676,8 @@ def lora_parameter_count(architecture: Mapping[str, Any], lora: Mapping[str, Any
 
 def weight_bytes(architecture: Mapping[str, Any]) -> float | None:
     """Bytes of the model's weights in bfloat16; None where the architecture cannot be counted."""
-    found = parameter_count(architecture)
-    return None if found is None else 2.0 * found
+    parameters = parameter_count(architecture)
+    return None if parameters is None else 2.0 * parameters
 
 
 def trained_count(architecture: Mapping[str, Any], lora: Mapping[str, Any] | None) -> int | None:
@@ -690,9 +690,9 @@ def adapter_modules(architecture: Mapping[str, Any]) -> list[str]:
     kind = str(architecture["model_type"])
     if is_counted(architecture):
         return [*FAMILIES[kind].outside, *(name for name, linear in _named(architecture) if not linear.bare)]
-    found = model_facts(kind)["modules"].get(str(architecture["architectures"][0]), {})
+    names = model_facts(kind)["modules"].get(str(architecture["architectures"][0]), {})
     layers = range(int(architecture["num_hidden_layers"]))
-    return list(dict.fromkeys(name.replace(".0.", f".{layer}.", 1) for layer in layers for name in found))
+    return list(dict.fromkeys(name.replace(".0.", f".{layer}.", 1) for layer in layers for name in names))
 
 
 def expert_parameters(architecture: Mapping[str, Any]) -> list[tuple[str, Linear]]:
@@ -742,13 +742,13 @@ def _named(architecture: Mapping[str, Any]) -> Iterator[tuple[str, Linear]]:
 
 def _others(outside: tuple[str, ...], named: list[tuple[str, Linear]]) -> set[str]:
     """Names of modules that are not linears of layers: embeddings, head, and everything that holds a linear."""
-    found = set(outside)
+    names = set(outside)
     for name, _ in named:
         holder = name.rpartition(".")[0]
-        while holder and holder not in found:
-            found.add(holder)
+        while holder and holder not in names:
+            names.add(holder)
             holder = holder.rpartition(".")[0]
-    return found
+    return names
 
 
 def _chosen(target: str | list[str], name: str, linear: Linear) -> bool:

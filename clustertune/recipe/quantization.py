@@ -54,8 +54,8 @@ class Quantized:
 def of(train: Mapping[str, Any]) -> dict[str, Any] | None:
     """The quantisation that the complete ``train`` section asks for."""
     init = train["model_init_kwargs"]
-    found = init.get("quantization_config") if isinstance(init, Mapping) else None
-    return found if isinstance(found, dict) and found else None
+    config = init.get("quantization_config") if isinstance(init, Mapping) else None
+    return config if isinstance(config, dict) and config else None
 
 
 def method(config: Mapping[str, Any]) -> str:
@@ -138,8 +138,8 @@ def read(config: Mapping[str, Any], hidden: int) -> Quantized:
         bits = 4 if "int4" in json.dumps(config.get("quant_type"), default=str).lower() else 8
     if bits == 8 or named in ("bitsandbytes", "fp8", "fbgemm_fp8"):
         block, scaled = config.get("weight_block_size"), FP8_BLOCK if named == "fp8" else hidden
-        whole = isinstance(block, list) and len(block) == 2 and all(isinstance(side, int) and side > 0 for side in block)
-        scaled = int(block[0] * block[1]) if named == "fp8" and whole else scaled  # type: ignore[index]
+        is_pair = isinstance(block, list) and len(block) == 2 and all(isinstance(side, int) and side > 0 for side in block)
+        scaled = int(block[0] * block[1]) if named == "fp8" and is_pair else scaled  # type: ignore[index]
         return Quantized(named, 1.0, 4 / scaled, f"1 + 4/{scaled}", splits=named in ("fp8", "fbgemm_fp8", "torchao"))
     # A scale of 2 bytes and a zero point of as many bits as a weight for each group.
     return Quantized(named, bits / 8, (2 + bits / 8) / group, f"{bits}/8 + (2 + {bits}/8)/{group}", splits=False)

@@ -110,10 +110,10 @@ class Section(BaseModel):
 Part = TypeVar("Part", bound=Section)
 
 
-def read_section(section: type[Part], given: Any) -> Part | None:
+def read_section(section: type[Part], values: Any) -> Part | None:
     """A section of a recipe's values; None where it is absent, or wrong in a way that the schema's problems tell."""
     try:
-        return section.model_validate(given) if given is not None else None
+        return section.model_validate(values) if values is not None else None
     except ValidationError:
         return None
 

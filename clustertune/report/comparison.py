@@ -293,33 +293,33 @@ def _interconnect(run: Mapping[str, Any], nodes: int) -> str | None:
 # --- how it is shown ---------------------------------------------------------------------------------------------------
 
 
-def cells(found: Comparison) -> list[list[str]]:
+def cells(comparison: Comparison) -> list[list[str]]:
     """Rows of the table: title, then a cell for each run; a row without a value in any run is left out."""
     rows = []
     for key, (title, form) in ROWS.items():
-        values = [entry.values.get(key) for entry in found.entries]
+        values = [entry.values.get(key) for entry in comparison.entries]
         if any(value is not None for value in values):
             rows.append([title, *(NONE if value is None else form(value) for value in values)])
     return rows
 
 
-def table(found: Comparison) -> Table:
+def table(comparison: Comparison) -> Table:
     """For a terminal."""
     from rich.text import Text
 
-    made = make_table("", *(entry.name for entry in found.entries), text_columns=1 + len(found.entries))
-    for row in cells(found):
+    made = make_table("", *(entry.name for entry in comparison.entries), text_columns=1 + len(comparison.entries))
+    for row in cells(comparison):
         made.add_row(*(Text(cell) for cell in row))
     return made
 
 
-def drawings(found: Comparison) -> list[plots.Plot]:
+def drawings(comparison: Comparison) -> list[plots.Plot]:
     """Hours and GPU-hours, of a cluster and a model together, those of each way to distribute side by side."""
-    strategies = list(dict.fromkeys(_strategy(entry) for entry in found.entries))
+    strategies = list(dict.fromkeys(_strategy(entry) for entry in comparison.entries))
     made = []
     for key, title in (("hours", "Hours of training"), ("gpu_hours", "GPU-hours of training")):
         bars: dict[str, dict[str, float | None]] = {}
-        for entry in found.entries:
+        for entry in comparison.entries:
             where, strategy = entry.values.get("cluster") or entry.values.get("gpu0"), _strategy(entry)
             label = ", ".join(str(part) for part in (entry.values.get("model"), where) if part) or entry.name
             if strategy in bars.get(label, {}):  # the same once more
@@ -339,10 +339,10 @@ def _strategy(entry: ComparedRun) -> str:
     return " on ".join(part for part in (kind, f"{world} rank{'s' if world != 1 else ''}" if world else None) if part) or "run"
 
 
-def page(found: Comparison) -> str:
+def page(comparison: Comparison) -> str:
     """The drawings and the table as one self-contained page."""
-    head = ["", *(entry.name for entry in found.entries)]
-    return table_page("Runs side by side", head, cells(found), found.notes, drawings(found))
+    head = ["", *(entry.name for entry in comparison.entries)]
+    return table_page("Runs side by side", head, cells(comparison), comparison.notes, drawings(comparison))
 
 
 def table_page(
@@ -353,13 +353,13 @@ def table_page(
     return render(Path(__file__).with_name("compare.html.jinja"), values) + "\n"
 
 
-def markdown(found: Comparison) -> str:
+def markdown(comparison: Comparison) -> str:
     """For a page."""
 
     def line(row: Sequence[str]) -> str:
         return f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
 
-    head = ["Metric", *(entry.name for entry in found.entries)]
-    lines = [line(head), line(["---"] * len(head)), *map(line, cells(found))]
-    notes = [f"- {note}" for note in found.notes]
+    head = ["Metric", *(entry.name for entry in comparison.entries)]
+    lines = [line(head), line(["---"] * len(head)), *map(line, cells(comparison))]
+    notes = [f"- {note}" for note in comparison.notes]
     return "\n".join([*lines, *(["", *notes] if notes else [])]) + "\n"

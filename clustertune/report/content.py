@@ -109,11 +109,11 @@ def on_cpu(document: Mapping[str, Any]) -> bool:
 
 def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any, trained: Any) -> list[dict[str, str]]:
     """The figures that come first; ``trained`` is the number of trainable parameters, ``stages`` what each stage took."""
-    found = []
+    shown = []
 
     def add(name: str, value: str, note: str = "") -> None:
         if value != UNKNOWN:
-            found.append({"name": name, "value": value, "note": note})
+            shown.append({"name": name, "value": value, "note": note})
 
     steps, evals = metrics.steps, metrics.evals
     if steps:
@@ -146,7 +146,7 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any
         if not _is_part(scored, name):
             is_known = name == OWN_PROMPTS or get(scored, "details", name, "comparable")
             add(name, score(value), evaluation.shown(key) + ("" if is_known else ", not the benchmark"))
-    return found
+    return shown
 
 
 def _rewards(metrics: Metrics) -> Iterator[tuple[str, str, str]]:
@@ -184,27 +184,27 @@ def eval_losses(metrics: Metrics) -> tuple[str, list[float]] | None:
     Few recipes evaluate before the first step (``eval_on_start``): without that the first one is not a loss before training.
     """
     of_losses = (record for record in metrics.evals if record.eval_reward is None)
-    found = [(record.step, record.eval_loss) for record in of_losses if record.eval_loss is not None]
-    return _between(found) if found else None
+    losses = [(record.step, record.eval_loss) for record in of_losses if record.eval_loss is not None]
+    return _between(losses) if losses else None
 
 
 def held_out_rewards(metrics: Metrics) -> tuple[str, list[float]] | None:
     """The same of the reward of held-out prompts."""
-    found = [(record.step, record.eval_reward) for record in metrics.evals if record.eval_reward is not None]
-    return _between(found) if found else None
+    rewards = [(record.step, record.eval_reward) for record in metrics.evals if record.eval_reward is not None]
+    return _between(rewards) if rewards else None
 
 
 def train_losses(metrics: Metrics) -> tuple[str, list[float]] | None:
     """The same of the training loss, which is logged behind a step."""
     losses = zip(metrics.steps.numbers, metrics.steps.column("loss"), strict=True)
     known = ((step, loss) for step, loss in losses if loss is not None)
-    found = [*islice(known, 1), *deque(known, maxlen=1)]
-    return _between(found) if found else None
+    ends = [*islice(known, 1), *deque(known, maxlen=1)]
+    return _between(ends) if ends else None
 
 
-def _between(found: list[tuple[int, float]]) -> tuple[str, list[float]]:
-    (first, before), (last, after) = found[0], found[-1]
-    if len(found) == 1:
+def _between(losses: list[tuple[int, float]]) -> tuple[str, list[float]]:
+    (first, before), (last, after) = losses[0], losses[-1]
+    if len(losses) == 1:
         return ("before training" if first == 0 else f"after step {first}"), [before]
     when = f"before training and after step {last}" if first == 0 else f"after steps {first} and {last}"
     return when, [before, after]
@@ -230,14 +230,14 @@ def expected_rows(
     scores = []
     for name, marks in (expect.get("tasks") or {}).items():
         row, comparable = get(scored, "tasks", name) or {}, get(scored, "details", name, "comparable")
-        for metric, wanted in marks.items():
-            scores.append((f"{name}.{metric}", wanted))
+        for metric, mark in marks.items():
+            scores.append((f"{name}.{metric}", mark))
             reached[f"{name}.{metric}"] = row.get(evaluation.find_metric(row, metric)) if comparable else None
-    for key, wanted in [*flatten({key: value for key, value in expect.items() if key != "tasks"}), *scores]:
-        found = reached.get(key)
-        both = isinstance(wanted, int | float) and isinstance(found, int | float)
-        difference = f"{found - wanted:+,.4g}" if both else UNKNOWN
-        rows.append([key, number(wanted), number(found), difference])
+    for key, mark in [*flatten({key: value for key, value in expect.items() if key != "tasks"}), *scores]:
+        value_reached = reached.get(key)
+        both = isinstance(mark, int | float) and isinstance(value_reached, int | float)
+        difference = f"{value_reached - mark:+,.4g}" if both else UNKNOWN
+        rows.append([key, number(mark), number(value_reached), difference])
     return rows
 
 
@@ -256,16 +256,16 @@ def forecast(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, A
         "peak_gib_per_gpu": max(peaks) / 2**30 if peaks else None,
         "hours": train_seconds / 3600 if isinstance(train_seconds, int | float) else None,
     }
-    found = [(name, get(planned, key), reached[key]) for key, name in FORECAST.items()]
-    return [row for row in found if is_number(row[1]) and row[1] > 0]
+    rows = [(name, get(planned, key), reached[key]) for key, name in FORECAST.items()]
+    return [row for row in rows if is_number(row[1]) and row[1] > 0]
 
 
 def forecast_rows(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """The same as a sentence, with the error of the plan."""
     rows = []
-    for name, wanted, found in forecast(planned, metrics, stages):
-        error = f"{wanted / found - 1:+.0%}" if found else UNKNOWN
-        rows.append([name, number(wanted), number(found, 1 if found and found > 1000 else 4), error])
+    for name, planned_value, measured in forecast(planned, metrics, stages):
+        error = f"{planned_value / measured - 1:+.0%}" if measured else UNKNOWN
+        rows.append([name, number(planned_value), number(measured, 1 if measured and measured > 1000 else 4), error])
     return rows
 
 
@@ -399,8 +399,8 @@ def eval_content(scored: Any) -> dict[str, Any] | None:
         "changed": [
             {"title": f"{name}, document {row['doc']}: {side}", **row}
             for name, sides in (get(scored, "changed") or {}).items()
-            for side, found in sides.items()
-            for row in found
+            for side, result_rows in sides.items()
+            for row in result_rows
         ],
         "answers": [_own_answer(row) for row in get(scored, "answers", "first") or []],
         "more_answers": (get(scored, "answers", "count") or 0) - len(get(scored, "answers", "first") or []),
@@ -430,17 +430,17 @@ def subtitle(run: Mapping[str, Any], resolved: Resolved | None) -> str:
 
 def warnings_of(resolved: Resolved | None, metrics: Metrics, adapter: Any) -> list[str]:
     """What a reader must not miss."""
-    found = [] if resolved is not None else ["run.json contains no recipe that can be read."]
+    warnings = [] if resolved is not None else ["run.json contains no recipe that can be read."]
     if resolved is not None and resolved.tiny:
-        found.append("Run with --tiny: the architecture is scaled down and its weights are random.")
+        warnings.append("Run with --tiny: the architecture is scaled down and its weights are random.")
     losses = zip(metrics.steps.numbers, metrics.steps.column("loss"), strict=True)
     bad = next((step for step, loss in losses if loss is not None and not math.isfinite(loss)), None)
     if bad is not None:
-        found.append(f"The loss is not finite at step {bad}.")
-    found += [f"Alarm at {metrics.alarm}."] if metrics.alarm else []
+        warnings.append(f"The loss is not finite at step {bad}.")
+    warnings += [f"Alarm at {metrics.alarm}."] if metrics.alarm else []
     of_the_adapter = get(adapter, "meta", "warnings")
-    found += resolved.warnings if resolved is not None else []
-    return found + ([str(item) for item in of_the_adapter] if isinstance(of_the_adapter, list) else [])
+    warnings += resolved.warnings if resolved is not None else []
+    return warnings + ([str(item) for item in of_the_adapter] if isinstance(of_the_adapter, list) else [])
 
 
 # --- format ---------------------------------------------------------------------------------------------------------------

@@ -153,11 +153,11 @@ def of_run(
         for attempt, value in node.joules.items():
             joules[attempt] = joules.get(attempt, 0.0) + value
     try:
-        found = price_of(document, [str(name) for head in heads for name in head.get("gpus", [])[:1]])
+        price = price_of(document, [str(name) for head in heads for name in head.get("gpus", [])[:1]])
     except UserError:  # a price file with faults is for the commands that ask for prices
-        found = None
+        price = None
     co2 = get(document, "cluster", "monitor", "co2_kg_per_kwh")
-    rates = Rates(found, co2 if isinstance(co2, int | float) else None)
+    rates = Rates(price, co2 if isinstance(co2, int | float) else None)
     lost_seconds = {attempt.attempt: attempt.lost_seconds for attempt in metrics.attempts}
     attempts = of_attempts(run, joules, lost_seconds)
     by_attempt = tuple(rates.spent(one.seconds(now), one.ranks, one.kwh) for one in attempts)
@@ -197,7 +197,7 @@ def of_attempts(
     run: Path, joules: Mapping[int, float] | None = None, lost_seconds: Mapping[int, float] | None = None
 ) -> list[AttemptCost]:
     """Every attempt that had a plan; ``joules`` by attempt, as the samplers measured."""
-    found = []
+    costs = []
     for one in read_attempts(run):
         plan, number = one.plan, one.plan.attempt
         kwh = joules[number] / 3.6e6 if joules and number in joules else None
@@ -206,8 +206,8 @@ def of_attempts(
         failed = code in (None, ExitCode.FAILED, ExitCode.STORAGE) or (code == ExitCode.AGAIN and bool(one.messages))
         failed = failed and not one.outcome.get("port_taken")
         sizes = plan.world_size, code, len(plan.nodes)
-        found.append(AttemptCost(number, plan.begun, ended, seen, *sizes, failed, kwh, lost, plan.limit_minutes))
-    return found
+        costs.append(AttemptCost(number, plan.begun, ended, seen, *sizes, failed, kwh, lost, plan.limit_minutes))
+    return costs
 
 
 def _last_sign(folder: Path, plan: AttemptPlan) -> float:
@@ -229,7 +229,7 @@ def price_of(document: Mapping[str, Any], names: Sequence[str] = ()) -> Price | 
     if get(document, "distributed", "device") == "cpu":
         return None
     gpu_names = [get(document, "distributed", "gpu0"), *names, get(document, "cluster", "compute", "gpu")]
-    gpu = next((found for name in gpu_names if name and (found := recognise(str(name)))), None)
+    gpu = next((gpu_name for name in gpu_names if name and (gpu_name := recognise(str(name)))), None)
     return price(gpu) if gpu else None
 
 
@@ -343,23 +343,23 @@ def saves_as_dict(resolved: Resolved | None, metrics: Metrics, attempts: Sequenc
     }
 
 
-def saves_rows(found: Mapping[str, Any] | None) -> list[list[str]]:
+def saves_rows(saves: Mapping[str, Any] | None) -> list[list[str]]:
     """The same for the page: what, and its value."""
-    if found is None:
+    if saves is None:
         return []
-    every, seconds = found["every"], found["every_seconds"]
+    every, seconds = saves["every"], saves["every_seconds"]
     cadence = "unknown" if every is None else f"{every} steps" if str(every).isdigit() else str(every)
     if seconds is not None:
         cadence += f": {duration(seconds)} in the end"
-    if found["milestones"]:
-        cadence += f"; and at {', '.join(map(number, found['milestones']))}"
-    stall = f"{duration(found['stall_seconds'])} a save"
-    if found["stall_share"] is not None:
-        stall += f"; {percent(found['stall_share'])} of the training"
+    if saves["milestones"]:
+        cadence += f"; and at {', '.join(map(number, saves['milestones']))}"
+    stall = f"{duration(saves['stall_seconds'])} a save"
+    if saves["stall_share"] is not None:
+        stall += f"; {percent(saves['stall_share'])} of the training"
     return [
         ["saved every", cadence],
-        ["saves", f"{number(found['count'])}, {size(found['bytes'])} each"],
+        ["saves", f"{number(saves['count'])}, {size(saves['bytes'])} each"],
         ["training stood still", stall],
-        ["written in", duration(found["write_seconds"])],
-        ["ends without a warning", f"{found['failures']} in {found['node_hours']:,.2f} node-hours"],
+        ["written in", duration(saves["write_seconds"])],
+        ["ends without a warning", f"{saves['failures']} in {saves['node_hours']:,.2f} node-hours"],
     ]

@@ -422,8 +422,8 @@ def _whole(value: Any) -> int:
     """A step or attempt number. Raises ValueError for anything else: the line is then unreadable."""
     if type(value) is int and value >= 0:  # nearly all: a million lines hold two each
         return value
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())  # inf and nan are not
-    if isinstance(value, bool) or not whole or value < 0:
+    is_integer = isinstance(value, int) or (isinstance(value, float) and value.is_integer())  # inf and nan are not
+    if isinstance(value, bool) or not is_integer or value < 0:
         raise ValueError(f"{value!r} is not a step")
     return int(value)
 

@@ -47,13 +47,13 @@ def build(run_dir: Path, out: Path | None = None) -> Path:
     if page.suffix == ".json":
         raise UserError(Problem("is the name of the document beside the page", key="--out", fix="give it the ending .html"))
     with storing("writing the report", page):
-        found = _ReportedRun(run, document)
-        html = render(_TEMPLATE, found.page())
+        reported = _ReportedRun(run, document)
+        html = render(_TEMPLATE, reported.page())
         if out is not None:
             manifest.require_replaceable(page, MARK)
             manifest.require_replaceable(page.with_suffix(".json"), SCHEMA_OF_JSON)
         page.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(page.with_suffix(".json"), json.dumps(found.as_dict(), indent=1) + "\n")
+        write_durably(page.with_suffix(".json"), json.dumps(reported.as_dict(), indent=1) + "\n")
         write_durably(page, html + "\n")
     return page
 
@@ -179,9 +179,9 @@ class _ReportedRun:
         rows = f"{number(many)} conversations of " if many is not None else ""
         steps = self.metrics.steps[-1].step if self.metrics.steps else 0
         planned_steps = get(run, "distributed", "steps")
-        whole = self.state.is_trained or steps == planned_steps
+        is_complete = self.state.is_trained or steps == planned_steps
         of_all = f" of {number(planned_steps)}" if planned_steps else ""
-        took = f"{number(steps)} steps" if whole else f"{number(steps)}{of_all} steps so far ({self.state})"
+        took = f"{number(steps)} steps" if is_complete else f"{number(steps)}{of_all} steps so far ({self.state})"
         name, source = content.model_of(self.resolved) or "A model", content.dataset_of(self.resolved) or "its data"
         return f"{name} was fine-tuned {how} on {rows}{source} for {took}"
 
@@ -210,10 +210,10 @@ class _ReportedRun:
         return f"{it} took {duration(total.seconds)}{where}: {', '.join(parts)}{lost}."
 
     def _scored(self) -> dict[str, Any] | None:
-        found = content.eval_content(self.scores)
-        if found is None or not found["bars"]:
-            return found and {**found, "plot": None}
-        labels, base, tuned, base_errors, errors, marks = ([bar[i] for bar in found["bars"]] for i in range(6))
+        scored = content.eval_content(self.scores)
+        if scored is None or not scored["bars"]:
+            return scored and {**scored, "plot": None}
+        labels, base, tuned, base_errors, errors, marks = ([bar[i] for bar in scored["bars"]] for i in range(6))
         groups = {"base": base, "tuned": tuned} if any(value is not None for value in base) else {"score": tuned}
         whiskers = {"base": base_errors, "tuned": errors} if "base" in groups else {"score": errors}
         ends = [
@@ -222,7 +222,7 @@ class _ReportedRun:
             for value, error in zip(values, these, strict=True)
         ]
         has_marks = any(mark is not None for mark in marks)
-        return {**found, "plot": plots.bars(
+        return {**scored, "plot": plots.bars(
             "Base and tuned" if len(groups) > 1 else "Scores", labels, groups, form=percent, errors=whiskers,
             marks=marks if has_marks else (), limit=max(0.05, *ends, *(mark or 0.0 for mark in marks)), head="score",
         )}  # fmt: skip
@@ -253,10 +253,10 @@ def _data(run: RunDir, meta: Mapping[str, Any]) -> dict[str, Any] | None:
             keys = ("conversations", "messages", "tokens", "labelled", "sequences", "cut", "dropped")
             rows.append([split, *(number(facts.get(key)) for key in keys)])
     with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
-        found = np.load(run.tokens / "train.index.npy", mmap_mode="r", allow_pickle=False)["length"]
-        most, edges = int(found.max()), [0, *(2**n for n in range(3, 32))]
+        lengths = np.load(run.tokens / "train.index.npy", mmap_mode="r", allow_pickle=False)["length"]
+        most, edges = int(lengths.max()), [0, *(2**n for n in range(3, 32))]
         places = [at for at in range(len(edges) - 1) if edges[at] <= most]
-        counts = np.histogram(found, edges)[0]
+        counts = np.histogram(lengths, edges)[0]
         first = next(at for at in places if counts[at])
         names = [f"{number(edges[at])} to {number(edges[at + 1] - 1)} tokens" for at in places[first:]]
         plot = plots.bars(
@@ -309,7 +309,7 @@ def training_plots(
     pairs = bool(metrics.steps.known("reward_margin"))
     rewards = [train("train", "reward_accuracy", 100), evaluated("eval_reward_accuracy", 100)]
     margins = [train("train", "reward_margin"), evaluated("eval_reward_margin")]
-    wanted: list[tuple[str, list[plots.Line], str, bool]] = [
+    plots_of: list[tuple[str, list[plots.Line], str, bool]] = [
         ("Loss", [train("train", "loss"), evaluated("eval_loss")], f"nats per {'pair' if pairs else 'token'}", False),
         ("Scores while training", by_task, "headline of each task", False),
         ("Reward accuracy", rewards, "% of the pairs", False),
@@ -325,7 +325,7 @@ def training_plots(
         ("Learning rate", [train("learning rate", "learning_rate")], "", True),
         ("Gradient norm", [train("gradient norm", "grad_norm")], "before clipping", True),
     ]
-    for title, lines, unit, zero in wanted:
+    for title, lines, unit, zero in plots_of:
         yield plots.lines(
             title, lines, unit=unit, zero=zero, restarts=restarts, band=band if title == "Throughput" else None
         )  # fmt: skip
@@ -423,10 +423,10 @@ def time_axis(metrics: Metrics, attempts: Sequence[AttemptCost], now: float | No
         return None
     first = min(begun for tries in lanes.values() for begun, _, _ in tries)
     last = max(ended for tries in lanes.values() for _, ended, _ in tries)
-    whole = max(1e-9, last - first)
+    span = max(1e-9, last - first)
 
     def place(value: float) -> float:
-        return round(min(100.0, max(0.0, 100 * (value - first) / whole)), 3)
+        return round(min(100.0, max(0.0, 100 * (value - first) / span)), 3)
 
     saves = [record for record in metrics.checkpoints if record.status == "saved"]
     marks = [
@@ -464,7 +464,7 @@ def time_axis(metrics: Metrics, attempts: Sequence[AttemptCost], now: float | No
 
 
 def _better(metrics: Metrics, scored: Any) -> str:
-    rows = [(task, key, row) for task, found in (get(scored, "paired") or {}).items() for key, row in found.items()]
+    rows = [(task, key, row) for task, paired in (get(scored, "paired") or {}).items() for key, row in paired.items()]
     last = metrics.evals[-1] if metrics.evals else None
     if not rows and last is not None and last.eval_reward_difference is not None:
         change = f"changed by {last.eval_reward_difference:+.3f} ± {number(last.eval_reward_difference_error, 2)}"
@@ -484,8 +484,8 @@ def _better(metrics: Metrics, scored: Any) -> str:
     change += f", a difference of {100 * row['difference']:+.1f} points with a 95 % interval from {low} to {high}"
     sentence = {BETTER: "; it got better than its base", WORSE: "; it got worse than its base"}
     text = sentence.get(row["verdict"], "; that it got better than its base is not shown")
-    said = [r["verdict"] for _, _, r in rows]
-    counts = [f"{said.count(verdict)} {verdict}" for verdict in (BETTER, WORSE, SAME, FEW) if verdict in said]
+    verdicts = [r["verdict"] for _, _, r in rows]
+    counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in (BETTER, WORSE, SAME, FEW) if verdict in verdicts]
     others = f" (of {len(rows)} scores: {', '.join(counts)})" if len(rows) > 1 else ""
     return f"{text}: {change}{others}."
 
@@ -518,18 +518,18 @@ def cost_rows(cost: Cost) -> list[list[str]]:
 def cost_note(cost: Cost) -> str:
     """What the figures rest on."""
     price, co2 = cost.rates.price, cost.rates.co2
-    found = "No price of this GPU stands in ops/prices.yaml"
+    text = "No price of this GPU stands in ops/prices.yaml"
     if cost.on_cpu:
-        found = "Trained without a GPU: each process counts as one, and has no price"
+        text = "Trained without a GPU: each process counts as one, and has no price"
     if cost.rates.usd is not None and price is not None:
-        found = f"{cost.rates.usd:g} US dollars for a GPU-hour on demand (ops/prices.yaml, {price.date})"
+        text = f"{cost.rates.usd:g} US dollars for a GPU-hour on demand (ops/prices.yaml, {price.date})"
     by = {"counter": "the GPUs' energy counters", "power samples": "samples of the GPUs' power"}.get(str(cost.energy_from))
     part = "" if cost.all_energy else "; some of it was not measured"
     energy = f"energy by {by}, of training and evaluation, without CPUs, network and cooling{part}" if by else ""
     if not energy:
-        return f"{found}; no energy was measured."
+        return f"{text}; no energy was measured."
     factor = f"{co2:g} kg CO2 a kWh" if co2 else "no CO2 factor in the cluster file"
-    return f"{found}; {energy}; {factor}. {UNKNOWN}: not known."
+    return f"{text}; {energy}; {factor}. {UNKNOWN}: not known."
 
 
 def _hours(value: float | None) -> str:

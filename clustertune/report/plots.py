@@ -103,22 +103,22 @@ def _numbers(series: Sequence[Line]) -> list[list[str]]:
     for line in series:
         last = len(line.steps) - 1
         places |= {line.steps[round(last * at / (ROWS - 1))] for at in range(ROWS)} if last >= ROWS else set(line.steps)
-    found = []
+    rows = []
     for x_value in sorted(places):
         values = []
         for line in series:
             at = bisect_left(line.steps, x_value)
             values.append(line.values[at] if at < len(line.steps) and line.steps[at] == x_value else None)
-        found.append([number(x_value, 2), *map(number, values)])
-    return found
+        rows.append([number(x_value, 2), *map(number, values)])
+    return rows
 
 
 def _array(values: Sequence[float | None]) -> Any:
     """Values as numpy's float64, shape (len,); NaN for what is None or not finite."""
     import numpy as np
 
-    found = np.asarray(values, dtype=float)
-    return np.where(np.isfinite(found), found, np.nan)
+    array = np.asarray(values, dtype=float)
+    return np.where(np.isfinite(array), array, np.nan)
 
 
 def _thinned(line: Line) -> tuple[Any, Any]:

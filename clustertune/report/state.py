@@ -64,30 +64,30 @@ class EvaluationProgress:
 
 def evaluation_of(run: RunDir, now: float) -> EvaluationProgress | None:
     """The evaluation under way at ``now``, by the file that it rewrites; a killed one leaves it. None: there is none."""
-    found = read_object(run.evaluating)
+    body = read_object(run.evaluating)
     try:
-        if now - float(found["time"]) > EVALUATION_SILENT_SECONDS:
+        if now - float(body["time"]) > EVALUATION_SILENT_SECONDS:
             return None
-        model = Path(found["model"]).resolve()
+        model = Path(body["model"]).resolve()
         tuned = model == run.merged.resolve() or model.is_relative_to(run.scores.resolve())
         which = "tuned" if tuned else "base"
-        left = found["eta_s"]
-        return EvaluationProgress(which, int(found["done"]), int(found["total"]), None if left is None else float(left))
+        left = body["eta_s"]
+        return EvaluationProgress(which, int(body["done"]), int(body["total"]), None if left is None else float(left))
     except (KeyError, TypeError, ValueError):
         return None
 
 
 def read_stages(run: RunDir, metrics: Metrics) -> dict[str, dict[str, Any]]:
     """Each stage's status and seconds, by first start; the record of a finished one in ``stages/`` wins over the events."""
-    found: dict[str, dict[str, Any]] = {
+    stages: dict[str, dict[str, Any]] = {
         record.stage: {"status": record.status, "seconds": record.seconds, "tries": record.tries} for record in metrics.stages
     }
     for path in sorted((run.path / "stages").glob("*.json")):
-        if (record := read_object(path)) and found.get(path.stem, {}).get("status") != "failed":
-            stage = found.setdefault(path.stem, {"seconds": None, "tries": 1})
+        if (record := read_object(path)) and stages.get(path.stem, {}).get("status") != "failed":
+            stage = stages.setdefault(path.stem, {"seconds": None, "tries": 1})
             stage["status"] = record.get("status", "done")
             stage["seconds"] = stage["seconds"] or record.get("seconds")
-    return found
+    return stages
 
 
 def state_of(
@@ -177,35 +177,35 @@ def read_status(run: RunDir, run_command: slurm.Run = slurm.call) -> StagesStatu
     rows = []
     for stage in STAGES:
         entry = newest.get(stage)
-        found: dict[str, str] | None = None
+        record: dict[str, str] | None = None
         if entry is not None and note is None:
             try:
-                found = slurm.show_job(str(entry.get("id")), run_command)
+                record = slurm.show_job(str(entry.get("id")), run_command)
             except UserError as error:
                 note = error.problems[0].message
-        if found is not None and entry is not None and not is_ours(entry, found):
-            found = None
-        rows.append(_row(run, stage, entry, found, requested=note is None))
+        if record is not None and entry is not None and not is_ours(entry, record):
+            record = None
+        rows.append(_row(run, stage, entry, record, requested=note is None))
     return StagesStatus(tuple(rows), note)
 
 
 def _row(
-    run: RunDir, stage: str, entry: Mapping[str, Any] | None, found: Mapping[str, str] | None, *, requested: bool
+    run: RunDir, stage: str, entry: Mapping[str, Any] | None, record_of_job: Mapping[str, str] | None, *, requested: bool
 ) -> StageRow:
     record = run.stage(stage) or {}
     training: dict[str, Any] = {}
     if stage == "train":
         training = {"attempts": len(read_attempts(run.path)), "step": newest_step(run.checkpoints)}
     job = str(entry["id"]) if entry is not None else None
-    if found is not None:
+    if record_of_job is not None:
         return StageRow(
             stage,
             job,
-            found.get("JobState", UNKNOWN),
-            _reason(found.get("Reason"), job),
-            _seconds(found.get("RunTime")) if found.get("NodeList") else None,
-            _shown(found.get("NodeList")),
-            int(found.get("Restarts", "0") or 0) if found.get("Restarts", "0").isdigit() else 0,
+            record_of_job.get("JobState", UNKNOWN),
+            _reason(record_of_job.get("Reason"), job),
+            _seconds(record_of_job.get("RunTime")) if record_of_job.get("NodeList") else None,
+            _shown(record_of_job.get("NodeList")),
+            int(record_of_job.get("Restarts", "0") or 0) if record_of_job.get("Restarts", "0").isdigit() else 0,
             **training,
         )
     if record:  # a controller that has forgotten a job, or is down, does not undo what the job finished

@@ -46,10 +46,10 @@ def cannot_pack(architecture: Mapping[str, Any]) -> str | None:  # noqa: PLR0911
     if taken is None or {"s_aux", "position_bias"} & set(taken):
         what = "sinks or a position bias" if taken else "code of its own"
         return f"the attention of {kind} has {what} in transformers"
-    given = [key for key in values.keys() if "attn" in key or "attention" in key]  # noqa: SIM118
-    if on := next((key for key in given if "drop" in key and values.get(key)), None):
+    keys = [key for key in values.keys() if "attn" in key or "attention" in key]  # noqa: SIM118
+    if on := next((key for key in keys if "drop" in key and values.get(key)), None):
         return f"it has no dropout, and the model has {on}: {values.get(on)}"
-    if on := next((key for key in given if "softcap" in key and values.get(key)), None):
+    if on := next((key for key in keys if "softcap" in key and values.get(key)), None):
         return f"it has no soft cap of scores, and the model has {on}: {values.get(on)}"
     if values.get("alibi"):
         return "it has no alibi"
@@ -98,8 +98,8 @@ def needed(train: Mapping[str, Any], *, gpus: bool) -> Iterator[tuple[str, str, 
     config = quantization.of(train)
     if config and (loader := _LOADERS.get(method := quantization.method(config))):
         yield "train.model_init_kwargs.quantization_config", method, (loader,)
-    given = train["report_to"]
-    for tracker in [given] if isinstance(given, str) else given or []:
+    trackers = train["report_to"]
+    for tracker in [trackers] if isinstance(trackers, str) else trackers or []:
         if tracker in TRACKERS:
             yield "train.report_to", tracker, TRACKERS[tracker]
 
@@ -112,7 +112,7 @@ def find_problems(
     kind = str((architecture or {}).get("model_type", ""))
     if train["use_liger_kernel"] and kind and kind not in LIGER_MODELS:
         yield ("train", "use_liger_kernel"), f"Liger has no kernels for {kind}", "leave it out"
-    if isinstance(given := train["liger_kernel_config"], dict) and given.get("fused_linear_cross_entropy"):
+    if isinstance(config := train["liger_kernel_config"], dict) and config.get("fused_linear_cross_entropy"):
         text = "fused_linear_cross_entropy: true takes the place of the model's forward pass, in which TRL has its own "
         yield ("train", "liger_kernel_config"), f"{text}fused loss", "leave it out: TRL computes the loss in tiles"
     named = attention_of(train)

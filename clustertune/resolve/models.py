@@ -89,12 +89,12 @@ def _find_problems(models: ModelFile) -> Iterator[Found]:
 
 def known_models() -> list[str]:
     """The Hub ids of the list and of the recipes."""
-    found = set(read_models())
+    names = set(read_models())
     for file in RECIPES.glob(f"*/{DESCRIPTION}"):
         with contextlib.suppress(UserError):
             model = read_yaml(file.parent / "recipe.yaml", str(file.parent / "recipe.yaml")).data.get("model")
-            found |= {str(model["name"])} if isinstance(model, dict) and "name" in model else set()
-    return sorted(found)
+            names |= {str(model["name"])} if isinstance(model, dict) and "name" in model else set()
+    return sorted(names)
 
 
 _TRAINED_AS = re.compile(r"-(?:instruct|it|pt|base|chat|sft|dpo|hf)(?=-|$)", re.IGNORECASE)
@@ -107,34 +107,34 @@ def shape_name(name: str) -> str:
     return f"{owner}/{_TRAINED_AS.sub('', model.removeprefix('meta-'))}"
 
 
-def find_model(given: str) -> FoundModel:
+def find_model(name: str) -> FoundModel:
     """The model of a recipe's name or folder, of a ``config.json`` (or its folder), or of a Hub id.
 
     A Hub id that is neither a recipe's nor in the list, nor the base or instruct model of one that is, is asked of the Hub, or
     of its cache. Of such a base or instruct model no commit is known: :func:`pinned`. Raises UserError.
     """
-    path = Path(given)
+    path = Path(name)
     of_model = path.is_dir() and not os.path.lexists(path / "recipe.yaml")
     file = path / CONFIG if of_model else path
     if file.suffix == ".json" and os.path.lexists(file):  # what is no plain file is refused as it is read
         return _of_config(file.resolve())
-    if (entry := read_models().get(given)) is not None:
-        notes = tuple(_obstacles(given, entry))
-        return FoundModel({"name": given, "revision": entry.revision}, entry.config, entry.pad_token, notes)
-    if (folder := same_model(RECIPES / "_", {"name": given})) is not None:
+    if (entry := read_models().get(name)) is not None:
+        notes = tuple(_obstacles(name, entry))
+        return FoundModel({"name": name, "revision": entry.revision}, entry.config, entry.pad_token, notes)
+    if (folder := same_model(RECIPES / "_", {"name": name})) is not None:
         return _of_recipe(folder)
-    if given.startswith((".", "/", "~")) and not path.exists():
+    if name.startswith((".", "/", "~")) and not path.exists():
         fix = "give the folder of a model with its config.json, or OWNER/NAME of the Hub"
-        raise UserError("no such file or folder", file=given, key="--model", fix=fix)
-    if re.fullmatch(f"{NAME}/{NAME}", given):
-        if (known := _same_shape(given)) is not None:
-            found = find_model(known)
-            note = f"{given} has the shape of {known}, whose row is taken"
-            return replace(found, section={"name": given}, notes=(*found.notes, note))
-        return _of_config(_from_the_hub(given), given)
-    if of_model and not (RECIPES / given / "recipe.yaml").exists():
-        raise UserError(f"holds neither {CONFIG} nor recipe.yaml", file=given, fix="name the folder of a model, or a recipe")
-    return _of_recipe(given)
+        raise UserError("no such file or folder", file=name, key="--model", fix=fix)
+    if re.fullmatch(f"{NAME}/{NAME}", name):
+        if (known := _same_shape(name)) is not None:
+            found_model = find_model(known)
+            note = f"{name} has the shape of {known}, whose row is taken"
+            return replace(found_model, section={"name": name}, notes=(*found_model.notes, note))
+        return _of_config(_from_the_hub(name), name)
+    if of_model and not (RECIPES / name / "recipe.yaml").exists():
+        raise UserError(f"holds neither {CONFIG} nor recipe.yaml", file=name, fix="name the folder of a model, or a recipe")
+    return _of_recipe(name)
 
 
 def _same_shape(name: str) -> str | None:
@@ -171,8 +171,8 @@ def find_obstacles(resolved: Resolved) -> list[Problem]:
     entry = None
     if model.weights == "hub" and not model.path and not resolved.recipe.staged:
         entry = read_models().get(model.name) or read_models().get(_same_shape(model.name) or "")
-    found = _obstacles(model.name, entry) if entry is not None else ()
-    return [Problem(text, file=resolved.name, key="model", fix="write model.path") for text in found]
+    obstacles = _obstacles(model.name, entry) if entry is not None else ()
+    return [Problem(text, file=resolved.name, key="model", fix="write model.path") for text in obstacles]
 
 
 def _of_recipe(recipe: str | Path) -> FoundModel:
@@ -198,8 +198,8 @@ def _from_the_hub(name: str) -> Path:
         huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, CONFIG), timeout=5)
         return Path(huggingface_hub.hf_hub_download(name, CONFIG))
     except Exception as error:  # the exceptions of the Hub's clients have no common base
-        if isinstance(found := huggingface_hub.try_to_load_from_cache(name, CONFIG), str):
-            return Path(found)
+        if isinstance(cached := huggingface_hub.try_to_load_from_cache(name, CONFIG), str):
+            return Path(cached)
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         text = f"{name} was not found locally, and the Hub did not deliver it: {why}"
         raise UserError(text, key="--model", fix=fix) from None

@@ -70,44 +70,48 @@ class RecipeSource:
 
 def distribution(resolved: Resolved, layout: RequestedLayout) -> list[str]:
     """The overrides that turn a recipe's distribution into ``layout``."""
-    found = [f"slurm.nodes={layout.nodes}"] if layout.nodes != resolved.recipe.slurm.nodes else []
-    found += loaded(resolved, layout.base)
+    overrides = [f"slurm.nodes={layout.nodes}"] if layout.nodes != resolved.recipe.slurm.nodes else []
+    overrides += loaded(resolved, layout.base)
     if layout.kind == "Megatron":
-        return [*found, *_megatron(resolved, layout)]
+        return [*overrides, *_megatron(resolved, layout)]
     if resolved.recipe.megatron is not None:
-        found.append("megatron=null")
+        overrides.append("megatron=null")
     family = layout.kind.partition("-")[0]
     named = {"FSDP2": "FSDP", "ZeRO": "DEEPSPEED", "DDP": "MULTI_GPU", "NO": "NO"}[family]
     if named != acc.distributed_type(resolved.accelerate):
-        found.append(f"accelerate.{acc.TYPE}={named}")
+        overrides.append(f"accelerate.{acc.TYPE}={named}")
     for kind, section in acc.SECTIONS.items():
         if kind != named and acc.section(resolved.accelerate, section):
-            found.append(f"accelerate.{section}=null")
+            overrides.append(f"accelerate.{section}=null")
     if family == "FSDP2":
-        return found + _fsdp(resolved, layout) + _axes(resolved, layout)
+        return overrides + _fsdp(resolved, layout) + _axes(resolved, layout)
     if acc.section(resolved.accelerate, acc.MESH):
-        found.append(f"accelerate.{acc.MESH}=null")
-    return found + (_zero(resolved, layout) if family == "ZeRO" else [])
+        overrides.append(f"accelerate.{acc.MESH}=null")
+    return overrides + (_zero(resolved, layout) if family == "ZeRO" else [])
 
 
 def sizes(resolved: Resolved, micro_batch: int, ratio: float, kind: str) -> list[str]:
     """The overrides of the micro batch, and of the share of layers that are recomputed under a distribution ``kind``."""
-    found = []
+    overrides = []
     if micro_batch != resolved.train_args["per_device_train_batch_size"]:
-        found.append(f"train.per_device_train_batch_size={micro_batch}")
-    return found + recomputation(resolved, ratio, kind)
+        overrides.append(f"train.per_device_train_batch_size={micro_batch}")
+    return overrides + recomputation(resolved, ratio, kind)
 
 
 def recomputation(resolved: Resolved, ratio: float, kind: str) -> list[str]:
     """Recompute ``ratio`` of the layers."""
-    recipe, found = resolved.recipe, list[str]()
+    recipe, overrides = resolved.recipe, list[str]()
     section = recipe.activation_checkpointing
     if kind == "Megatron":
-        found = ["activation_checkpointing=null"] if section is not None else []
-        wanted, known = ("full" if ratio else None), recipe.megatron.recompute_granularity if recipe.megatron else None
-        return found if wanted == known else [*found, f"megatron.recompute_granularity={wanted or 'null'}"]
+        overrides = ["activation_checkpointing=null"] if section is not None else []
+        granularity, known = ("full" if ratio else None), recipe.megatron.recompute_granularity if recipe.megatron else None
+        return overrides if granularity == known else [*overrides, f"megatron.recompute_granularity={granularity or 'null'}"]
     known_ratio = 1.0 if section is None else section.ratio
-    return found if known_ratio == ratio and recipe.megatron is None else [f"activation_checkpointing.ratio={ratio:g}", *found]
+    return (
+        overrides
+        if known_ratio == ratio and recipe.megatron is None
+        else [f"activation_checkpointing.ratio={ratio:g}", *overrides]
+    )
 
 
 def share(resolved: Resolved, ratio: float, kind: str) -> float:
@@ -121,14 +125,14 @@ def loaded(resolved: Resolved, base: str) -> list[str]:
     own = quantization.of(resolved.train_args)
     init = resolved.train_args["model_init_kwargs"] or {}
     half = "float16" if resolved.train_args["fp16"] else "bfloat16"
-    found = []
+    overrides = []
     if base and str(init.get("dtype", "")) != half:
-        found.append(f"train.model_init_kwargs.dtype={half}")
+        overrides.append(f"train.model_init_kwargs.dtype={half}")
     if base == "bf16" and own is not None:
-        found.append(f"{_QUANTISATION}=null")
+        overrides.append(f"{_QUANTISATION}=null")
     if base == "nf4" and own is None:
-        found += [f"{_QUANTISATION}.{key}={half if value == 'bfloat16' else value}" for key, value in NF4.items()]
-    return found
+        overrides += [f"{_QUANTISATION}.{key}={half if value == 'bfloat16' else value}" for key, value in NF4.items()]
+    return overrides
 
 
 def loading(method: str) -> dict[str, object]:
@@ -139,7 +143,7 @@ def loading(method: str) -> dict[str, object]:
 
 def _megatron(resolved: Resolved, layout: RequestedLayout) -> list[str]:
     known = resolved.recipe.megatron or Megatron()
-    wanted = {
+    sizes = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.virtual if layout.virtual > 1 else None,
@@ -150,26 +154,26 @@ def _megatron(resolved: Resolved, layout: RequestedLayout) -> list[str]:
         "sequence_parallel": layout.tp > 1,
         "use_distributed_optimizer": True,
     }
-    found = _changes("megatron", known.model_dump(), wanted)
-    needs_one = not found and resolved.recipe.megatron is None
-    return [f"megatron.tensor_model_parallel_size={layout.tp}"] if needs_one else found
+    overrides = _changes("megatron", known.model_dump(), sizes)
+    needs_one = not overrides and resolved.recipe.megatron is None
+    return [f"megatron.tensor_model_parallel_size={layout.tp}"] if needs_one else overrides
 
 
-def _changes(section: str, known: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def _changes(section: str, known: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
     """The overrides that give keys of a section the values that are wanted; none of a key that has its own."""
-    words = {key: "null" if value is None else str(value) for key, value in wanted.items() if known.get(key) != value}
-    return [f"{section}.{key}={word.lower() if isinstance(wanted[key], bool) else word}" for key, word in words.items()]
+    words = {key: "null" if value is None else str(value) for key, value in values.items() if known.get(key) != value}
+    return [f"{section}.{key}={word.lower() if isinstance(values[key], bool) else word}" for key, word in words.items()]
 
 
 def _fsdp(resolved: Resolved, layout: RequestedLayout) -> list[str]:
     config = acc.fsdp_settings(resolved.accelerate)
-    found = [f"accelerate.{acc.key_of('version')}=2"] if not config else []
+    overrides = [f"accelerate.{acc.key_of('version')}=2"] if not config else []
     if not config:
         # Without a policy the whole model is one unit, which is gathered at once.
-        found.append(f"accelerate.{acc.key_of('auto_wrap_policy')}=TRANSFORMER_BASED_WRAP")
-        found.append(f"accelerate.{acc.key_of('cpu_ram_efficient_loading')}=true")
-    found += _flag(resolved, "reshard_after_forward", layout.reshard, default=True)
-    return found + _flag(resolved, "offload_params", layout.offload_params == "cpu")
+        overrides.append(f"accelerate.{acc.key_of('auto_wrap_policy')}=TRANSFORMER_BASED_WRAP")
+        overrides.append(f"accelerate.{acc.key_of('cpu_ram_efficient_loading')}=true")
+    overrides += _flag(resolved, "reshard_after_forward", layout.reshard, default=True)
+    return overrides + _flag(resolved, "offload_params", layout.offload_params == "cpu")
 
 
 def _flag(resolved: Resolved, key: str, value: bool, *, default: bool = False) -> list[str]:
@@ -187,8 +191,8 @@ def _axes(resolved: Resolved, layout: RequestedLayout) -> list[str]:
         return [f"accelerate.{acc.MESH}=null"] if known else []
     shards = world // (layout.replicas * layout.tp * layout.cp)
     sizes = {"dp_replicate": layout.replicas, "dp_shard": shards, "tp": layout.tp, "cp": layout.cp, "sp": 1}
-    wanted = {acc.size_key(axis): size for axis, size in sizes.items()}
-    return _changes(f"accelerate.{acc.MESH}", dict.fromkeys(wanted, 1) | known, wanted)
+    wanted_sizes = {acc.size_key(axis): size for axis, size in sizes.items()}
+    return _changes(f"accelerate.{acc.MESH}", dict.fromkeys(wanted_sizes, 1) | known, wanted_sizes)
 
 
 def _zero(resolved: Resolved, layout: RequestedLayout) -> list[str]:

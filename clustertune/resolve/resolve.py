@@ -125,9 +125,9 @@ class _Resolution:
     def position(self, path: KeyPath) -> str:
         return self.layers.position(path, self.owners)
 
-    def report(self, found: Iterable[Found]) -> None:
+    def report(self, findings: Iterable[Found]) -> None:
         """Findings become problems; those below ``accelerate`` or ``deepspeed`` are in the file beside the recipe."""
-        for path, message, fix in found:
+        for path, message, fix in findings:
             document = {"accelerate": self.accelerate, "deepspeed": self.deepspeed}.get(path[0]) if len(path) > 1 else None
             where = self.position(path) if document is None else document.position(path[1:])
             key = path if document is None or where == COMMAND_LINE else path[1:]
@@ -174,7 +174,7 @@ class _Resolution:
 
     def _read_distribution(self, folder: Path, shown: str) -> None:
         """The accelerate file and DeepSpeed's, with what the command line lays over them."""
-        given = self.layers.file_overrides
+        overrides = self.layers.file_overrides
         named = self.values.get("accelerate", self.accelerate_file)
         if not isinstance(named, str) or not _is_file_name(named):
             return  # the schema says what is wrong
@@ -183,15 +183,15 @@ class _Resolution:
             self.accelerate = Document(f"{shown}/{named}", {})  # Megatron-Bridge reads none
             self.problems += [
                 Problem(f"a Megatron recipe reads no {part} file", COMMAND_LINE, f"{part}.{key}", "use megatron.KEY=VALUE")
-                for part, document in given.items()
+                for part, document in overrides.items()
                 for key in acc.flat(document)
             ]
             return
         with collect_problems(self.problems):
             document = read_yaml(folder / named, f"{shown}/{named}", core=False)
-            self.accelerate = document.overridden(given.get("accelerate"))
-            self.deepspeed_overrides = acc.flat(given.get("deepspeed"))
-            self.deepspeed, problems = acc.read_deepspeed(self.accelerate.data, folder, shown, given.get("deepspeed"))
+            self.accelerate = document.overridden(overrides.get("accelerate"))
+            self.deepspeed_overrides = acc.flat(overrides.get("deepspeed"))
+            self.deepspeed, problems = acc.read_deepspeed(self.accelerate.data, folder, shown, overrides.get("deepspeed"))
             self.problems += problems
 
     def check(self) -> None:
@@ -215,13 +215,13 @@ class _Resolution:
 
     def _scale_distribution(self, accelerate: Document) -> dict[str, Any]:
         """The files beside the recipe for a tiny run; what the command line says about them is left alone."""
-        given = self.layers.file_overrides
-        if "accelerate" not in given or acc.MESH not in given["accelerate"].data:
+        overrides = self.layers.file_overrides
+        if "accelerate" not in overrides or acc.MESH not in overrides["accelerate"].data:
             self.accelerate, scaled = scale_mesh(accelerate, self.world)
             self.derived += scaled
         if self.deepspeed is not None:
             small = Document("--tiny", scale_deepspeed(self.deepspeed.data))
-            self.deepspeed = self.deepspeed.overridden(small).overridden(given.get("deepspeed"))
+            self.deepspeed = self.deepspeed.overridden(small).overridden(overrides.get("deepspeed"))
             self.deepspeed_overrides = acc.flat(small) | self.deepspeed_overrides
         return self.accelerate.data if self.accelerate else {}
 
@@ -266,9 +266,9 @@ class _Resolution:
     def _check_beneath_tiny(self) -> None:
         """What is wrong in values that ``--tiny`` is about to replace; whether they divide or fit does not matter then."""
         self.report(checks.check_schema(self.values, self.position))
-        given = self.values.get("train")
-        if isinstance(given, dict):
-            self.report(native_rules.check(native_rules.train_section(self.trainer), given)[1])
+        train = self.values.get("train")
+        if isinstance(train, dict):
+            self.report(native_rules.check(native_rules.train_section(self.trainer), train)[1])
 
     def _lay_tiny(self, distribution: dict[str, Any]) -> None:
         self._check_beneath_tiny()
@@ -294,19 +294,19 @@ class _Resolution:
             self.report([(("eval", "max_gen_toks"), text, "lower it")])
 
     def _check_train(self, distribution: dict[str, Any], accelerate_shown: str) -> None:
-        given = self.values.get("train")
-        if not isinstance(given, dict):
+        train = self.values.get("train")
+        if not isinstance(train, dict):
             return
         if self.values.get("save") is not None:
-            self.report(self._find_saved_twice(given))
-            given = {key: value for key, value in given.items() if key not in _SAVING}
+            self.report(self._find_saved_twice(train))
+            train = {key: value for key, value in train.items() if key not in _SAVING}
         section = native_rules.train_section(self.trainer)
-        stated, found = native_rules.check(section, given)
+        stated, findings = native_rules.check(section, train)
         self.train = filled(train_defaults(self.trainer), stated)
-        if self.complete and not {"global_batch_size"} & given.keys():
+        if self.complete and not {"global_batch_size"} & train.keys():
             fix = "write how many sequences one optimizer step takes over all ranks, such as 32"
-            found.append((("train", "global_batch_size"), "missing", fix))
-        self.report([*found, *checks.check_train(self.train)])
+            findings.append((("train", "global_batch_size"), "missing", fix))
+        self.report([*findings, *checks.check_train(self.train)])
         if not isinstance(self.train["model_init_kwargs"], dict | None):
             self.train["model_init_kwargs"] = None  # reported; what is checked below reads keys of it
         if self.trainer == "dpo":
@@ -317,13 +317,13 @@ class _Resolution:
         accumulated = accumulation(self.train, self.dp) if "global_batch_size" in self.train else None
         if isinstance(accumulated, Derived):
             self.derived.append(accumulated)
-        elif accumulated and not found and self.complete:
+        elif accumulated and not findings and self.complete:
             self.report([accumulated])
         self._recomputation()
         lora, deep = self.values.get("lora"), self.deepspeed
-        named, wanted = acc.mixed_precision(distribution), mixed_precision(self.train)
-        if named not in (None, wanted):
-            text = f"{named}, while the recipe's train section means {wanted} (TRL's default is bf16)"
+        named, precision = acc.mixed_precision(distribution), mixed_precision(self.train)
+        if named not in (None, precision):
+            text = f"{named}, while the recipe's train section means {precision} (TRL's default is bf16)"
             self.report([(("accelerate", acc.PRECISION), text, "leave it out, or change train.bf16")])
         self.report(kernels.find_problems(self.train, self.architecture, distribution, accelerate_shown))
         self.report(checks.check_quantization(self.train, lora))
@@ -331,7 +331,7 @@ class _Resolution:
             zeros = acc.distributed_type(distribution) == "DEEPSPEED"
             zero = acc.zero_stage(distribution, deep.data if deep else None) if zeros else None
             self.report(checks.check_strategy(self.train, self.lora, distribution, self.architecture, zero=zero))
-        self._reduce_dtype(acc.distributed_type(distribution) == "FSDP" and wanted != "no", lora=lora is not None)
+        self._reduce_dtype(acc.distributed_type(distribution) == "FSDP" and precision != "no", lora=lora is not None)
         if self.megatron is None and (attention := kernels.attention(self.train, self.architecture)):
             self.derived.append(attention)
         if deep is not None and isinstance(accumulated, Derived):
@@ -349,13 +349,13 @@ class _Resolution:
             fix = "leave it out; under DeepSpeed write communication_data_type in its own file"
             self.report([(("reduce_dtype",), text, fix)])
 
-    def _find_saved_twice(self, given: dict[str, Any]) -> Iterator[Found]:
+    def _find_saved_twice(self, train: dict[str, Any]) -> Iterator[Found]:
         """What ``train`` says about saving in the file that has ``save``, or over it; what lies below is replaced."""
         places = {id(layer): at for at, layer in enumerate(self.layers.layers)}
         section = max((places.get(id(owner), -1) for path, owner in self.owners.items() if path[0] == "save"), default=-1)
         for key in _SAVING:
             owner = self.owners.get(("train", key))
-            if key in given and owner is not None and owner.origin != "tiny" and places.get(id(owner), -1) >= section:
+            if key in train and owner is not None and owner.origin != "tiny" and places.get(id(owner), -1) >= section:
                 yield ("train", key), "the section save is given, too", "leave one of the two out"
 
     def _fill_deepspeed(self, document: Document, accumulation: int, stated: Collection[str], *, lora: bool) -> None:
@@ -412,17 +412,17 @@ class _Resolution:
                 yield tuple(key.split(".")), "Megatron does not read it", fix
 
     def _check_lora(self) -> None:
-        given = self.values.get("lora")
-        if given is None and self.values.get("push") is not None:
+        lora = self.values.get("lora")
+        if lora is None and self.values.get("push") is not None:
             self.report([(("push",), "all parameters are trained: only adapters are pushed", "leave it out")])
-        if not isinstance(given, dict):
+        if not isinstance(lora, dict):
             return
-        stated, found = native_rules.check(native_rules.lora_section(), given)
+        stated, findings = native_rules.check(native_rules.lora_section(), lora)
         self.lora = filled(lora_defaults(), stated)
-        self.report(found)
-        if "target_modules" in stated or "target_modules" not in given:
+        self.report(findings)
+        if "target_modules" in stated or "target_modules" not in lora:
             self.report(checks.check_lora(self.lora, self.architecture))
-        if "task_type" not in given:
+        if "task_type" not in lora:
             self.lora["task_type"] = "CAUSAL_LM"
             self.derived.append(Derived("lora.task_type", "CAUSAL_LM", "a causal language model is trained"))
 
@@ -480,25 +480,25 @@ def _is_file_name(name: str) -> bool:
 
 def _warnings(resolved: Resolved) -> list[str]:
     """What is allowed and probably not meant."""
-    found = []
+    warnings = []
     for key, path in resolved.inputs.items():
         if not is_there(path):
-            found.append(f"{key} {path} is not there on this machine")
+            warnings.append(f"{key} {path} is not there on this machine")
     if resolved.distribution.kind == "DDP" and resolved.world_size > 1 and not is_small(resolved.architecture):
-        found.append(f"{resolved.accelerate_file}: {acc.TYPE} MULTI_GPU keeps the whole model on every rank")
+        warnings.append(f"{resolved.accelerate_file}: {acc.TYPE} MULTI_GPU keeps the whole model on every rank")
     dropout = resolved.lora["lora_dropout"] if resolved.lora else 0
     if dropout > 0.5:
-        found.append(f"lora.lora_dropout {dropout:g} hides most of what an adapter reads; 0 to 0.1 is usual")
+        warnings.append(f"lora.lora_dropout {dropout:g} hides most of what an adapter reads; 0 to 0.1 is usual")
     elif dropout and resolved.is_dpo and resolved.train_args["disable_dropout"]:
-        found.append(f"lora.lora_dropout {dropout:g} has no effect: train.disable_dropout is true, DPOConfig's own")
+        warnings.append(f"lora.lora_dropout {dropout:g} has no effect: train.disable_dropout is true, DPOConfig's own")
     experts = expert_parameters(resolved.architecture)
     if experts and resolved.lora is not None and not adapted_experts(resolved.architecture, resolved.lora):
         share = sum(linear.parameters for _, linear in experts) / (parameter_count(resolved.architecture) or 1)
         names = sorted({linear.name for _, linear in experts})
-        found.append(
+        warnings.append(
             f"the experts stay frozen, {share:.0%} of the parameters: lora.target_parameters={json.dumps(names)} trains them"
         )
-    found += kernels.warnings(resolved.distribution)
+    warnings += kernels.warnings(resolved.distribution)
     if resolved.recipe.megatron is None:
-        found += kernels.mask_warnings(resolved.train_args, resolved.architecture)
-    return found
+        warnings += kernels.mask_warnings(resolved.train_args, resolved.architecture)
+    return warnings

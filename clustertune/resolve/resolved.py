@@ -163,8 +163,8 @@ def format_distribution(distributed: Any) -> str | None:
 
 def recomputed_layers(ratio: float, layers: int) -> tuple[int, ...]:
     """Which layers, counted from 0, are recomputed: ``ratio`` of them, rounded, spread evenly from the first."""
-    wanted = math.floor(ratio * layers + 0.5)
-    return tuple(index for index in range(layers) if -(-(index + 1) * wanted // layers) > -(-index * wanted // layers))
+    count = math.floor(ratio * layers + 0.5)
+    return tuple(index for index in range(layers) if -(-(index + 1) * count // layers) > -(-index * count // layers))
 
 
 def read_distribution(
@@ -184,7 +184,7 @@ def read_distribution(
     ``layers``: decoder layers.
     """
     compiled, by_layer = acc.compiled(train, accelerate)
-    found = Distribution(
+    read_so_far = Distribution(
         kind=_kind(recipe, accelerate, deepspeed),
         world_size=world,
         ranks_per_node=min(recipe.slurm.gpus_per_node, world),
@@ -197,15 +197,15 @@ def read_distribution(
         dynamic_shapes_said=acc.says_dynamic(accelerate),
     )
     if recipe.megatron is not None:
-        found = _megatron(found, recipe.megatron)
-    elif found.kind != "NO":
+        read_so_far = _megatron(read_so_far, recipe.megatron)
+    elif read_so_far.kind != "NO":
         sizes = acc.parallel_sizes(accelerate)
-        found = replace(found, mesh=sizes, tp=sizes.get("tp", 1), cp=sizes.get("cp", 1), sp=sizes.get("sp", 1))
-        if found.is_fsdp:
-            found = _fsdp(found, accelerate, quantization.of(train), sizes.get("dp_replicate", 1))
-        elif found.is_deepspeed:
-            found = _deepspeed(found, accelerate, deepspeed, quantization.of(train))
-    return replace(found, **_shards(found))
+        read_so_far = replace(read_so_far, mesh=sizes, tp=sizes.get("tp", 1), cp=sizes.get("cp", 1), sp=sizes.get("sp", 1))
+        if read_so_far.is_fsdp:
+            read_so_far = _fsdp(read_so_far, accelerate, quantization.of(train), sizes.get("dp_replicate", 1))
+        elif read_so_far.is_deepspeed:
+            read_so_far = _deepspeed(read_so_far, accelerate, deepspeed, quantization.of(train))
+    return replace(read_so_far, **_shards(read_so_far))
 
 
 def _kind(recipe: Recipe, accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> str:
@@ -215,32 +215,32 @@ def _kind(recipe: Recipe, accelerate: Mapping[str, Any], deepspeed: Mapping[str,
     return kinds.get(acc.distributed_type(accelerate) or "NO", "NO")
 
 
-def _shards(found: Distribution) -> dict[str, Any]:
+def _shards(distribution: Distribution) -> dict[str, Any]:
     """Over how many ranks weights, gradients and states are split, and whether weights are given back in between."""
-    world, stage = found.world_size, found.zero_stage
-    if found.kind == "FSDP2":
+    world, stage = distribution.world_size, distribution.zero_stage
+    if distribution.kind == "FSDP2":
         # accelerate/parallelism_config.py:132: FSDP shards over dp_shard and cp together.
-        shards = max(1, world // (found.replicas * found.tp * found.sp))
+        shards = max(1, world // (distribution.replicas * distribution.tp * distribution.sp))
         names = ("weight_shards", "gradient_shards", "state_shards")
-        return dict.fromkeys(names, shards) | {"reshard": found.reshard_after_forward and shards > 1}
+        return dict.fromkeys(names, shards) | {"reshard": distribution.reshard_after_forward and shards > 1}
     if stage is not None:
         # Sequence-parallel ranks (Ulysses) are among those over which ZeRO splits (DeepSpeed's ALST).
-        ranks = max(1, world // found.tp)
+        ranks = max(1, world // distribution.tp)
         names = ("state_shards", "gradient_shards", "weight_shards")
         return dict.fromkeys(names[:stage], ranks) | dict.fromkeys(names[stage:], 1) | {"reshard": stage >= 3 and ranks > 1}
-    if found.distributed_optimizer:
-        return {"state_shards": found.data_parallel_size * found.cp}
+    if distribution.distributed_optimizer:
+        return {"state_shards": distribution.data_parallel_size * distribution.cp}
     return {}
 
 
 def _fsdp(
-    found: Distribution, accelerate: Mapping[str, Any], quantized: Mapping[str, Any] | None, replicas: int
+    distribution: Distribution, accelerate: Mapping[str, Any], quantized: Mapping[str, Any] | None, replicas: int
 ) -> Distribution:
     # FSDP's offload takes parameters, gradients and optimizer state alike (torch, CPUOffloadPolicy and CPUOffload).
     offload = "cpu" if acc.fsdp_flag(accelerate, "offload_params") else "none"
     efficient, parts = acc.fsdp_flag(accelerate, "cpu_ram_efficient_loading"), why_whole(quantized) is None
     return replace(
-        found,
+        distribution,
         offload_params=offload,
         offload_optimizer=offload,
         efficient_loading=efficient,
@@ -260,7 +260,10 @@ def why_whole(quantized: Mapping[str, Any] | None) -> str | None:
 
 
 def _deepspeed(
-    found: Distribution, accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, quantized: Mapping[str, Any] | None
+    distribution: Distribution,
+    accelerate: Mapping[str, Any],
+    deepspeed: Mapping[str, Any] | None,
+    quantized: Mapping[str, Any] | None,
 ) -> Distribution:
     body = deepspeed or {}
     secondary = ds.secondary_partition(body)
@@ -269,11 +272,11 @@ def _deepspeed(
         notes.append("quantised weights or gradients on the way (ZeRO++): not counted")
     devices = {part: acc.offload_device(accelerate, deepspeed, part) for part in ds.OFFLOADS}
     loading = "every"
-    if found.zero_stage == 3 and quantized is None:  # a quantised base is parted after every rank has loaded it
+    if distribution.zero_stage == 3 and quantized is None:  # a quantised base is parted after every rank has loaded it
         # What loading.why_not_parts looks for in the model itself.
         loading = "first" if secondary else "parts"
     return replace(
-        found,
+        distribution,
         offload_params=devices["offload_param"],
         offload_optimizer=devices["offload_optimizer"],
         loading=loading,
@@ -285,11 +288,11 @@ def _deepspeed(
     )
 
 
-def _megatron(found: Distribution, m: Megatron) -> Distribution:
+def _megatron(distribution: Distribution, m: Megatron) -> Distribution:
     """Weights and gradients lie whole on every data-parallel rank; the distributed optimizer splits its state over dp x cp
     (Megatron-Core, docs/source/api-guide/dist_optimizer.md)."""
     return replace(
-        found,
+        distribution,
         tp=m.tensor_model_parallel_size,
         pp=m.pipeline_model_parallel_size,
         cp=m.context_parallel_size,
@@ -304,8 +307,10 @@ def _megatron(found: Distribution, m: Megatron) -> Distribution:
 
 def _recompute(recipe: Recipe, train: Mapping[str, Any], layers: int) -> Recompute:
     if recipe.megatron is not None:
-        given = recipe.megatron.recompute_granularity
-        return Recompute("megatron" if given else "none", float(given == "full"), selective=given == "selective")
+        granularity = recipe.megatron.recompute_granularity
+        return Recompute(
+            "megatron" if granularity else "none", float(granularity == "full"), selective=granularity == "selective"
+        )
     section = recipe.activation_checkpointing or ActivationCheckpointing()
     share = len(recomputed_layers(section.ratio, layers)) / layers
     # TRL's activation_offloading moves whatever backward saves: of recomputed layers that is their input.
@@ -313,11 +318,11 @@ def _recompute(recipe: Recipe, train: Mapping[str, Any], layers: int) -> Recompu
     return Recompute("model", share, offload, tuple(section.save or ())) if share else Recompute()
 
 
-def how_to_load(found: Distribution) -> tuple[str, str]:
+def how_to_load(distribution: Distribution) -> tuple[str, str]:
     """The key that decides how weights come to the ranks, and what makes each of them read its own part."""
-    if found.is_deepspeed:
+    if distribution.is_deepspeed:
         fix = "stage 3 without zero_hpz_partition_size and without a quantised base: each rank reads its part; or fewer ranks"
-        return f"{acc.SECTIONS['DEEPSPEED']} (ZeRO stage {found.zero_stage})", f"{fix}; offload less; more nodes"
+        return f"{acc.SECTIONS['DEEPSPEED']} (ZeRO stage {distribution.zero_stage})", f"{fix}; offload less; more nodes"
     efficient = acc.key_of("cpu_ram_efficient_loading").rpartition(".")[2]
     fix = f"{acc.FSDP2} with {efficient}: true: each rank reads its rows; offload less; more nodes"
     return acc.SECTIONS["FSDP"], fix
@@ -357,12 +362,12 @@ def is_there(path: Path) -> bool:
         return False
 
 
-def expand_home(given: str | Path) -> Path:
+def expand_home(path: str | Path) -> Path:
     """A path with ``~`` and ``~user`` put in; as it stands where there is no such user."""
     try:
-        return Path(given).expanduser()
+        return Path(path).expanduser()
     except RuntimeError:
-        return Path(given)
+        return Path(path)
 
 
 @dataclass(frozen=True)
@@ -446,14 +451,14 @@ class Resolved:
         """Files and folders of the data, and of one's own prompts, by their keys: as they stand where absolute, below the
         recipe folder where they exist there, else from here. What comes from the Hub or an object store is not among them.
         """
-        found = {}
+        paths = {}
         named = [(f"{key}.input", part.input) for key, part in self.recipe.data.keyed_parts()]
         for key, path in [*named, (EVAL_DATA, self.recipe.eval.data)]:
             if path is not None and not is_address(path):
-                given = expand_home(path)
-                beside = Path(self.folder, given)
-                found[key] = beside.resolve() if is_there(beside) else given.absolute()
-        return found
+                relative = expand_home(path)
+                beside = Path(self.folder, relative)
+                paths[key] = beside.resolve() if is_there(beside) else relative.absolute()
+        return paths
 
     def with_staged(self, folder: Path) -> Resolved:
         """The same with ``staged=folder``: it says where model and data lie, and nothing is derived from it."""
@@ -474,8 +479,8 @@ class Resolved:
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Resolved:
         """The inverse of :meth:`as_dict`. Raises ValueError where ``body`` is something else."""
-        found: Resolved = _json().validate_python(body)
-        return found
+        resolved: Resolved = _json().validate_python(body)
+        return resolved
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) of what decides the trained weights: model, data, training, LoRA and distribution.

@@ -56,12 +56,12 @@ def scale_mesh(document: Document, world: int) -> tuple[Document, list[Derived]]
 
     An axis for which there are too few ranks is left out, and that is reported.
     """
-    given = acc.section(document.data, acc.MESH)
+    mesh = acc.section(document.data, acc.MESH)
     sizes = acc.parallel_sizes(document.data)
     if not set(sizes) & set(_AXES):
         return document, []
     axes = _mesh(document.data, world)
-    own = {key: value for key, value in given.items() if not key.endswith("_size")}
+    own = {key: value for key, value in mesh.items() if not key.endswith("_size")}
     section = {**own, **{acc.size_key(axis): size for axis, size in axes.items()}} if axes else None
     body = {key: value for key, value in document.data.items() if key != acc.MESH}
     shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())

@@ -96,8 +96,8 @@ def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
         for key, item in own.items():
             yield key, item.value, f"derived: {item.reason}"
         if section == "accelerate":
-            given = {f"{name}.{key}": v for name in BESIDE for key, v in getattr(resolved, f"{name}_overrides").items()}
-            yield from ((key, value, "override") for key, value in given.items() if key not in derived)
+            overrides = {f"{name}.{key}": v for name in BESIDE for key, v in getattr(resolved, f"{name}_overrides").items()}
+            yield from ((key, value, "override") for key, value in overrides.items() if key not in derived)
             yield from _deepspeed(resolved, derived)
         if section == "slurm":
             for key, item in derived.items():

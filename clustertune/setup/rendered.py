@@ -95,8 +95,8 @@ def slurm(cluster: Cluster, node: Host, accounting: bool | None = None) -> Rende
     version, installed = _version(cluster, node)
     with_accounting = cluster.slurm.accounting if accounting is None else accounting
     hybrid = is_here(cluster, node) and Path("/sys/fs/cgroup/unified/cgroup.controllers").exists()
-    wanted = slurm_files.node_files(cluster, node, version=version, accounting=with_accounting, hybrid=hybrid)
-    contents = {item.path: "\n".join(item.lines) + "\n" for item in wanted}
+    node_files = slurm_files.node_files(cluster, node, version=version, accounting=with_accounting, hybrid=hybrid)
+    contents = {item.path: "\n".join(item.lines) + "\n" for item in node_files}
     verified = installed is not None and (version is None or version == installed)
     if verified and (objection := parsed(cluster, contents)):
         problem = Problem(
@@ -108,7 +108,7 @@ def slurm(cluster: Cluster, node: Host, accounting: bool | None = None) -> Rende
         f"slurm/{SLURM_SCRIPT}",
         node=node,
         source=cluster.source,
-        files=[(name_of(item.path), item) for item in wanted if not item.shared],
+        files=[(name_of(item.path), item) for item in node_files if not item.shared],
         folders=slurm_files.node_folders(node),
         others=slurm_files.fold([host.name for host in others]),
         accounting=with_accounting,
@@ -134,8 +134,8 @@ def all_texts(cluster: Cluster, *, accounting: bool | None = None) -> dict[str, 
     everywhere = node.model_copy(update={"roles": ("compute", "slurmctld")})
     with_accounting = cluster.slurm.accounting if accounting is None else accounting
     version, _ = _version(cluster, node)
-    wanted = slurm_files.node_files(cluster, everywhere, version=version, accounting=with_accounting, hybrid=False)
-    return {item.path: "\n".join(item.lines) + "\n" for item in wanted}
+    files = slurm_files.node_files(cluster, everywhere, version=version, accounting=with_accounting, hybrid=False)
+    return {item.path: "\n".join(item.lines) + "\n" for item in files}
 
 
 def _version(cluster: Cluster, node: Host) -> tuple[slurm_files.Version | None, slurm_files.Version | None]:

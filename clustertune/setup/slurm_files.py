@@ -131,16 +131,16 @@ def gpu_cores(compute: Compute) -> tuple[list[str], str]:
     each = compute.threads // compute.cores
     if any(len(numbers) % each for numbers in cpus):
         return nothing, f"No Cores: a NUMA node of compute.numa_cpus has no whole number of cores of {each} threads."
-    found, start = list(nothing), 0
+    cores, start = list(nothing), 0
     socket = compute.cores // compute.sockets
     for node in sorted(range(len(cpus)), key=lambda index: min(cpus[index])):
         end = start + len(cpus[node]) // each
         first, last = start // socket * socket, -(-end // socket) * socket - 1
         for gpu in compute.numa_gpus[node]:
-            found[gpu] = f"{first}-{last}" if last - first + 1 < compute.cores else ""
+            cores[gpu] = f"{first}-{last}" if last - first + 1 < compute.cores else ""
         start = end
     wider = ", widened to whole sockets" if len(cpus) > compute.sockets else ""
-    return found, f"Cores counts cores, not threads, socket by socket, from numa_gpus and numa_cpus{wider}."
+    return cores, f"Cores counts cores, not threads, socket by socket, from numa_gpus and numa_cpus{wider}."
 
 
 # --- conf -----------------------------------------------------------------------------------------------------------------
@@ -360,12 +360,12 @@ def move_gres(text: str, devices: str, *, cores: bool) -> str:
 
 def move_hosts(lines: str, addresses: Mapping[str, str]) -> str:
     """Lines of ``/etc/hosts`` with other addresses for some names."""
-    found = []
+    moved = []
     for line in lines.splitlines():
         fields = line.split()
         known = len(fields) > 1 and fields[1] in addresses
-        found.append(" ".join([addresses[fields[1]], *fields[1:]]) if known else line)
-    return "".join(f"{line}\n" for line in found)
+        moved.append(" ".join([addresses[fields[1]], *fields[1:]]) if known else line)
+    return "".join(f"{line}\n" for line in moved)
 
 
 # --- check ----------------------------------------------------------------------------------------------------------------

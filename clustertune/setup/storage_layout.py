@@ -193,8 +193,8 @@ def minfreespace(cluster: Cluster) -> tuple[int, list[str]]:
         ] if stated < needed else []
     smallest = min(brick.tb for brick in cluster.storage.bricks) * 1e12
     if needed > smallest / 4:
-        found = _whole(smallest / 20)
-        return found, [f"minfreespace={size_text(found)} is 5 % of the smallest brick: {short}"]
+        space = _whole(smallest / 20)
+        return space, [f"minfreespace={size_text(space)} is 5 % of the smallest brick: {short}"]
     return needed, [f"minfreespace={size_text(needed)} is {what}; storage.pool.min_free_gb says otherwise"]
 
 

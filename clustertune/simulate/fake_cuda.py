@@ -79,8 +79,8 @@ class FakeStream:
 
     def __init__(self, device: Any = None, priority: int = 0, *, is_default: bool = False, **kwargs: Any) -> None:
         del priority, kwargs
-        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
-        index = torch.cuda.current_device() if found.index is None else found.index
+        chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+        index = torch.cuda.current_device() if chosen.index is None else chosen.index
         self.device, self.device_index, self.device_type = torch.device("cuda", index), index, 1
         self.is_default, self.cuda_stream = is_default, 0
         FakeStream._made += not is_default
@@ -165,8 +165,8 @@ def _entered() -> list[FakeStream]:
     """The streams that this thread has entered."""
     if not hasattr(_LOCAL, "entered"):
         _LOCAL.entered = []
-    found: list[FakeStream] = _LOCAL.entered
-    return found
+    streams: list[FakeStream] = _LOCAL.entered
+    return streams
 
 
 def _current_stream(device: Any = None) -> FakeStream:
@@ -182,8 +182,8 @@ def install(guard: Guard, *, rank: int, devices: int, name: str, memory: int, ca
     def index_of(device: Any) -> int | None:
         if device is None or isinstance(device, int):
             return device
-        found: int | None = torch.device(device).index
-        return found
+        position: int | None = torch.device(device).index
+        return position
 
     def put(device: Any) -> None:
         index = index_of(device)
@@ -216,8 +216,8 @@ def install(guard: Guard, *, rank: int, devices: int, name: str, memory: int, ca
         def __exit__(self, *exc: object) -> None:
             guard.set(self._before)
 
-    def take_random_states(given: list[torch.Tensor]) -> None:
-        for index, one in enumerate(given):
+    def take_random_states(given_states: list[torch.Tensor]) -> None:
+        for index, one in enumerate(given_states):
             take_random_state(one, index)
 
     properties = types.SimpleNamespace(

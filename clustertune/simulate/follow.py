@@ -212,12 +212,12 @@ class Memory:
             peak._taken, peak.largest = self.now, self._largest()
 
     def _largest(self) -> list[tuple[str, int, int]]:
-        found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        sizes: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for key, (_, size, _) in self._live.items():
-            row = found[self._origin[key]]
+            row = sizes[self._origin[key]]
             row[0] += 1
             row[1] += size
-        return [(name, *row) for name, row in sorted(found.items(), key=lambda item: -item[1][1])[:LARGEST]]  # type: ignore[misc]
+        return [(name, *row) for name, row in sorted(sizes.items(), key=lambda item: -item[1][1])[:LARGEST]]  # type: ignore[misc]
 
     def resized(self, storage: Any, size: int, resize: Any) -> Any:
         """FSDP empties and fills storages behind the dispatcher: ``torch.UntypedStorage.resize_`` comes here."""
@@ -327,30 +327,30 @@ class Results:
 
 def _key(args: Any, kwargs: Any) -> list[Any] | None:
     """What a result follows from; None where that is more than sizes, types and plain values."""
-    found: list[Any] = []
+    key: list[Any] = []
     for name, value in kwargs.items():
-        found.append(name)
-        if not _add(found, value):
+        key.append(name)
+        if not _add(key, value):
             return None
     for value in args:
-        if not _add(found, value):
+        if not _add(key, value):
             return None
-    return found
+    return key
 
 
-def _add(found: list[Any], value: Any) -> bool:
+def _add(key: list[Any], value: Any) -> bool:
     if type(value) is FakeTensor:
         if value.constant is not None or value.layout is not torch.strided or value.is_conj() or value.is_neg():
             return False
-        found += (
+        key += (
             value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device, value.requires_grad,
         )  # fmt: skip
         return True
     if isinstance(value, list | tuple):
-        found.append(len(value))
-        return all(_add(found, one) for one in value)
+        key.append(len(value))
+        return all(_add(key, one) for one in value)
     if isinstance(value, _PLAIN):
-        found += (type(value), value)  # 1 and 1.0 are equal, and give other types
+        key += (type(value), value)  # 1 and 1.0 are equal, and give other types
         return True
     return False
 
@@ -456,14 +456,14 @@ class Follow(TorchDispatchMode):  # type: ignore[misc]
         return result
 
     def _know(self, func: Any) -> _Known:
-        found = _Known(
+        known = _Known(
             func.namespace == "prim",
             func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name(),
             func.name(),
             str(func),
         )
-        self._known[func] = found
-        return found
+        self._known[func] = known
+        return known
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """Whether the host waits for the device here, and a plausible value where only the data would tell."""
@@ -479,8 +479,8 @@ class Follow(TorchDispatchMode):  # type: ignore[misc]
             return on_device, first.new_empty((mask.numel(), *first.shape[mask.dim() :]))
         if func is aten.repeat_interleave.Tensor:
             size = kwargs.get("output_size")
-            found = torch.empty((size or self.length,), dtype=first.dtype, device=first.device)
-            return on_device and size is None, found
+            tensor = torch.empty((size or self.length,), dtype=first.dtype, device=first.device)
+            return on_device and size is None, tensor
         if func is aten._to_copy.default and on_device and not kwargs.get("non_blocking"):
             target = kwargs.get("device")
             return target is not None and torch.device(target).type != self._device, NotImplemented
@@ -515,9 +515,9 @@ class Follow(TorchDispatchMode):  # type: ignore[misc]
         size = max((_bytes(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0)
         ranks, stride = 1, 1
         for leaf in leaves:
-            found = self._group(leaf)
-            if found is not None:
-                ranks, stride = found
+            group = self._group(leaf)
+            if group is not None:
+                ranks, stride = group
         kind = kind_of(name)
         if kind == "all-gather" and "functional" in name:  # its operand is the part of this rank
             size *= ranks

@@ -28,8 +28,8 @@ def cache_folder() -> Path:
 
 def torch_folder() -> Path | None:
     """The installed torch, without importing it: the guard must be loaded before, as torch asks for its hooks once."""
-    found = importlib.util.find_spec("torch")
-    return Path(found.origin).parent if found is not None and found.origin else None
+    spec = importlib.util.find_spec("torch")
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
 def _name(torch: Path, compiler: str) -> str:
@@ -44,8 +44,8 @@ def _is_own(library: Path, digest: Path) -> bool:
     """Whether a built library is this user's, unwritable for others, and what the build left."""
     try:
         for path in (library.parent, library, digest):
-            found = path.lstat()
-            if found.st_uid != os.getuid() or found.st_mode & 0o022:
+            info = path.lstat()
+            if info.st_uid != os.getuid() or info.st_mode & 0o022:
                 return False
         return hashlib.sha256(library.read_bytes()).hexdigest() == digest.read_text()
     except OSError:

@@ -73,7 +73,7 @@ def run(
 
     simulated = _Simulated(spec, _laid_out_again(one) if resumes else one, guard, folder, tell)
     try:
-        found = simulated.resume() if resumes else simulated.run()
+        results = simulated.resume() if resumes else simulated.run()
     except UserError as error:
         tell(error="; ".join(map(str, error.problems)), where="", during=simulated.memory.moment)
         return 1
@@ -81,7 +81,7 @@ def run(
         traceback.print_exc()
         tell(error=f"{type(error).__name__}: {error}", where=_where(error), during=simulated.memory.moment)
         return 1
-    tell(**{"resumed" if resumes else "found": {**found, "seconds": round(time.perf_counter() - began, 1)}})
+    tell(**{"resumed" if resumes else "found": {**results, "seconds": round(time.perf_counter() - began, 1)}})
     return 0
 
 
@@ -279,10 +279,10 @@ class _Simulated:
     def prove(self) -> None:
         """What a session proves before the first step; then the hooks that say where a step is."""
         trainer, resolved = self.trainer, self.resolved
-        found = sharding.inspect(trainer.model_wrapped, trainer.accelerator)
-        sharding.check(found, resolved.distribution)
+        shards = sharding.inspect(trainer.model_wrapped, trainer.accelerator)
+        sharding.check(shards, resolved.distribution)
         self._recomputed = recompute.apply(trainer.model, resolved)
-        self._sharding = found.as_dict()
+        self._sharding = shards.as_dict()
         figures.attach(trainer, resolved, recompute.layers_of, self._spec["gpu"]["name"])
         gc.collect()
         self.memory.rename("weights")
@@ -410,9 +410,11 @@ class _Simulated:
             "rest_bytes": self._rest,
             "moments": {name: asdict(peak) for name, peak in self.memory.moments.items()},
             "curve": self._curve,
-            "traffic": {stage: _sums(found) for stage, found in calls.items()},
+            "traffic": {stage: _sums(calls_made) for stage, calls_made in calls.items()},
             "simulated_micro_batches": int(self.trainer.args.gradient_accumulation_steps),
-            "sequence": {stage: [[c.kind, c.ranks, c.stride, c.bytes] for c in found] for stage, found in calls.items()},
+            "sequence": {
+                stage: [[c.kind, c.ranks, c.stride, c.bytes] for c in calls_made] for stage, calls_made in calls.items()
+            },
             "waits": [
                 {"moment": moment, "operator": operator, "where": where, "count": count}
                 for (moment, operator, where), count in sorted(counted.waits.items())
@@ -429,7 +431,7 @@ class _Simulated:
                 "bytes": self._bytes.written // STEPS,
                 "pinned_bytes": self._bytes.pinned,
                 "pageable_bytes": self._bytes.pageable,
-                "devices": {name: sorted(found) for name, found in JOURNAL.devices.items()},
+                "devices": {name: sorted(calls_made) for name, calls_made in JOURNAL.devices.items()},
                 "waits": [
                     {"thread": thread, "stream": stream, "for": other, "count": count}
                     for (thread, stream, other), count in sorted(JOURNAL.waits.items())

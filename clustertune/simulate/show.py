@@ -25,9 +25,9 @@ def render(plan: Plan, simulation: Simulation, console: Console) -> None:
     """Print the timeline, the collectives, the waits, and each term of the plan beside what was counted."""
     one = simulation.first
     rank = next(iter(simulation.ranks))
-    layers, whole = simulation.resolved.architecture["num_hidden_layers"], plan.strategy.world_size
+    layers, ranks = simulation.resolved.architecture["num_hidden_layers"], plan.strategy.world_size
     console.print(
-        _timeline(plan, one, f"simulated: rank {rank} of {whole}, {layers} layers, on fake tensors of {one['device']}")
+        _timeline(plan, one, f"simulated: rank {rank} of {ranks}, {layers} layers, on fake tensors of {one['device']}")
     )
     console.print(_parts(one))
     console.print(_terms(plan, simulation))
@@ -38,14 +38,14 @@ def render(plan: Plan, simulation: Simulation, console: Console) -> None:
 
 
 def _timeline(plan: Plan, one: dict[str, Any], title: str) -> Any:
-    found = make_table("moment", "", "GiB", "largest there", title=title, text_columns=2)
+    table = make_table("moment", "", "GiB", "largest there", title=title, text_columns=2)
     most = max(peak["bytes"] for peak in one["moments"].values())
     for name, peak in one["moments"].items():
         bar = "#" * round(BAR * peak["bytes"] / most) if most else ""
         largest = ", ".join(f"{part} {size / GIB:.2f}" for part, size in _by_size(peak["parts"])[:2])
-        found.add_row(Text(name), Text(bar), f"{peak['bytes'] / GIB:.2f}", Text(largest))
+        table.add_row(Text(name), Text(bar), f"{peak['bytes'] / GIB:.2f}", Text(largest))
     del plan
-    return found
+    return table
 
 
 def _by_size(parts: dict[str, int]) -> list[tuple[str, int]]:
@@ -54,19 +54,19 @@ def _by_size(parts: dict[str, int]) -> list[tuple[str, int]]:
 
 def _parts(one: dict[str, Any]) -> Any:
     name, peak = max(one["moments"].items(), key=lambda item: item[1]["bytes"])
-    found = make_table("storages", "count", "GiB", title=f"the largest at the peak: {name}")
+    table = make_table("storages", "count", "GiB", title=f"the largest at the peak: {name}")
     for what, count, size in peak["largest"][:LARGEST]:
-        found.add_row(Text(what), f"{count:,}", f"{size / GIB:.2f}")
-    return found
+        table.add_row(Text(what), f"{count:,}", f"{size / GIB:.2f}")
+    return table
 
 
 def _terms(plan: Plan, simulation: Simulation) -> Any:
-    found = make_table("term", "plan, GiB", "simulated, GiB", "plan against it", title="the plan beside it")
+    table = make_table("term", "plan, GiB", "simulated, GiB", "plan against it", title="the plan beside it")
     for one in simulator.terms(plan, simulation):
         planned = "-" if one.planned is None else f"{one.planned / GIB:,.2f}"
         difference = "" if one.difference is None else f"{round(one.difference, 3) + 0.0:+.1%}"
-        found.add_row(Text(one.term), planned, f"{one.counted / GIB:,.2f}", difference)
-    return found
+        table.add_row(Text(one.term), planned, f"{one.counted / GIB:,.2f}", difference)
+    return table
 
 
 def _phases(one: dict[str, Any]) -> Iterator[str]:
@@ -91,21 +91,21 @@ def _phases(one: dict[str, Any]) -> Iterator[str]:
 
 
 def _traffic(one: dict[str, Any]) -> Any:
-    found = make_table("collective", "ranks", "apart", "calls", "GiB", title="collectives of a step")
+    table = make_table("collective", "ranks", "apart", "calls", "GiB", title="collectives of a step")
     for row in one["traffic"].get(simulator.LAST_STEP, []):
         cells = (f"{row['ranks']:,}", f"{row['stride']:,}", f"{row['calls']:,}", f"{row['bytes'] / GIB:,.3f}")
-        found.add_row(Text(row["kind"]), *cells)
-    return found
+        table.add_row(Text(row["kind"]), *cells)
+    return table
 
 
 def _waits(one: dict[str, Any]) -> Any:
-    found = make_table("line", "waits a step", title="where the host waits for the device")
+    table = make_table("line", "waits a step", title="where the host waits for the device")
     sums: Counter[str] = Counter()
     for wait in one["waits"]:
         sums[wait["where"]] += wait["count"]
     for where, count in sorted(sums.items(), key=lambda item: (-item[1], item[0])):
-        found.add_row(Text(where), f"{count:,}")
-    return found
+        table.add_row(Text(where), f"{count:,}")
+    return table
 
 
 def lines(plan: Plan, simulation: Simulation) -> list[str]:
@@ -114,7 +114,7 @@ def lines(plan: Plan, simulation: Simulation) -> list[str]:
     least = simulator.least_time(plan, simulation)
     seconds = plan.step.seconds
     against = "which is more" if seconds >= least.seconds else "which is LESS: the plan is too fast"
-    found = [
+    lines_so_far = [
         f"{one['operators']:,} operators a step, of which a GPU launches about {one['launches']:,}; "
         f"{one['launches'] / max(1, one['micro_batches']):,.0f} a micro batch",
         f"a step takes at the very least {quantity(least.seconds, 's')} (computing {quantity(least.device, 's')}, links "
@@ -123,12 +123,14 @@ def lines(plan: Plan, simulation: Simulation) -> list[str]:
         f"simulated in {one['seconds']:,.0f} s with {one['host_bytes'] / GIB:.1f} GiB of this machine's memory",
         "not in it: NCCL's buffers, workspaces of cuBLAS, fragmentation, and time (docs/simulate.md)",
     ]
-    found += _phases(one)
+    lines_so_far += _phases(one)
     if len(simulation.ranks) > 1:
         ranks = ", ".join(map(str, simulation.ranks))
         differ = simulator.mismatches(simulation)
-        found.append(f"ranks {ranks}: {'their collectives DIFFER' if differ else 'the same collectives in the same order'}")
-        found += map(str, differ)
-    found += map(str, simulator.faults(simulation))
-    found += one["notes"]
-    return [*found, simulation.note] if simulation.note else found
+        lines_so_far.append(
+            f"ranks {ranks}: {'their collectives DIFFER' if differ else 'the same collectives in the same order'}"
+        )
+        lines_so_far += map(str, differ)
+    lines_so_far += map(str, simulator.faults(simulation))
+    lines_so_far += one["notes"]
+    return [*lines_so_far, simulation.note] if simulation.note else lines_so_far

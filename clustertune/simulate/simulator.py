@@ -78,21 +78,21 @@ def with_depth(resolved: Resolved, depth: int) -> Resolved:
 def read_ranks(text: str | None, resolved: Resolved) -> list[int]:
     """``0,8,15``, or any of ``first``, ``last`` and ``each-node``; the first rank where nothing is said."""
     world, on_node = resolved.world_size, resolved.distribution.ranks_per_node
-    found: list[int] = []
+    ranks: list[int] = []
     for part in (text or "first").split(","):
         word = part.strip()
         if word == EACH_NODE:
-            found += range(0, world, on_node)
+            ranks += range(0, world, on_node)
         elif word in FEW:
-            found.append(0 if word == "first" else world - 1)
+            ranks.append(0 if word == "first" else world - 1)
         elif word.isdecimal() and int(word) < world:
-            found.append(int(word))
+            ranks.append(int(word))
         else:
             raise UserError(
                 f"{word!r} is no rank from 0 to {world - 1}", file="command line", key="--ranks",
                 fix=f"write numbers, {', '.join(FEW)} or {EACH_NODE}, joined by commas",
             )  # fmt: skip
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(ranks))
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,9 @@ def simulate(
     raise_if(refusals(resolved))
     library, why = guard.build()
     with tempfile.TemporaryDirectory(prefix="clustertune-simulate-") as folder:
-        found = _run(Path(folder), specification(resolved, machine, ranks, library), tell)
+        results = _run(Path(folder), specification(resolved, machine, ranks, library), tell)
     note = "" if library is not None else f"{why}: tensors are called cpu, and a wrong device is not found"
-    return Simulation(resolved, found, note)
+    return Simulation(resolved, results, note)
 
 
 def specification(resolved: Resolved, machine: PlanMachine, ranks: Sequence[int], library: Path | None) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def progress(body: dict[str, Any]) -> str:
 def _run(folder: Path, spec: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> dict[int, dict[str, Any]]:
     file, log = folder / "spec.json", folder / "log"
     file.write_text(json.dumps(spec))
-    found: dict[int, dict[str, Any]] = {}
+    results: dict[int, dict[str, Any]] = {}
     problems: list[Problem] = []
     command = [sys.executable, "-m", "clustertune.simulate.child", str(file)]
     with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
@@ -163,9 +163,9 @@ def _run(folder: Path, spec: dict[str, Any], tell: Callable[[dict[str, Any]], No
             for line in process.stdout:
                 body = json.loads(line)
                 if "found" in body:
-                    found[int(body["rank"])] = body["found"]
+                    results[int(body["rank"])] = body["found"]
                 elif "resumed" in body:
-                    found[int(body["rank"])]["resume"] = body["resumed"]
+                    results[int(body["rank"])]["resume"] = body["resumed"]
                 elif "error" in body or "signal" in body:
                     problems.append(_failed(body))
                 else:
@@ -173,11 +173,11 @@ def _run(folder: Path, spec: dict[str, Any], tell: Callable[[dict[str, Any]], No
         except BaseException:
             process.kill()
             raise
-    if not problems and len(found) < len(spec["ranks"]):
+    if not problems and len(results) < len(spec["ranks"]):
         last = [line for line in log.read_text().splitlines() if line.strip()]
         problems.append(Problem(f"the simulation ended: {last[-1] if last else process.returncode}", file="--simulate"))
     raise_if(problems, ExitCode.FAILED)
-    return found
+    return results
 
 
 def _failed(body: dict[str, Any]) -> Problem:
@@ -219,13 +219,13 @@ def terms(plan: Plan, simulation: Simulation) -> list[Compared]:
     one = simulation.first
     rest = sum(term.value for term in plan.moment(UPDATE).parts if term.name in RESTING)
     planned = {moment.name: moment.bytes for moment in plan.moments}
-    found = [Compared("at rest", rest, one["rest_bytes"])]
+    compared = [Compared("at rest", rest, one["rest_bytes"])]
     counted = {name: peak["bytes"] for name, peak in one["moments"].items() if name not in BESIDE}
     if EVALUATION not in planned:  # the recipe has none
         counted.pop(EVALUATION, None)
-    found += [Compared(name, planned.get(name), size) for name, size in counted.items()]
-    found.append(Compared("peak", plan.peak.bytes, max(counted.values())))
-    return [*found, *_traffic(plan, simulation), *_saved(plan, one)]
+    compared += [Compared(name, planned.get(name), size) for name, size in counted.items()]
+    compared.append(Compared("peak", plan.peak.bytes, max(counted.values())))
+    return [*compared, *_traffic(plan, simulation), *_saved(plan, one)]
 
 
 def _saved(plan: Plan, one: dict[str, Any]) -> Iterator[Compared]:
@@ -250,28 +250,28 @@ def phases(one: dict[str, Any]) -> list[str]:
 
 def faults(simulation: Simulation) -> list[Problem]:
     """What would go wrong on GPUs beside the sequence of collectives: threads, streams, and random numbers."""
-    found = []
+    problems = []
     for rank, one in simulation.ranks.items():
         own = rank % simulation.resolved.distribution.ranks_per_node
         for thread, devices in one["save"]["devices"].items():
             if other := [device for device in devices if device != own]:
                 text = f"rank {rank}: thread {thread} makes a context on cuda:{other[0]}, its own device is cuda:{own}"
-                found.append(Problem(text, file=SAVE, fix="put the thread on its device before it does anything else"))
-        found += [
+                problems.append(Problem(text, file=SAVE, fix="put the thread on its device before it does anything else"))
+        problems += [
             Problem(
                 f"rank {rank}: {text} ({count} times)", file=SAVE, fix="have the stream wait for an event, or the host for it"
             )
             for text, count in one["save"]["faults"].items()
         ]
         if "resume" in one:
-            found += _random(rank, one["resume"])
-    return found
+            problems += _random(rank, one["resume"])
+    return problems
 
 
 def _random(rank: int, resumed: dict[str, Any]) -> Iterator[Problem]:
     device = resumed["device"]
-    given = [one for one in resumed["random"] if one["device"] == device]
-    if resumed["reseeded"] or not given or given[-1]["of"][:1] != [rank]:
+    states = [one for one in resumed["random"] if one["device"] == device]
+    if resumed["reseeded"] or not states or states[-1]["of"][:1] != [rank]:
         text = f"rank {rank}, resumed on cuda:{device}, does not draw on from the random state that it saved"
         yield Problem(text, file="resume", fix="save the state of the rank's own device, and set it on the device that it has")
 
@@ -340,8 +340,8 @@ def mismatches(simulation: Simulation) -> list[Problem]:
             at = next((at for at, calls in enumerate(zip_longest(mine, theirs)) if calls[0] != calls[1]), None)
             if at is None:
                 continue
-            said = [_describe(calls[at]) if at < len(calls) else "nothing more" for calls in (mine, theirs)]
-            text = f"{stage}, collective {at + 1}: rank {first} makes {said[0]}, rank {rank} {said[1]}"
+            described = [_describe(calls[at]) if at < len(calls) else "nothing more" for calls in (mine, theirs)]
+            text = f"{stage}, collective {at + 1}: rank {first} makes {described[0]}, rank {rank} {described[1]}"
             problems.append(Problem(text, file="--ranks", fix="ranks of one group must make the same collectives in one order"))
             break
     return problems
@@ -458,10 +458,10 @@ def _course(one: Mapping[str, Any], most: float, limit: float, planned: float) -
 
 
 def _first_of_each(marks: Iterable[list[Any]]) -> list[tuple[int, str]]:
-    found: dict[str, int] = {}
+    first: dict[str, int] = {}
     for at, name in marks:
-        found.setdefault(name, at)
-    return [(at, name) for name, at in found.items()]
+        first.setdefault(name, at)
+    return [(at, name) for name, at in first.items()]
 
 
 def _moment(

@@ -345,10 +345,10 @@ _AS_BYTES = shards.as_bytes
 
 def _digest(tensors: list[torch.Tensor]) -> str:
     """For the digest of values: of their sizes and types."""
-    found = new_hasher(XXH3_128)
+    hasher = new_hasher(XXH3_128)
     for tensor in tensors:
-        found.update(f"{list(tensor.shape)} {tensor.dtype}".encode())
-    return str(found.hexdigest())
+        hasher.update(f"{list(tensor.shape)} {tensor.dtype}".encode())
+    return str(hasher.hexdigest())
 
 
 class _Replaced:
@@ -391,15 +391,15 @@ class _Replaced:
             made = copies[key]
             return DTensor(made, value._spec, requires_grad=False) if isinstance(value, DTensor) else made
 
-        found = tree_map(copied, state)
+        copy = tree_map(copied, state)
         size = sum(one.numel() * one.element_size() for one in copies.values())
         pinned = stager._config.use_pinned_memory
         self.counted.pinned, self.counted.pageable = (size, 0) if pinned else (0, size)
-        return found
+        return copy
 
     def write_new(self, path: Path, content: Iterator[Any], algorithm: str) -> FileRecord:
         """Write a sparse file, whose holes are counted."""
-        found, size = new_hasher(algorithm), 0
+        hasher, size = new_hasher(algorithm), 0
         path.parent.mkdir(exist_ok=True)
         with path.open("xb") as out:
             for piece in content:
@@ -407,11 +407,11 @@ class _Replaced:
                     out.seek(piece.size, os.SEEK_CUR)
                     size += piece.size
                 else:
-                    found.update(piece)
+                    hasher.update(piece)
                     size += out.write(piece)
             out.truncate(size)
         self.counted.written += size
-        return FileRecord(size, found.hexdigest(), algorithm)
+        return FileRecord(size, hasher.hexdigest(), algorithm)
 
     def read_data(self, reader: Any, plan: Any, planner: Any) -> Any:
         """Count what would be read into tensors; read all else."""
@@ -419,9 +419,9 @@ class _Replaced:
             if item.type == LoadItemType.BYTE_IO:
                 continue
             target = planner.resolve_tensor(item).detach()
-            found = torch.empty(target.shape, dtype=target.dtype)
-            self.counted.read += found.numel() * found.element_size()
-            target.copy_(found)
+            tensor = torch.empty(target.shape, dtype=target.dtype)
+            self.counted.read += tensor.numel() * tensor.element_size()
+            target.copy_(tensor)
             planner.commit_tensor(item, target)
         plan.items = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         return _READ(reader, plan, planner)

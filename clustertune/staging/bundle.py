@@ -51,9 +51,9 @@ def read(folder: Path) -> Manifest:
         raise UserError([*error.problems, Problem("is not a folder of staged inputs", file=str(folder), fix=fix)]) from None
 
 
-def parts(found: Manifest) -> dict[str, Any]:
+def parts(manifest: Manifest) -> dict[str, Any]:
     """What a bundle holds: ``model``, ``data``, ``benchmark``, ... with name, revision and path."""
-    held = found.meta.get("parts")
+    held = manifest.meta.get("parts")
     return held if isinstance(held, dict) else {}
 
 
@@ -107,8 +107,8 @@ def prompts(resolved: Resolved) -> Path | None:
 
 
 def _part(folder: Path, what: str) -> Path | None:
-    found = parts(read(folder)).get(what) or {}
-    return folder / found["path"] if found.get("path") else None
+    part = parts(read(folder)).get(what) or {}
+    return folder / part["path"] if part.get("path") else None
 
 
 def staged_folder(resolved: Resolved) -> Path | None:
@@ -151,10 +151,10 @@ def offered(resolved: Resolved, models: Path | None) -> tuple[Path | None, list[
     try:
         if not (folder / MANIFEST).is_file():
             return None, []
-        found = folder.stat()
+        info = folder.stat()
     except OSError as error:
         return None, [f"{folder} is skipped: {error.strerror or error}"]
-    if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
+    if info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o022:
         return None, [f"{folder} is skipped: others can write there -> staged={folder} takes it all the same"]
     recipe = resolved.recipe.model_copy(update={STAGED: str(folder)})
     if problems := find_problems(replace(resolved, recipe=recipe)):
@@ -174,8 +174,8 @@ def _data_of(resolved: Resolved) -> dict[str, Any]:
     return {"name": data.name, "revision": None if data.input or data.sources else data.revision}
 
 
-def _as_text(found: dict[str, Any]) -> str:
-    name, revision = found.get("name"), found.get("revision")
+def _as_text(source: dict[str, Any]) -> str:
+    name, revision = source.get("name"), source.get("revision")
     return f"{name}@{revision[:12]}" if revision else str(name)
 
 
@@ -291,10 +291,10 @@ def _rehearse(folder: Path, words: list[str], scratch: Path, verdict: Verificati
         prepare = ["clustertune", "run", *words, "--to", "prepare", "--run-dir", str(scratch / "run")]
     order = json.dumps({"words": words, "scratch": str(scratch)})
     for name, command in (("prepare", prepare), ("load", ["clustertune.staging.bundle", order])):
-        found, problems = _run([*prefix, sys.executable, "-m", *command], environment, name, folder)
-        verdict.steps.append({"step": name, "found": found, "problems": [asdict(problem) for problem in problems]})
+        output, problems = _run([*prefix, sys.executable, "-m", *command], environment, name, folder)
+        verdict.steps.append({"step": name, "found": output, "problems": [asdict(problem) for problem in problems]})
         verdict.problems += problems
-        tell(f"{name}: {'; '.join(problem.message for problem in problems) or found}")
+        tell(f"{name}: {'; '.join(problem.message for problem in problems) or output}")
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], name: str, folder: Path) -> tuple[str, list[Problem]]:
@@ -381,11 +381,11 @@ def main() -> int:
         resolved = resolve(recipe, overrides, tiny=tiny)
         enter(resolved)
         with contextlib.redirect_stdout(sys.stderr):
-            found = [load_model(resolved), load_tasks(resolved, Path(order["scratch"]))]
+            results = [load_model(resolved), load_tasks(resolved, Path(order["scratch"]))]
     except UserError as error:
         sys.stderr.write("".join(f"error: {problem}\n" for problem in error.problems))
         return int(error.code)
-    sys.stdout.write("; ".join(filter(None, found)) + "\n")
+    sys.stdout.write("; ".join(filter(None, results)) + "\n")
     return 0
 
 

@@ -155,9 +155,9 @@ class Collector:
         parts = []
         for source in sources:
             target = needs.snapshot(Path(bundle.HUB), "datasets", source.name, source.revision).as_posix()
-            if (found := fetch_benchmark(source)) is not None:
-                files = [_one(found)]
-                parts.append(BundlePart("benchmark", source.name, target, found.parent, files, revision=source.revision))
+            if (file := fetch_benchmark(source)) is not None:
+                files = [_one(file)]
+                parts.append(BundlePart("benchmark", source.name, target, file.parent, files, revision=source.revision))
             else:
                 text = f"{source.name} is not available from the Hub or its cache: the project's own prompts would be scored"
                 self.notes.append(f"warning: {text} -> {ROWS} FILE names a copy of its {source.file}")
@@ -165,11 +165,11 @@ class Collector:
 
     def _task_data(self) -> list[BundlePart]:
         """The data sets of lm-eval's other tasks, from the Hub or its cache."""
-        found = []
+        parts = []
         for name in sorted(set(data_sets(self._tasks).values())):
             cached = cached_data(name)
-            found.append(replace(self._repository("dataset", name, cached.name if cached else None), what="task"))
-        return found
+            parts.append(replace(self._repository("dataset", name, cached.name if cached else None), what="task"))
+        return parts
 
     def _container(self) -> list[BundlePart]:
         settings = self._cluster.container
@@ -180,9 +180,9 @@ class Collector:
             fix = f"enroot import --output train.sqsh '{enroot_name(settings.image)}', and the file as container.image"
             raise UserError(text, file=settings.image, key="container.image", fix=fix)
         # Held to its sum here: on the other side it cannot be fetched again.
-        found, _ = images.look(settings)
-        assert found is not None
-        if not found.checked:
+        looked_at, _ = images.look(settings)
+        assert looked_at is not None
+        if not looked_at.checked:
             self.notes.append(f"warning: {settings.image}.sha256 is not there: whether the image is whole is not checked")
         path = Path(settings.image)
         beside = path.with_name(path.name + ".sha256")
@@ -193,12 +193,12 @@ class Collector:
     def _recipe(self) -> list[BundlePart]:
         folder = Path(self._resolved.folder)
         files = hashed_copy.survey(folder, "recipe", self._stall)
-        found = [BundlePart("recipe", folder.name, f"{bundle.RECIPES}/{folder.name}", folder, files)]
+        parts = [BundlePart("recipe", folder.name, f"{bundle.RECIPES}/{folder.name}", folder, files)]
         recipe = self._resolved.recipe
         for path in find_elsewhere(folder, recipe.base or (), recipe.model.model_dump()):
             target = f"{bundle.RECIPES}/{path.parent.name}"
-            found.append(BundlePart("recipe", f"{path.parent.name}/{path.name}", target, path.parent, [_one(path)]))
-        return found
+            parts.append(BundlePart("recipe", f"{path.parent.name}/{path.name}", target, path.parent, [_one(path)]))
+        return parts
 
     def go(self, parts: Sequence[BundlePart], overrides: Sequence[str]) -> dict[str, Any]:
         """Fill the folder and seal it; files of an earlier try are compared and kept. Raises UserError."""
@@ -212,8 +212,8 @@ class Collector:
             records: dict[str, FileRecord] = {}
             for part in parts:
                 say(as_words(part.as_json()))
-                found = self._load(part) if part.root is None else self._copy(part, part.root)
-                records |= {f"{part.target}/{name}": record for name, record in found.items()}
+                records_of_part = self._load(part) if part.root is None else self._copy(part, part.root)
+                records |= {f"{part.target}/{name}": record for name, record in records_of_part.items()}
                 if part.revision and part.target.startswith(bundle.HUB):
                     kind = "models" if part.what == "model" else "datasets"
                     note_revision(self._out / bundle.HUB, kind, part.name, part.revision)
@@ -240,9 +240,9 @@ class Collector:
         if any(out.iterdir()) and not (out / BEGUN).exists() and not (out / manifest.MANIFEST).exists():
             raise UserError("holds something else", file=str(out), key="--to", fix="give a new or empty folder")
         if (out / manifest.MANIFEST).exists():
-            found = bundle.read(out)
-            if found.meta.get("recipe") != self._resolved.name:
-                text = f"holds what recipe {found.meta.get('recipe')} needs"
+            sealed = bundle.read(out)
+            if sealed.meta.get("recipe") != self._resolved.name:
+                text = f"holds what recipe {sealed.meta.get('recipe')} needs"
                 raise UserError(text, file=str(out), key="--to", fix="give a new folder")
 
     def _begin_folder(self) -> Mapping[str, FileRecord]:
@@ -298,11 +298,11 @@ class Collector:
         manifest.write_durably(self._out / bundle.SUMS, "".join(lines))
         records[bundle.SUMS] = manifest.hash_file(self._out / bundle.SUMS)
         own = {part.what: {"name": part.name, "revision": part.revision, "path": part.path} for part in parts[::-1]}
-        given = [word for word in overrides if not word.startswith(f"{bundle.STAGED}=")]
+        words = [word for word in overrides if not word.startswith(f"{bundle.STAGED}=")]
         data = self._resolved.recipe.data
         if data.input is not None:
             own["data"]["revision"] = None
-        order = {"recipe": self._resolved.name, "tiny": self._resolved.tiny, "overrides": given}
+        order = {"recipe": self._resolved.name, "tiny": self._resolved.tiny, "overrides": words}
         meta = {**order, "parts": own, "host": os.uname().nodename}
         manifest.seal(self._out, bundle.KIND, meta, records)
         (self._out / BEGUN).unlink()

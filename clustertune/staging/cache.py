@@ -63,7 +63,7 @@ class StagingCache:
 
     def trees(self) -> list[CachedTree]:
         """All trees, the one that was used longest ago first."""
-        found = []
+        cached = []
         for path in self.root.iterdir():
             if not path.is_dir() or path.is_symlink():
                 continue
@@ -71,8 +71,8 @@ class StagingCache:
                 used = self.lock_file(path.name).stat().st_mtime
             except OSError:
                 used = 0.0
-            found.append(CachedTree(path.name, tree_bytes(path), used))
-        return sorted(found, key=lambda tree: tree.used)
+            cached.append(CachedTree(path.name, tree_bytes(path), used))
+        return sorted(cached, key=lambda tree: tree.used)
 
     def shared(self, key: str, *, wait: Callable[[str], None]) -> TreeLock:
         """Share a tree with all who read from it. ``wait``: called once with who repairs or removes it."""
@@ -161,14 +161,14 @@ def open_cache(staging: Staging) -> StagingCache:
     try:
         path.mkdir(exist_ok=True, mode=0o755)
         root.mkdir(exist_ok=True, mode=0o700)
-        found = root.lstat()
+        info = root.lstat()
     except FileNotFoundError:
         host = os.uname().nodename
         fix = "mount the node's disk, or correct storage.staging.path in the cluster file"
         raise UserError(f"{host} has no such folder", file=str(path), fix=fix, code=ExitCode.STORAGE) from None
     except OSError as error:
         raise storage_error(error, "cannot be used for staging", path) from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o022:
         message = "belongs to another user, or others can write to it: ranks would load what they put there"
         raise UserError(message, file=str(root), fix="remove it, or set another storage.staging.path")
     return StagingCache(root, int(staging.gb * 1e9))

@@ -77,18 +77,18 @@ def walk_source(root: Path, what: str) -> list[SourceFile]:
     if not root.is_dir():
         problem = "is a file, not a folder" if root.exists() else "no such folder"
         raise UserError(problem, file=str(root), fix="is the storage mounted, and the name right?")
-    found = dict(_walk(root))
-    names = choose(found) if what == "model" else sorted(found)
-    known = read_manifest(root).files if MANIFEST in found else {}
+    by_name = dict(_walk(root))
+    names = choose(by_name) if what == "model" else sorted(by_name)
+    known = read_manifest(root).files if MANIFEST in by_name else {}
     files, problems = [], []
     for name in names:
-        path = found[name]
+        path = by_name[name]
         state, record = path.stat(), known.get(name)
         if record and record.size != state.st_size:
             problems.append(Problem(f"{state.st_size} bytes, the folder's manifest says {record.size}", file=str(path)))
         digest, algorithm = (record.digest, record.algorithm) if record else hub_digest(path) or (None, None)
         files.append(SourceFile(name, state.st_size, state.st_mtime_ns, state.st_ctime_ns, digest, algorithm))
-    problems += [Problem("missing", file=str(root / name)) for name in known if name not in found]
+    problems += [Problem("missing", file=str(root / name)) for name in known if name not in by_name]
     if problems:
         raise UserError([*problems, Problem("is incomplete or damaged", file=str(root), fix="copy or make it again")])
     if not files:
@@ -115,13 +115,13 @@ def choose(names: Iterable[str]) -> list[str]:
 
     Weights in other formats stay behind: beside Llama's safetensors lie the publisher's own, as large again.
     """
-    there = set(names)
-    chosen = {name for name in there if "/" not in name and not _OTHER_WEIGHTS.fullmatch(name)}
+    all_names = set(names)
+    chosen = {name for name in all_names if "/" not in name and not _OTHER_WEIGHTS.fullmatch(name)}
     for weights in _WEIGHTS:
-        if loaded := {name for name in there if weights.fullmatch(name)}:
+        if loaded := {name for name in all_names if weights.fullmatch(name)}:
             return sorted(chosen | loaded)
     # Weights under a name of their own: nothing is left out.
-    return sorted(there if any(_OTHER_WEIGHTS.fullmatch(name) for name in there) else chosen)
+    return sorted(all_names if any(_OTHER_WEIGHTS.fullmatch(name) for name in all_names) else chosen)
 
 
 # --- what the callers use ------------------------------------------------------------------------------------------------
@@ -250,8 +250,8 @@ def copy_files(root: Path, out: Path, sources: Sequence[SourceFile], algorithm: 
 def _copy(file: SourceFile, source: Path, target: Path, algorithm: str) -> tuple[FileRecord, int]:
     """The record of the copy, and the bytes that were copied."""
     with contextlib.suppress(OSError):
-        there = target.stat()
-        if (there.st_size, there.st_mtime_ns) == (file.size, file.mtime_ns) and (same := _record(file, target, algorithm)):
+        info = target.stat()
+        if (info.st_size, info.st_mtime_ns) == (file.size, file.mtime_ns) and (same := _record(file, target, algorithm)):
             return same, 0
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.tmp")  # not part of a folder, for its manifest

@@ -61,10 +61,10 @@ class BaseModel:
     def find(self) -> Path | None:
         """The same as far as it is on this machine; None: it is not."""
         try:
-            found = self.fetch(offline=True)
+            folder = self.fetch(offline=True)
         except (OSError, ValueError):
             return None
-        return found if found.is_dir() else None
+        return folder if folder.is_dir() else None
 
 
 def base_of(resolved: Resolved, run: RunDir | None) -> BaseModel:
@@ -79,21 +79,21 @@ def base_of(resolved: Resolved, run: RunDir | None) -> BaseModel:
 
 def sources(resolved: Resolved, run: RunDir | None) -> tuple[list[SourceFolder], list[str]]:
     """What the ranks of a run read, and a note for each thing that is not there yet."""
-    found, notes = [], []
+    folders, notes = [], []
     recipe = resolved.recipe
     base = base_of(resolved, run)
     root = base.path()
     if root is None or (base.is_made and not (root / MANIFEST).is_file()):
         notes.append(f"{recipe.model.name} is made by the run itself, which has not prepared it yet: clustertune prepare")
     else:
-        found.append(SourceFolder("model", recipe.model.name.rsplit("/", 1)[-1], root, recipe.model.revision))
+        folders.append(SourceFolder("model", recipe.model.name.rsplit("/", 1)[-1], root, recipe.model.revision))
     if run is not None and recipe.megatron is None and (run.tokens / MANIFEST).is_file():
-        found.append(SourceFolder("data", "data", run.tokens))
+        folders.append(SourceFolder("data", "data", run.tokens))
     elif recipe.megatron is not None:
         notes.append("Megatron-Bridge reads its data from the run folder")
     else:
         notes.append(f"no prepared data{f' in {run.path}' if run else ''}: the chain's first stage makes it, and jobs copy it")
-    return found, notes
+    return folders, notes
 
 
 def is_wanted(resolved: Resolved, cluster: Cluster, path: Path, mounts: str) -> bool:

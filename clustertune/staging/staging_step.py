@@ -148,20 +148,20 @@ def _lease(on: StagingCache, path: Path) -> cache.TreeLock | None:
 def read_records(folder: Path, nodes: int) -> list[dict[str, Any]]:
     """What the nodes of an attempt staged, by node; those that staged nothing are left out."""
     ask_anew(folder)
-    found = []
+    records = []
     for node in range(nodes):
         body = read_object(record_file(folder, node))
         if isinstance(body.get("trees"), list):
-            found.append(body)
-    return found
+            records.append(body)
+    return records
 
 
 def local_folders(folder: Path, node: int) -> Mapping[str, Path]:
     """The folders that this node's ranks read from its own disk: ``model``, ``data``, or none."""
     for record in read_records(folder, node + 1):
         if record.get("node") == node:
-            found = {str(tree["what"]): Path(tree["path"]) for tree in record["trees"]}
-            return {what: path for what, path in found.items() if path.is_dir()}
+            folders = {str(tree["what"]): Path(tree["path"]) for tree in record["trees"]}
+            return {what: path for what, path in folders.items() if path.is_dir()}
     return {}
 
 

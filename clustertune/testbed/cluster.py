@@ -186,15 +186,15 @@ class TemporaryCluster:
 
         ``sbatch --wait`` looks only after 2, 10, 42 s.
         """
-        wanted = {states} if isinstance(states, str) else set(states)
+        states_wanted = {states} if isinstance(states, str) else set(states)
         end = time.monotonic() + timeout
         while True:
             record = self.job(job)
             state = record["JobState"]
-            if state in wanted:
+            if state in states_wanted:
                 return record
             if time.monotonic() > end or state in DONE:
-                raise TimeoutError(f"job {job} is {state} ({record.get('Reason')}), not {' or '.join(sorted(wanted))}")
+                raise TimeoutError(f"job {job} is {state} ({record.get('Reason')}), not {' or '.join(sorted(states_wanted))}")
             time.sleep(0.1)
 
     # --- nodes -------------------------------------------------------------------------------------------------------
@@ -227,15 +227,15 @@ class TemporaryCluster:
 
     def wait_node(self, index: int, states: Iterable[str] = _READY, timeout: float = 120) -> str:
         """Wait until a node is in one of ``states``. Raises TimeoutError."""
-        wanted, seen = set(states), ""
+        states_wanted, seen = set(states), ""
 
         def there() -> bool:
             nonlocal seen
             with contextlib.suppress(ClusterFailed):  # the controller may just be starting
                 seen = self.node_state(index)
-            return seen in wanted
+            return seen in states_wanted
 
-        self._until(there, timeout, f"{self.names[index - 1]} is not {' or '.join(sorted(wanted))}")
+        self._until(there, timeout, f"{self.names[index - 1]} is not {' or '.join(sorted(states_wanted))}")
         return seen
 
     @staticmethod
@@ -393,9 +393,9 @@ class AddedLines:
     def lines(self, *, rest: bool = False) -> list[str]:
         """The whole lines since the last call; with ``rest`` an unfinished one too."""
         added = self.path.read_bytes()[self._at :] if self.path.exists() else b""
-        whole = added if rest else added[: added.rfind(b"\n") + 1]
-        self._at += len(whole)
-        return whole.decode(errors="replace").splitlines()
+        complete = added if rest else added[: added.rfind(b"\n") + 1]
+        self._at += len(complete)
+        return complete.decode(errors="replace").splitlines()
 
 
 def follow(cluster: TemporaryCluster, job: int, log: AddedLines) -> dict[str, str]:

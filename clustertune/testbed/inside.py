@@ -38,12 +38,12 @@ _START = 20.0
 
 def parents() -> dict[int, int]:
     """The parent of every process that /proc shows."""
-    found = {}
+    parents_by_pid = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(IndexError):
-                found[int(entry.name)] = int(stat(int(entry.name))[1])
-    return found
+                parents_by_pid[int(entry.name)] = int(stat(int(entry.name))[1])
+    return parents_by_pid
 
 
 def descendants(pid: int) -> list[int]:
@@ -51,12 +51,12 @@ def descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for child, parent in parents().items():
         children.setdefault(parent, []).append(child)
-    found, todo = [], [pid]
+    below, todo = [], [pid]
     while todo:
         for child in children.get(todo.pop(), []):
-            found.append(child)
+            below.append(child)
             todo.append(child)
-    return found
+    return below
 
 
 def end_descendants(pid: int, limit: float = 10.0) -> None:
@@ -153,20 +153,20 @@ def _call(*command: str) -> None:
         sys.exit(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
 
 
-def until(there: Callable[[], object], seconds: float, pause: float = 0.05) -> bool:
+def until(condition: Callable[[], object], seconds: float, pause: float = 0.05) -> bool:
     """Wait until something is there; False where that takes longer."""
     end = time.monotonic() + seconds
-    while not there():
+    while not condition():
         if time.monotonic() > end:
             return False
         time.sleep(pause)
     return True
 
 
-def _until(there: Callable[[], bool], message: str, child: subprocess.Popen[bytes] | None = None) -> None:
+def _until(condition: Callable[[], bool], message: str, child: subprocess.Popen[bytes] | None = None) -> None:
     """Wait until something is there. Raises SystemExit with ``message`` where that takes too long, or ``child`` has ended."""
     gone = child is not None and child.poll
-    if not until(lambda: there() or (gone and gone() is not None), _START, 0.005) or not there():
+    if not until(lambda: condition() or (gone and gone() is not None), _START, 0.005) or not condition():
         sys.exit(message)
 
 

@@ -82,10 +82,10 @@ class ClusterSpec:
         """What is wrong with it."""
         names = () if isinstance(self.nodes, int) else self.nodes
         count = self.nodes if isinstance(self.nodes, int) else len(names)
-        found = []
+        faults = []
 
         def wrong(key: str, text: str, fix: str) -> None:
-            found.append(Problem(text, key=key, fix=fix))
+            faults.append(Problem(text, key=key, fix=fix))
 
         if not 1 <= count <= MAX_NODES:
             wrong("nodes", f"{count} nodes", f"1 to {MAX_NODES}")
@@ -97,7 +97,7 @@ class ClusterSpec:
                 wrong("nodes", f"{name!r} cannot be a node's name", fix)
         if len({name.lower() for name in names}) < len(names):
             wrong("nodes", "two nodes of one name", "give each its own")
-        return found
+        return faults
 
 
 def search_path() -> str:
@@ -107,8 +107,8 @@ def search_path() -> str:
 
 def missing(*, isolated: bool = False) -> dict[str, str]:
     """The programs that are not installed, with their packages."""
-    wanted = {**PACKAGES, **(PACKAGES_ISOLATED if isolated else {})}
-    return {program: package for program, package in wanted.items() if not shutil.which(program, path=search_path())}
+    packages = {**PACKAGES, **(PACKAGES_ISOLATED if isolated else {})}
+    return {program: package for program, package in packages.items() if not shutil.which(program, path=search_path())}
 
 
 @cache
@@ -127,7 +127,9 @@ def can_isolate() -> tuple[str, ...] | None:
 def has_address() -> bool:
     """Whether a network device other than loopback has an address: without, Slurm refuses 127.0.0.1 too (AI_ADDRCONFIG)."""
     families = {"AF_INET", "AF_INET6"}
-    return any(a.family.name in families for name, found in psutil.net_if_addrs().items() if name != "lo" for a in found)
+    return any(
+        a.family.name in families for name, addresses in psutil.net_if_addrs().items() if name != "lo" for a in addresses
+    )
 
 
 def choose(spec: ClusterSpec) -> tuple[str, ...] | None:
@@ -350,7 +352,7 @@ class ClusterFolder:
 
     def texts(self) -> dict[str, str]:
         """File name to content."""
-        given = self.spec.given
+        texts_given = self.spec.given
         body: dict[str, Any] = {
             "isolated": self.isolated,
             "nodes": self.names,
@@ -358,9 +360,9 @@ class ClusterFolder:
             "address": LOGIN_ADDRESS if self.isolated else "127.0.0.1",
         }
         hosts = [("127.0.0.1", "localhost"), (LOGIN_ADDRESS, LOGIN), *zip(self.addresses, self.names, strict=True)]
-        if given is not None:
-            moved = given.moved(self.root, names=self.names, addresses=self.addresses)
-            body["daemons"] = given.daemons(self.root)
+        if texts_given is not None:
+            moved = texts_given.moved(self.root, names=self.names, addresses=self.addresses)
+            body["daemons"] = texts_given.daemons(self.root)
             return {"cluster.json": json.dumps(body), **moved, "nsswitch.conf": _names_from_files_only()}
         return {
             "cluster.json": json.dumps(body),

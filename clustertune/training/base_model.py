@@ -45,9 +45,9 @@ def check(source: str, revision: str | None, resolved: Resolved) -> None:
     if lacking := names_what_is_not_here(config):
         key, text = lacking
         raise UserError(Problem(text, file=str(file), key=key, fix=FIX_NAME))
-    stored, wanted = _stored(config), quantization.of(resolved.train_args)
-    reason = why_not(stored, wanted, parted_by(resolved), lora=resolved.lora is not None)
-    reason = reason or quantization.cast_away(stored or wanted or {}, resolved.train_args, resolved.distribution.type)
+    stored, asked = _stored(config), quantization.of(resolved.train_args)
+    reason = why_not(stored, asked, parted_by(resolved), lora=resolved.lora is not None)
+    reason = reason or quantization.cast_away(stored or asked or {}, resolved.train_args, resolved.distribution.type)
     if reason is None:
         _refuse_wrapper(config, file, resolved)
         return
@@ -106,16 +106,14 @@ def parted_by(resolved: Resolved) -> str | None:
     return "FSDP" if used.is_fsdp else None
 
 
-def why_not(
-    stored: Mapping[str, Any] | None, wanted: Mapping[str, Any] | None, parted: str | None, *, lora: bool
-) -> str | None:
-    """Why a base is not trained over; None where it is. ``stored``, ``wanted``: config.json's and the recipe's quantisation."""
-    config = stored or wanted
+def why_not(stored: Mapping[str, Any] | None, asked: Mapping[str, Any] | None, parted: str | None, *, lora: bool) -> str | None:
+    """Why a base is not trained over; None where it is. ``stored``, ``asked``: config.json's and the recipe's quantisation."""
+    config = stored or asked
     if config is None:
         return None
     name = quantization.method(config)
-    if stored and wanted:
-        return f"the weights are quantised already ({name}), the recipe asks for {quantization.method(wanted)}: not both"
+    if stored and asked:
+        return f"the weights are quantised already ({name}), the recipe asks for {quantization.method(asked)}: not both"
     if parted is not None and (name != "bitsandbytes" or not config.get("load_in_4bit") or parted == "tensor parallelism"):
         return f"{name} weights: {parted} casts or splits them without their scales and would train on other weights"
     if stored is None:  # what else the recipe asks for was looked at when it was resolved
@@ -152,10 +150,10 @@ def _config_file(source: str, revision: str | None) -> Path | None:
     from transformers.utils import cached_file
 
     try:
-        found = cached_file(source, CONFIG, revision=revision)
+        path = cached_file(source, CONFIG, revision=revision)
     except (OSError, ValueError):
         return None
-    return Path(found) if found else None
+    return Path(path) if path else None
 
 
 def _read(file: Path | None) -> dict[str, Any]:
@@ -166,5 +164,5 @@ def _read(file: Path | None) -> dict[str, Any]:
 def _stored(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The checkpoint's own quantisation, of the model or of its text part."""
     parts = [config, config.get("text_config")]
-    found = [part.get("quantization_config") for part in parts if isinstance(part, dict)]
-    return next((dict(config) for config in found if isinstance(config, dict) and config), None)
+    configs = [part.get("quantization_config") for part in parts if isinstance(part, dict)]
+    return next((dict(config) for config in configs if isinstance(config, dict) and config), None)

@@ -85,9 +85,9 @@ class Group:
         if not self._on:
             return [values]
         mine = torch.tensor(values, dtype=torch.float64, device=self._device)
-        found = torch.empty(self.world_size * len(values), dtype=torch.float64, device=self._device)
-        dist.all_gather_into_tensor(found, mine, group=self.process_group)
-        return cast("list[list[float]]", found.view(self.world_size, -1).tolist())
+        gathered = torch.empty(self.world_size * len(values), dtype=torch.float64, device=self._device)
+        dist.all_gather_into_tensor(gathered, mine, group=self.process_group)
+        return cast("list[list[float]]", gathered.view(self.world_size, -1).tolist())
 
 
 FIX = "every node must be given the same rendezvous address, and its own node rank; look at the node-N.log files"

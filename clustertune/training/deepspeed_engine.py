@@ -189,8 +189,8 @@ def is_zero(optimizer: Any) -> bool:
 
 def _flat_groups(optimizer: Any) -> list[torch.Tensor] | None:
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):  # stage 3; stages 1 and 2
-        if (found := getattr(optimizer, name, None)) is not None:
-            return list(found)
+        if (groups := getattr(optimizer, name, None)) is not None:
+            return list(groups)
     return None
 
 
@@ -212,8 +212,8 @@ def swapped_masters(optimizer: Any) -> dict[str, str]:
     """The swap files of the float32 masters that lie on NVMe, by the number of their group: the saved group is empty then."""
     known = getattr(getattr(optimizer, "optimizer_swapper", None), "swap_params_info", {})
     groups = enumerate(_flat_groups(optimizer) or [])
-    found = {str(n): known.get(getattr(group, "ds_id", None)) for n, group in groups if group.numel() == 0}
-    return {number: Path(info.get_swap_paths()[0]).name for number, info in found.items() if info is not None}
+    parameters = {str(n): known.get(getattr(group, "ds_id", None)) for n, group in groups if group.numel() == 0}
+    return {number: Path(info.get_swap_paths()[0]).name for number, info in parameters.items() if info is not None}
 
 
 # --- the engine ---------------------------------------------------------------------------------------------------------
@@ -260,19 +260,19 @@ def check(engine: Any, resolved: Resolved) -> dict[str, Any]:
             int(engine.gradient_accumulation_steps()), int(resolved.train_args["gradient_accumulation_steps"]),
         ),
     }  # fmt: skip
-    found = {key: value for key, (value, _) in pairs.items()}
+    values = {key: value for key, (value, _) in pairs.items()}
     problems = [
-        Problem(f"DeepSpeed runs with {key} {value}, the recipe says {wanted}", key=f"deepspeed.{key}")
-        for key, (value, wanted) in pairs.items()
-        if value != wanted
+        Problem(f"DeepSpeed runs with {key} {value}, the recipe says {expected}", key=f"deepspeed.{key}")
+        for key, (value, expected) in pairs.items()
+        if value != expected
     ]
     inner = engine.optimizer
     share = _state_share(engine) if is_zero(inner) else 1.0
-    if found["stage"] and not problems and share > 1.25 / engine.dp_world_size + 0.01:
+    if values["stage"] and not problems and share > 1.25 / engine.dp_world_size + 0.01:
         problems.append(Problem(f"this rank holds {share:.0%} of the optimizer state, one of {engine.dp_world_size}"))
     if problems:
         raise UserError(problems, ExitCode.FAILED)
-    return {**found, "gradient_clipping": engine.gradient_clipping(), "state_share": round(share, 4)}
+    return {**values, "gradient_clipping": engine.gradient_clipping(), "state_share": round(share, 4)}
 
 
 def _state_share(engine: Any) -> float:
@@ -349,12 +349,12 @@ def follow(engine: Any) -> None:
     load = engine.load_checkpoint
 
     def whole(folder: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        found = load(folder, tag, *args, **kwargs)
-        if found[0] is not None:
+        loaded = load(folder, tag, *args, **kwargs)
+        if loaded[0] is not None:
             tag = tag or Path(folder, "latest").read_text(encoding="utf-8").strip()
             states = engine._get_all_zero_checkpoints(folder, tag)
             restore(optimizer, states[torch.distributed.get_rank(engine.optimizer.dp_process_group)])
-        return found
+        return loaded
 
     engine.load_checkpoint = whole
 

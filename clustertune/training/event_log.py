@@ -183,15 +183,15 @@ class GuardedCallback:
         self._failed = False
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._callback, name)
+        attribute = getattr(self._callback, name)
         if not name.startswith("on_"):
-            return found
+            return attribute
 
         def event(*args: Any, **kwargs: Any) -> Any:
             if self._failed:
                 return None
             try:
-                return found(*args, **kwargs)
+                return attribute(*args, **kwargs)
             except Exception as error:
                 self._failed = True
                 what = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -230,13 +230,13 @@ class Clock:
 
     def take(self) -> list[float]:
         """This rank's :data:`COLUMNS` since the last call. On a GPU its stream has to have come to the end of the step."""
-        found = dict(self._host)
+        seconds = dict(self._host)
         if self._events:
             self._events[-1][2].synchronize()
         for name, began, ended in self._events:
-            found[name] += began.elapsed_time(ended) / 1e3
-        found["forward_backward"] -= found["generation"] + found["reward"]  # they are made within the same call
-        values = [*found.values(), float(self._computed), float(self._real)]
+            seconds[name] += began.elapsed_time(ended) / 1e3
+        seconds["forward_backward"] -= seconds["generation"] + seconds["reward"]  # they are made within the same call
+        values = [*seconds.values(), float(self._computed), float(self._real)]
         self._events, self._host, self._computed, self._real = [], dict.fromkeys(PARTS, 0.0), 0, 0.0
         return values
 
@@ -269,30 +269,30 @@ class Figures:
             return {}
         sums = [[sum(column) for column in zip(*rows, strict=True)] for rows in zip(*steps, strict=True)]
         computed, real = (sum(rank[COLUMNS.index(name)] for rank in sums) for name in ("computed", "real"))
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             f"{name}_seconds": round(statistics.median_low(rank[at] for rank in sums) / len(steps), 6)
             for at, name in enumerate(PARTS)
             if name in PARTS[:3] or (name != "layers" and any(rank[at] for rank in sums))
         }
         if computed:
-            found["padding"] = round(1 - real / computed, 4)
-            found["imbalance"] = round(max(rank[-1] for rank in sums) * len(sums) / real, 4) if real else None
+            values["padding"] = round(1 - real / computed, 4)
+            values["imbalance"] = round(max(rank[-1] for rank in sums) * len(sums) / real, 4) if real else None
         if self._flops and computed:
             per_second = self._share / seconds / self._could
-            found["mfu"] = round(self._flops[0] * real * per_second, 4)
-            found["hfu"] = round(self._flops[1] * computed * per_second, 4)
-        return found
+            values["mfu"] = round(self._flops[0] * real * per_second, 4)
+            values["hfu"] = round(self._flops[1] * computed * per_second, 4)
+        return values
 
     def stragglers(self) -> dict[str, float]:
         """Ranks that the others wait for: rank (as text) to its time over that of the median rank, the slowest first."""
         if len(self._recent) < RECENT // 2 or len(self._recent[0]) < 2:
             return {}
         ratios = [[mine / max(statistics.median_low(step), 1e-9) for mine in step] for step in self._recent]
-        found = {}
+        slow = {}
         for rank, mine in enumerate(zip(*ratios, strict=True)):
             if sum(ratio >= SLOWER for ratio in mine) >= SHARE * len(mine):
-                found[str(rank)] = round(statistics.median(mine), 2)
-        return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+                slow[str(rank)] = round(statistics.median(mine), 2)
+        return dict(sorted(slow.items(), key=lambda pair: -pair[1]))
 
 
 def _alone(table: Sequence[Sequence[float]]) -> list[float]:

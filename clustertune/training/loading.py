@@ -70,8 +70,8 @@ class Loading:
         from accelerate.utils import str_to_bool
 
         # The rank's environment may differ from the file: then accelerate does not fill empty storage.
-        wanted = distribution.kind == "FSDP2" and distribution.efficient_loading
-        self._wanted = wanted and str_to_bool(os.environ.get(EFFICIENT, "true")) == 1
+        efficient = distribution.kind == "FSDP2" and distribution.efficient_loading
+        self._efficient = efficient and str_to_bool(os.environ.get(EFFICIENT, "true")) == 1
         self._unfit = ""
         self._is_split = distribution.tp > 1
         self.startup, self._group = startup, group or Group()
@@ -113,16 +113,16 @@ class Loading:
         ) -> Any:
             self._sending.close()
             parted = any(hasattr(parameter, "ds_tensor") for parameter in model.parameters())  # made under Init
-            wanted, take = (True, self._take_parts) if parted else (self._wanted, self._hold)
+            efficient, take = (True, self._take_parts) if parted else (self._efficient, self._hold)
             reason = self._reason(state_dict, checkpoint_files, load_config) or (why_not_parts(model) if parted else None)
             with self.startup.part("reading"):
-                if wanted and reason is None:
+                if efficient and reason is None:
                     try:
                         return take(model, [Path(file) for file in checkpoint_files or ()], load_config), None
                     except Unfollowed as error:
                         reason = str(error)
                 size = sum(Path(file).stat().st_size for file in checkpoint_files or ())
-                if wanted and dist.is_initialized():  # one process has nothing to part
+                if efficient and dist.is_initialized():  # one process has nothing to part
                     who = "rank 0, which sends it" if parted else "each rank"
                     self.notes.append(f"the base model ({size / 1e9:,.1f} GB) is read whole by {who}: {reason}")
                 if self._is_split and dist.is_initialized():
@@ -167,11 +167,11 @@ class Loading:
         self._each({name: sources.by_name[name] for name in likes}, likes, lambda name, part: fill_part(likes[name], part))
         return self._record(model, sources)
 
-    def _find(self, model: Any, files: list[Path], load_config: Any, wanted: Mapping[str, torch.Tensor]) -> Sources:
+    def _find(self, model: Any, files: list[Path], load_config: Any, expected: Mapping[str, torch.Tensor]) -> Sources:
         """What :func:`find` says, agreed on: a node's own copy of the files may differ, and no rank may continue alone."""
-        found, problems, other = None, [], ""
+        sources, problems, other = None, [], ""
         try:
-            found = find(model, survey(files, (load_config.sharded_metadata or {}).get("weight_map")), load_config, wanted)
+            sources = find(model, survey(files, (load_config.sharded_metadata or {}).get("weight_map")), load_config, expected)
         except UserError as error:
             problems = error.problems
         except Unfollowed as error:
@@ -180,9 +180,9 @@ class Loading:
             other = f"this transformers maps names in another way ({error})"
         agree(problems, self._group)
         reasons = [reason for reason in self._group.gather(other) if reason]
-        if found is None or reasons:
+        if sources is None or reasons:
             raise Unfollowed(reasons[0])
-        return found
+        return sources
 
     def _record(self, model: Any, sources: Sources) -> Any:
         """transformers' record of a loading, and what it keeps of it at the model."""
@@ -227,27 +227,27 @@ class Loading:
 
         return fill
 
-    def _fill(self, device: torch.device, model: Any, given: Mapping[str, Any], *, cpu_offload: bool) -> None:
+    def _fill(self, device: torch.device, model: Any, state: Mapping[str, Any], *, cpu_offload: bool) -> None:
         """Give a sharded model without data this rank's part of every value, in place."""
         empty = model.state_dict()
         shared = {clean(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
         sources = self._by_parameter(empty, shared)
         identity = {name: shared.get(clean(name), id(name)) for name in empty}
         firsts = _once(identity)
-        wanted = {name: sources[name] for name in firsts if name in sources}
-        lost = [n for n in firsts if n not in sources and is_empty_storage(given[n])] if dist.get_rank() == 0 else []
+        chosen = {name: sources[name] for name in firsts if name in sources}
+        lost = [n for n in firsts if n not in sources and is_empty_storage(state[n])] if dist.get_rank() == 0 else []
         fix = f"{acc.key_of('cpu_ram_efficient_loading')}: false"
         made: dict[int, Any] = {}
 
         def take(name: str, part: torch.Tensor) -> None:
             made[identity[name]] = placed(part, empty[name], device, cpu_offload=cpu_offload)
 
-        self._each(wanted, empty, take, [Problem("no weight file holds it", key=name, fix=fix) for name in lost])
+        self._each(chosen, empty, take, [Problem("no weight file holds it", key=name, fix=fix) for name in lost])
         for name in firsts:
             if name not in sources:
                 like = empty[name]
-                whole = broadcast(given[name], like, device)
-                take(name, whole[region(like)].clone() if isinstance(like, DTensor) else whole)
+                full = broadcast(state[name], like, device)
+                take(name, full[region(like)].clone() if isinstance(like, DTensor) else full)
         model.load_state_dict({name: made[one] for name, one in identity.items()}, assign=True)
 
     def _preparer(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -270,7 +270,7 @@ class Loading:
         likes = {name: module._parameters[own] for name, module, own, _ in held}
         packed = {name: (module, parameter) for name, module, _, parameter in held if is_packed(parameter)}
         sources = self._by_parameter(likes, {clean(name): id(like) for name, like in likes.items()})
-        wanted = {name: sources[name] for name in _once({n: id(like) for n, like in likes.items()}) if name in sources}
+        chosen = {name: sources[name] for name in _once({n: id(like) for n, like in likes.items()}) if name in sources}
         problems = [Problem("no weight file holds it", key=name) for name in likes if name not in sources]
         made: dict[int, Any] = {}
 
@@ -284,32 +284,32 @@ class Loading:
                 problems.extend(error.problems)
                 return None
 
-        def take(name: str, found: Any) -> None:
-            like, source, local = likes[name], wanted[name], found
+        def take(name: str, value: Any) -> None:
+            like, source, local = likes[name], chosen[name], value
             if name in packed:
                 module, parameter = packed[name]
                 begin, end = blocks(source, like, parameter)
-                whole = torch.zeros(end - begin, dtype=source.dtype) if found is None else found
-                local, scales = quantise(whole.to(device), source, like, parameter)
+                full = torch.zeros(end - begin, dtype=source.dtype) if value is None else value
+                local, scales = quantise(full.to(device), source, like, parameter)
                 module.quant_state = state_of(scales, source, like, parameter)
             if local is not None:
                 made[id(like)] = torch.nn.Parameter(placed(local, like, device, cpu_offload=cpu_offload), like.requires_grad)
 
-        self._each(wanted, likes, take, problems, part)
+        self._each(chosen, likes, take, problems, part)
         for name, module, own, _ in held:
             put(module, own, made[id(likes[name])])
 
     def _by_parameter(self, empty: Mapping[str, Any], shared: Mapping[str, int]) -> dict[str, ParameterSource]:
         """The source of every entry of the state dict that the files hold, under whichever of a tied parameter's names."""
         assert self._sources is not None
-        found = {name: source for name in empty if (source := self._sources.by_name.get(plain(name))) is not None}
-        tied = {shared[clean(name)]: source for name, source in found.items() if clean(name) in shared}
-        either = {name: found.get(name) or tied.get(shared.get(clean(name), 0)) for name in empty}
+        by_name = {name: source for name in empty if (source := self._sources.by_name.get(plain(name))) is not None}
+        tied = {shared[clean(name)]: source for name, source in by_name.items() if clean(name) in shared}
+        either = {name: by_name.get(name) or tied.get(shared.get(clean(name), 0)) for name in empty}
         return {name: source for name, source in either.items() if source is not None}
 
     def _each(
         self,
-        wanted: Mapping[str, ParameterSource],
+        chosen: Mapping[str, ParameterSource],
         likes: Mapping[str, Any],
         take: Callable[[str, Any], None],
         problems: list[Problem] | None = None,
@@ -318,7 +318,7 @@ class Loading:
         """Read this rank's part of each parameter, hand it to ``take``, and have all ranks agree on what is wrong."""
         problems = problems if problems is not None else []
         try:
-            for name, value in self._read(wanted, likes, part or self._part):
+            for name, value in self._read(chosen, likes, part or self._part):
                 take(name, value)
         except UserError as error:
             problems += error.problems
@@ -436,17 +436,17 @@ def span(like: DTensor) -> tuple[int, int]:
     return (slices[0].start, slices[0].stop) if slices else (0, 1)
 
 
-def broadcast(given: torch.Tensor, like: Any, device: torch.device) -> torch.Tensor:
+def broadcast(tensor: torch.Tensor, like: Any, device: torch.device) -> torch.Tensor:
     """Rank 0's value, on all ranks; small: what the files do not hold is what is trained beside the base.
 
-    A collective of the group that ``given`` is split over, too.
+    A collective of the group that ``tensor`` is split over, too.
     """
-    if isinstance(given, DTensor):
-        given = given.full_tensor()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
     empty = torch.empty(like.shape, dtype=like.dtype, device=device)
-    whole = empty if is_empty_storage(given) else given.detach().to(device=device, dtype=like.dtype).contiguous()
-    dist.broadcast(whole, src=0)
-    return whole
+    full = empty if is_empty_storage(tensor) else tensor.detach().to(device=device, dtype=like.dtype).contiguous()
+    dist.broadcast(full, src=0)
+    return full
 
 
 def placed(local: torch.Tensor, like: Any, device: torch.device, *, cpu_offload: bool) -> Any:
@@ -455,10 +455,10 @@ def placed(local: torch.Tensor, like: Any, device: torch.device, *, cpu_offload:
     if not isinstance(like, DTensor):
         return local.to("cpu" if cpu_offload else device)
     local = local.to(device)
-    whole = DTensor.from_local(
+    tensor = DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-    return whole.to("cpu") if cpu_offload else whole
+    return tensor.to("cpu") if cpu_offload else tensor
 
 
 # -- ZeRO-3 ----------------------------------------------------------------------------------------------------------------
@@ -548,7 +548,11 @@ def packed(parameter: Any, shape: tuple[int, ...], *, device: str = "cpu") -> An
         raise Unfollowed(f"a weight of shape {list(shape)} does not fill whole elements of {storage}")
     length = (size // (2 * storage.itemsize), 1)
     value = torch.empty(length, dtype=storage, device="meta") if device == "meta" else empty_storage(length, storage)
-    others = {key: given for key, given in parameter.__dict__.items() if key not in ("data", "requires_grad", "bnb_quantized")}
+    others = {
+        key: attributes
+        for key, attributes in parameter.__dict__.items()
+        if key not in ("data", "requires_grad", "bnb_quantized")
+    }
     return type(parameter)(value, requires_grad=False, **{**others, "bnb_quantized": True})
 
 
@@ -560,7 +564,7 @@ def to_meta(model: Any, names: Collection[str]) -> list[tuple[str, torch.nn.Modu
     Returns each such entry: its name in the model, the module and the name there, and the parameter as it was.
     """
     made: dict[int, Any] = {}
-    found = []
+    parameters = []
     for prefix, module in list(model.named_modules()):
         for name, parameter in list(module._parameters.items()):
             full = f"{prefix}.{name}" if prefix else name
@@ -574,8 +578,8 @@ def to_meta(model: Any, names: Collection[str]) -> list[tuple[str, torch.nn.Modu
                     else torch.nn.Parameter(torch.empty_like(parameter, device="meta").contiguous(), parameter.requires_grad)
                 )
             put(module, name, made[id(parameter)])
-            found.append((full, module, name, parameter))
-    return found
+            parameters.append((full, module, name, parameter))
+    return parameters
 
 
 def _elements(like: DTensor, parameter: Any) -> tuple[int, int]:
@@ -606,10 +610,10 @@ def quantise(
     begin, _ = blocks(source, like, parameter)
     if first >= last:
         return torch.empty((0, 1), dtype=storage, device=elements.device), torch.empty(0, device=elements.device)
-    whole, state = functional.quantize_4bit(
+    quantised, state = functional.quantize_4bit(
         elements, blocksize=block, compress_statistics=False, quant_type=parameter.quant_type, quant_storage=torch.uint8
     )
-    values = whole.reshape(-1)[(first - begin) // 2 : (last - begin) // 2].clone().view(storage).reshape(-1, 1)
+    values = quantised.reshape(-1)[(first - begin) // 2 : (last - begin) // 2].clone().view(storage).reshape(-1, 1)
     mine, after = (-(-edge // block) for edge in (first, last))
     return values, state.absmax[mine - begin // block : after - begin // block].clone()
 
@@ -619,19 +623,19 @@ def state_of(scales: torch.Tensor, source: ParameterSource, like: DTensor, param
     import bitsandbytes.functional as bnb
 
     functional: Any = bnb  # without annotations
-    whole = _gathered(scales, like, parameter)
-    given = {
+    absmax = _gathered(scales, like, parameter)
+    options = {
         "shape": torch.Size(source.shape),
         "dtype": source.dtype,
         "blocksize": parameter.blocksize,
-        "code": functional.get_4bit_type(parameter.quant_type, device=whole.device),
+        "code": functional.get_4bit_type(parameter.quant_type, device=absmax.device),
         "quant_type": parameter.quant_type,
     }
     if not parameter.compress_statistics:
-        return functional.QuantState(absmax=whole, **given)
-    offset = whole.mean()
-    nested, state = functional.quantize_blockwise(whole - offset, blocksize=_NESTED_BLOCK)
-    return functional.QuantState(absmax=nested, offset=offset, state2=state, **given)
+        return functional.QuantState(absmax=absmax, **options)
+    offset = absmax.mean()
+    nested, state = functional.quantize_blockwise(absmax - offset, blocksize=_NESTED_BLOCK)
+    return functional.QuantState(absmax=nested, offset=offset, state2=state, **options)
 
 
 def _gathered(scales: torch.Tensor, like: DTensor, parameter: Any) -> torch.Tensor:

@@ -34,10 +34,10 @@ def survey(paths: Iterable[Path], index: Mapping[str, str] | None = None) -> dic
 
     ``index``: tensor name -> file name, of the checkpoint's own index. Raises UserError with all that is wrong with them.
     """
-    found = {tensor.name: tensor for header in read_headers(paths, index).values() for tensor in header.tensors}
-    odd = [tensor for tensor in found.values() if tensor.dtype not in DTYPES or tensor.dtype in _NO_WEIGHTS]
+    tensors = {tensor.name: tensor for header in read_headers(paths, index).values() for tensor in header.tensors}
+    odd = [tensor for tensor in tensors.values() if tensor.dtype not in DTYPES or tensor.dtype in _NO_WEIGHTS]
     raise_if(Problem(f"has the dtype {t.dtype}", file=str(t.file), key=t.name, fix="another copy") for t in odd)
-    return found
+    return tensors
 
 
 class RowReader(OpenFiles):
@@ -119,22 +119,22 @@ class ParameterSource:
             lists = {pattern: [t for p, _, t in self.parts if p == pattern] for pattern, _, _ in self.parts}
             parts = [(pattern, tensor) for pattern, tensors in lists.items() for tensor in tensors[begin:end]]
             return self.convert([(p, reader.rows(t).to(self.dtype)) for p, t in parts], model)[name]
-        whole = self.convert([(p, reader.rows(t).to(self.dtype)) for p, _, t in self.parts], model)[name]
-        return whole[begin:end].clone()
+        converted = self.convert([(p, reader.rows(t).to(self.dtype)) for p, _, t in self.parts], model)[name]
+        return converted[begin:end].clone()
 
     def elements(self, name: str, reader: RowReader, model: Any, begin: int, end: int) -> torch.Tensor:
         """Elements ``begin`` to ``end`` of the parameter, counted through all its dimensions; otherwise as :meth:`read`."""
         if self.converter is None:
             return reader.flat(self.parts[0][2], begin, end).to(self.dtype)
         if (experts := self.experts()) is not None:
-            found, skip = [torch.empty(0, dtype=self.dtype)], 0
+            pieces, skip = [torch.empty(0, dtype=self.dtype)], 0
             for tensor in experts:  # each is a run of elements; what lies before or after the part is not read
                 count = math.prod(tensor.shape)
                 first, last = max(begin - skip, 0), min(end - skip, count)
                 if first < last:
-                    found.append(reader.flat(tensor, first, last).to(self.dtype))
+                    pieces.append(reader.flat(tensor, first, last).to(self.dtype))
                 skip += count
-            return torch.cat(found)
+            return torch.cat(pieces)
         row = max(1, math.prod(self.shape[1:]))
         first = begin // row
         rows = self.read(name, reader, model, first, -(-end // row))
@@ -146,7 +146,7 @@ class ParameterSource:
         if not self.stacked or len(rest) > 1 or any(op.dim != 1 for op in rest):
             return None
         lists = [[t for p, _, t in self.parts if p == pattern] for pattern in self.converter.source_patterns]
-        return [tensor for expert in zip(*(found for found in lists if found), strict=True) for tensor in expert]
+        return [tensor for expert in zip(*(tensors_of for tensors_of in lists if tensors_of), strict=True) for tensor in expert]
 
     def convert(self, values: list[tuple[str, torch.Tensor]], model: Any) -> dict[str, torch.Tensor]:
         """What transformers makes of the tensors of the files: parameters by name."""
@@ -171,47 +171,46 @@ class Sources:
 
 
 def find(
-    model: Any, tensors: Mapping[str, Tensor], load_config: Any = None, wanted: Mapping[str, torch.Tensor] | None = None
+    model: Any, tensors: Mapping[str, Tensor], load_config: Any = None, expected: Mapping[str, torch.Tensor] | None = None
 ) -> Sources:
     """Map the files to a model that has no values yet.
 
-    ``load_config``: transformers' ``LoadStateDictConfig``; None: nothing is loaded into the model. ``wanted``: its state dict,
-    in the shapes of the whole.
-    Raises UserError with every tensor that is missing or has another shape than the model, Unfollowed where a rule cannot be
-    applied to tensors without data.
+    ``load_config``: transformers' ``LoadStateDictConfig``; None: nothing is loaded into the model. ``expected``: its state
+    dict, in the shapes of the whole. Raises UserError with every tensor that is missing or has another shape than the
+    model, Unfollowed where a rule cannot be applied to tensors without data.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    wanted = model.state_dict() if wanted is None else wanted
+    expected = model.state_dict() if expected is None else expected
     rules = (get_model_conversion_mapping(model) if load_config is None else load_config.weight_mapping) or []
     dtypes = getattr(load_config, "dtype_plan", None) or {}
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix = model.base_model_prefix
-    found: dict[str, ParameterSource] = {}
+    sources: dict[str, ParameterSource] = {}
     extra = []
     for original in sorted(tensors, key=dot_natural_key):
-        name, pattern = rename_source_key(original, renamings, converters, prefix, wanted)
-        if name not in wanted and original in wanted:
-            name, pattern = rename_source_key(original, [], [], base_model_prefix=prefix, meta_state_dict=wanted)
-        if name not in wanted:
+        name, pattern = rename_source_key(original, renamings, converters, prefix, expected)
+        if name not in expected and original in expected:
+            name, pattern = rename_source_key(original, [], [], base_model_prefix=prefix, meta_state_dict=expected)
+        if name not in expected:
             extra.append((name, tensors[original]))
             continue
-        if name not in found:
-            dtype = _dtype(name, wanted[name], dtypes)
+        if name not in sources:
+            dtype = _dtype(name, expected[name], dtypes)
             rule = deepcopy(by_pattern[pattern]) if pattern is not None else None
-            found[name] = ParameterSource(dtype, tuple(wanted[name].shape), [], rule, name)
-        found[name].parts.append((pattern or original, original, tensors[original]))
-    problems = _misshapen(found, wanted, model)
-    missing = set(wanted) - set(found)
+            sources[name] = ParameterSource(dtype, tuple(expected[name].shape), [], rule, name)
+        sources[name].parts.append((pattern or original, original, tensors[original]))
+    problems = _misshapen(sources, expected, model)
+    missing = set(expected) - set(sources)
     lacking, passed = _unexplained(model, missing, [name for name, _ in extra])
     problems += [_missing(name, tensors) for name in sorted(lacking)]
     if problems:
         raise UserError(problems)
     used = [rule for rule in rules if rule.was_used()]
-    return Sources(found, missing, [tensor for name, tensor in extra if name in passed], used)
+    return Sources(sources, missing, [tensor for name, tensor in extra if name in passed], used)
 
 
 def _dtype(name: str, parameter: torch.Tensor, planned: Mapping[str, torch.dtype]) -> torch.dtype:
@@ -226,10 +225,10 @@ def _dtype(name: str, parameter: torch.Tensor, planned: Mapping[str, torch.dtype
     return parameter.dtype
 
 
-def _misshapen(found: dict[str, ParameterSource], wanted: Mapping[str, torch.Tensor], model: Any) -> list[Problem]:
+def _misshapen(sources: dict[str, ParameterSource], expected: Mapping[str, torch.Tensor], model: Any) -> list[Problem]:
     """Parameters that the files would fill with another shape; what a converter makes beside its first one is added."""
     problems = []
-    for first, source in list(found.items()):
+    for first, source in list(sources.items()):
         if source.converter is None:
             made = {first: tuple(source.parts[0][2].shape)}
             if len(source.parts) > 1:
@@ -238,14 +237,14 @@ def _misshapen(found: dict[str, ParameterSource], wanted: Mapping[str, torch.Ten
         else:
             made = _dry(source, model)
         for name, shape in made.items():
-            if name not in wanted:
+            if name not in expected:
                 continue
-            if shape != tuple(wanted[name].shape):
-                message = f"has shape {list(shape)}, the model's config asks for {list(wanted[name].shape)}"
+            if shape != tuple(expected[name].shape):
+                message = f"has shape {list(shape)}, the model's config asks for {list(expected[name].shape)}"
                 fix = "take config.json and weights from the same copy of the model"
                 problems.append(Problem(message, file=str(source.parts[0][2].file), key=source.parts[0][1], fix=fix))
             if name != first:
-                found[name] = ParameterSource(source.dtype, shape, source.parts, source.converter, first)
+                sources[name] = ParameterSource(source.dtype, shape, source.parts, source.converter, first)
     return problems
 
 
@@ -268,8 +267,8 @@ def _unexplained(model: Any, missing: set[str], extra: list[str]) -> tuple[set[s
     info = LoadStateDictInfo(missing_keys=set(missing), unexpected_keys=set(extra), **empty)
     model._adjust_missing_and_unexpected_keys(info)
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    there = {name for pair in tied.items() for name in pair if not set(pair) <= missing}
-    return set(info.missing_keys) - there, set(info.unexpected_keys)
+    explained = {name for pair in tied.items() for name in pair if not set(pair) <= missing}
+    return set(info.missing_keys) - explained, set(info.unexpected_keys)
 
 
 def _missing(name: str, tensors: Mapping[str, Tensor]) -> Problem:

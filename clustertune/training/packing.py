@@ -70,12 +70,12 @@ def attend(
     if flat[0].dtype in types:
         longest = int(begins.diff().max()) if max_length_q is None else max_length_q
         heads = grouped(query.shape[1] != key.shape[1])
-        found: Any = varlen.varlen_attn(
+        result: Any = varlen.varlen_attn(
             *flat, begins, begins, longest, longest, scale=scaling, window_size=(before, 0), **heads
         )
     else:
-        found = _one_by_one(begins, *flat, scale=scaling, before=before)
-    return found.unflatten(0, (batch, tokens)), None
+        result = _one_by_one(begins, *flat, scale=scaling, before=before)
+    return result.unflatten(0, (batch, tokens)), None
 
 
 def grouped(fewer: bool) -> dict[str, bool]:
@@ -98,17 +98,17 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     plain = kwargs.get("attention_mask") is None and kwargs["q_length"] == kwargs["kv_length"] and not kwargs.get("use_vmap")
     if plain and "allow_is_bidirectional_skip" not in kwargs:
         return None
-    found: Tensor | None = sdpa_mask(*args, **kwargs)
-    return found
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    return mask
 
 
 def _one_by_one(begins: Tensor, *flat: Tensor, scale: float | None, before: int) -> Tensor:
     """The same without torch's kernel, in any type and on any GPU: conversation by conversation."""
-    found = [
+    outputs = [
         F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **_band(q, before))
         for q, k, v in _each(begins, *flat)
     ]
-    return torch.cat([out[0].transpose(0, 1) for out in found])
+    return torch.cat([out[0].transpose(0, 1) for out in outputs])
 
 
 def _each(begins: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -153,14 +153,14 @@ def _forward(
     """torch has no CPU kernel for its variable-length attention: this one attends conversation by conversation. Causal only."""
     left, right = window_size or (-1, -1)
     assert right == 0, "causal attention"
-    found = [
+    outputs = [
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, _wide(k, q.shape[1]), _wide(v, q.shape[1]), scale=scale, **_band(q, left)
         )
         for q, k, v in _each(cu_seq_q, query, key, value)
     ]
-    out = torch.cat([out[0].transpose(0, 1) for out, _ in found])
-    return out, torch.cat([lse[0] for _, lse in found], dim=-1), torch.zeros(2, dtype=torch.uint64)
+    out = torch.cat([out[0].transpose(0, 1) for out, _ in outputs])
+    return out, torch.cat([lse[0] for _, lse in outputs], dim=-1), torch.zeros(2, dtype=torch.uint64)
 
 
 @torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu")  # type: ignore[untyped-decorator]
@@ -174,12 +174,12 @@ def _backward(
     heads, held = query.shape[1], key.shape[1]
     parts: list[list[Tensor]] = [[], [], []]
     for grad, q, k, v, o, sums in _each(cu_seq_q, grad_out, query, key, value, out, lse.transpose(0, 1).unsqueeze(-1)):
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, _wide(k, heads), _wide(v, heads), o, sums.squeeze(-1), 0.0, scale=scale, **_band(q, left)
         )
-        for index, tensor in enumerate(found):
-            whole = tensor if index == 0 else tensor.unflatten(1, (held, -1)).sum(2)
-            parts[index].append(whole[0].transpose(0, 1))
+        for index, tensor in enumerate(gradients):
+            gradient = tensor if index == 0 else tensor.unflatten(1, (held, -1)).sum(2)
+            parts[index].append(gradient[0].transpose(0, 1))
     return tuple(torch.cat(tensors) for tensors in parts)
 
 

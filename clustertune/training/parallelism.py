@@ -274,8 +274,8 @@ def split(model: Any, mesh: Any, *, upcast: bool = False) -> dict[str, int]:
         adapter = _ADAPTER.search(full)
         if adapter is not None and style in ("colwise", "rowwise"):
             # The product B A x goes the way of W x: A is whole before a split of the outputs, B after one of the inputs.
-            whole = (adapter[1] == "A") == (style == "colwise")
-            style = "replicated" if whole else style
+            is_replicated = (adapter[1] == "A") == (style == "colwise")
+            style = "replicated" if is_replicated else style
         _demand_division(module, full, style, work)
         if style == EXPERTS:
             prefix = f"{name}."
@@ -340,17 +340,17 @@ def attend_over_ranks(
     """
     assert attention_mask is None
     repeats = query.shape[1] // key.shape[1]
-    whole = []
+    expanded = []
     for tensor in (key, value):
         gathered = all_gather_tensor_autograd(tensor.contiguous(), 2, group)
         pieces = gathered.chunk(2 * size, dim=2)
         ordered = torch.cat([pieces[at] for at in in_order(size)], dim=2)
-        whole.append(ordered.repeat_interleave(repeats, dim=1) if repeats > 1 else ordered)
+        expanded.append(ordered.repeat_interleave(repeats, dim=1) if repeats > 1 else ordered)
     length = query.shape[2] // 2
     chance = dropout if module.training else 0.0
     outputs = []
     for part, piece in zip(query.chunk(2, dim=2), pieces_of(rank, size), strict=True):
-        keys, values = (tensor[:, :, : (piece + 1) * length] for tensor in whole)
+        keys, values = (tensor[:, :, : (piece + 1) * length] for tensor in expanded)
         # The queries are the last of the keys' positions: flash attention knows this mask and needs no tensor for it.
         mask = causal_lower_right(length, keys.shape[2])
         outputs.append(F.scaled_dot_product_attention(part, keys, values, attn_mask=mask, dropout_p=chance, scale=scaling))

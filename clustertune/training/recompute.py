@@ -105,7 +105,7 @@ def apply(model: Any, resolved: Resolved) -> str:
     section = resolved.recipe.activation_checkpointing or ActivationCheckpointing()
     on = bool(resolved.train_args["activation_checkpointing"])
     save = resolved.distribution.recompute.save
-    wanted = choose_layers(model, section.ratio, save) if on else 0
+    count = choose_layers(model, section.ratio, save) if on else 0
     layers = layers_of(model)
     recomputed = sum(bool(layer.gradient_checkpointing) for layer in layers)
     dropped = getattr(getattr(model, "config", None), "attention_dropout", None)
@@ -116,8 +116,8 @@ def apply(model: Any, resolved: Resolved) -> str:
     elif on and not layers:
         text = f"{type(model).__name__} has no decoder layer that recomputes its activations, and the recipe asks for it"
         fix = "activation_checkpointing.ratio=0"
-    elif wanted != recomputed:
-        text, fix = f"{recomputed} layers are recomputed, and the recipe asks for {wanted} of {len(layers)}", None
+    elif count != recomputed:
+        text, fix = f"{recomputed} layers are recomputed, and the recipe asks for {count} of {len(layers)}", None
     else:
         return f"{recomputed} of {len(layers)}"
     raise UserError(Problem(text, key="activation_checkpointing", fix=fix))

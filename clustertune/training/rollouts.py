@@ -268,13 +268,13 @@ class RolloutTrainer(ReferenceTrainer, GRPOTrainer):  # type: ignore[misc]
         set_seed(self.args.seed, device_specific=True)
         output = super().evaluation_loop(*args, **kwargs)
         if self._answers:
-            self.held_out = found = self._compared()
+            self.held_out = compared = self._compared()
             kept = self._metrics["eval"]  # TRL's log puts these behind eval_
-            kept["reward"] = [found.reward]
-            for name, value in found.by_name.items():
+            kept["reward"] = [compared.reward]
+            for name, value in compared.by_name.items():
                 kept[f"rewards/{name}/mean"] = [value]
-            if found.difference is not None and found.error is not None:
-                kept["reward_difference"], kept["reward_difference_error"] = [found.difference], [found.error]
+            if compared.difference is not None and compared.error is not None:
+                kept["reward_difference"], kept["reward_difference_error"] = [compared.difference], [compared.error]
         return output
 
     def _compared(self) -> HeldOut:
@@ -307,12 +307,12 @@ class RolloutTrainer(ReferenceTrainer, GRPOTrainer):  # type: ignore[misc]
 
     def own_state(self) -> dict[str, Any]:
         """Where in a generation the run is, with what is left of it, and what the evaluations are compared with."""
-        whole = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+        is_complete = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
         left = [{key: _on_host(value) for key, value in part.items()} for part in self._buffered_inputs or ()]
         return {
             "rollouts": {
                 "step": self._step,
-                "left": [] if whole else left,
+                "left": [] if is_complete else left,
                 "first": list(self._first.items()),
                 "rewards": self._rewards,
                 "control": {name: getattr(self, name) for name in CONTROL},
@@ -320,17 +320,17 @@ class RolloutTrainer(ReferenceTrainer, GRPOTrainer):  # type: ignore[misc]
         }
 
     def take_own_state(self, states: Mapping[str, Any]) -> None:
-        found = states.get("rollouts")
-        if found is None:  # of an export
+        stored = states.get("rollouts")
+        if stored is None:  # of an export
             return
         device = self.accelerator.device
         left = [
             {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in part.items()}
-            for part in found["left"]
+            for part in stored["left"]
         ]
-        self._step, self._buffered_inputs = found["step"], left or None
-        self._first, self._rewards = dict(found["first"]), list(found["rewards"])
-        for name, value in found["control"].items():
+        self._step, self._buffered_inputs = stored["step"], left or None
+        self._first, self._rewards = dict(stored["first"]), list(stored["rewards"])
+        for name, value in stored["control"].items():
             setattr(self, name, value)
 
 
@@ -340,10 +340,12 @@ def _on_host(value: Any) -> Any:
 
 def paired(first: Mapping[int, float], now: Mapping[int, float]) -> tuple[float, float]:
     """Mean of the differences of the prompts that both have, and its standard error (0 for a single one)."""
-    found = [now[number] - first[number] for number in first.keys() & now.keys()]
-    if not found:
+    differences = [now[number] - first[number] for number in first.keys() & now.keys()]
+    if not differences:
         return 0.0, 0.0
-    return statistics.fmean(found), statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else 0.0
+    return statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(differences)) if len(
+        differences
+    ) > 1 else 0.0
 
 
 def find_alarm(rewards: Sequence[float], difference: float | None, error: float | None) -> str | None:
@@ -373,9 +375,9 @@ class ServerRing:
     """The servers, as one rank sees them. ``beat`` is called now and then while it waits."""
 
     def __init__(self, file: Path, beat: Callable[[], object]) -> None:
-        found = json.loads(file.read_bytes())
-        self.urls: list[str] = found["urls"]
-        self._key, self._beat, self._folder = found["key"], beat, file.parent
+        ring = json.loads(file.read_bytes())
+        self.urls: list[str] = ring["urls"]
+        self._key, self._beat, self._folder = ring["key"], beat, file.parent
         self._adapter = ""
         self._loaded: dict[str, str] = {}
         """Which adapter each server of the ring has; those that are down have none."""

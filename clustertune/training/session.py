@@ -131,8 +131,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
                 return
             accuracy = logs.get("eval_mean_token_accuracy")
             rewards = {f"eval_{name}": logs[key] for name, own in REWARDS.items() if (key := f"eval_{own}") in logs}
-            found = {"eval_loss": logs["eval_loss"], "eval_token_accuracy": accuracy, **rewards}
-            self._session.log.write("eval", step=state.global_step, **found, seconds=logs.get("eval_runtime"))
+            values = {"eval_loss": logs["eval_loss"], "eval_token_accuracy": accuracy, **rewards}
+            self._session.log.write("eval", step=state.global_step, **values, seconds=logs.get("eval_runtime"))
             if self._session.console:
                 what, share = ("reward", rewards["eval_reward_accuracy"]) if rewards else ("token", accuracy or 0)
                 loss = f"loss {logs['eval_loss']:.4f}"
@@ -140,31 +140,31 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def _write_held_out(self, trainer: RolloutTrainer, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """The events of an evaluation on held-out prompts: ``eval``, and one ``answer`` for each sample."""
-        found, log = trainer.held_out, self._session.log
-        assert found is not None and log is not None
+        held_out, log = trainer.held_out, self._session.log
+        assert held_out is not None and log is not None
         means = {f"eval_{name}": logs.get(f"eval_{ROLLOUTS[name]}") for name in ("completion_length", "clipped", "kl")}
-        paired = {"eval_reward_difference": found.difference, "eval_reward_difference_error": found.error}
+        paired = {"eval_reward_difference": held_out.difference, "eval_reward_difference_error": held_out.error}
         log.write(
-            "eval", step=state.global_step, eval_loss=logs["eval_loss"], eval_reward=found.reward, **paired,
+            "eval", step=state.global_step, eval_loss=logs["eval_loss"], eval_reward=held_out.reward, **paired,
             **{name: value for name, value in means.items() if value is not None},
-            eval_rewards=found.by_name, eval_kinds=found.by_kind, seconds=logs.get("eval_runtime"),
+            eval_rewards=held_out.by_name, eval_kinds=held_out.by_kind, seconds=logs.get("eval_runtime"),
         )  # fmt: skip
-        for sample in found.samples:
+        for sample in held_out.samples:
             log.write("answer", step=state.global_step, **asdict(sample))
-        shown = f"eval at step {state.global_step}  reward {found.reward:.4f}"
-        if found.difference is not None:
-            shown += f"  {found.difference:+.4f} +- {found.error:.4f} to the first, prompt by prompt"
+        shown = f"eval at step {state.global_step}  reward {held_out.reward:.4f}"
+        if held_out.difference is not None:
+            shown += f"  {held_out.difference:+.4f} +- {held_out.error:.4f} to the first, prompt by prompt"
         self._session.tell(shown)
-        if found.alarm:
-            log.write("alarm", step=state.global_step, message=found.alarm)
-            self._session.tell(f"warning: {found.alarm}")
+        if held_out.alarm:
+            log.write("alarm", step=state.global_step, message=held_out.alarm)
+            self._session.tell(f"warning: {held_out.alarm}")
 
     def figures(self) -> dict[str, Any]:
         """What was measured of the steps since the last log line."""
         trainer, seconds = self.trainer, self._seconds
         tokens = float(trainer._total_train_tokens) - self.tokens
-        found = trainer.figures.take(seconds) if trainer.figures is not None else {}
-        return {**found, "tokens_per_second": tokens / seconds if seconds else 0.0}
+        values = trainer.figures.take(seconds) if trainer.figures is not None else {}
+        return {**values, "tokens_per_second": tokens / seconds if seconds else 0.0}
 
     def _write_step(self, state: TrainerState, logs: dict[str, Any]) -> None:
         steps = max(self._steps, 1)
@@ -338,8 +338,8 @@ class Session:
             self._weights.stop()
             self._weights = None
         trainer, resolved, facts = self.trainer, self.resolved, self.facts
-        found = sharding.inspect(trainer.model_wrapped, trainer.accelerator, self.group.gather)
-        sharding.check(found, resolved.distribution)
+        shards = sharding.inspect(trainer.model_wrapped, trainer.accelerator, self.group.gather)
+        sharding.check(shards, resolved.distribution)
         if (engine := trainer.engine) is not None:
             facts["deepspeed"] = deepspeed_engine.check(engine, resolved)
         facts["recomputed_layers"] = recompute.apply(trainer.model, resolved)
@@ -352,7 +352,7 @@ class Session:
                 self.tell(f"warning: {text}")
             self.console = TrainingConsole(self.attempt.out, steps)  # from here on steps are shown, as a bar or as lines
             # What the model calls, before what was asked for.
-            facts = {**found.as_dict(), **facts, "attention": found.attention or facts["attention"]}
+            facts = {**shards.as_dict(), **facts, "attention": shards.attention or facts["attention"]}
             self.attempt.fence()
             self.attempt.run.update(distributed={**facts, "steps": steps, "notes": self.notes})
         if trainer.is_at_end and trainer.eval_dataset is None:

@@ -87,8 +87,8 @@ def set_precision(accelerator: Any, reduce_dtype: str | None) -> None:
     if plugin is None or plugin.mixed_precision_policy is None or reduce_dtype is None:
         return
     _leave_out_what_was_not_gathered()
-    wanted = {"reduce_dtype": getattr(torch, reduce_dtype), "output_dtype": None}
-    plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, **wanted)
+    dtypes = {"reduce_dtype": getattr(torch, reduce_dtype), "output_dtype": None}
+    plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, **dtypes)
 
 
 def _leave_out_what_was_not_gathered() -> None:
@@ -175,13 +175,13 @@ def _describe(names: tuple[str, ...], placements: tuple[Any, ...]) -> str:
 
 def _offloading_parameters(model: Any) -> set[int]:
     """The parameters of FSDP2 groups that offload: on a machine without GPUs their device alone does not tell."""
-    found = set()
+    ids = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             for group in state._fsdp_param_groups:
-                found |= {id(p.sharded_param) for p in group.fsdp_params if p.offload_to_cpu}
-    return found
+                ids |= {id(p.sharded_param) for p in group.fsdp_params if p.offload_to_cpu}
+    return ids
 
 
 def checksum(model: Any) -> list[int]:
@@ -190,8 +190,8 @@ def checksum(model: Any) -> list[int]:
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         elements = local.detach().contiguous().view(-1).view(torch.uint8)
-        whole = elements[: elements.numel() // 4 * 4].view(torch.int32)
-        sums.append(int(whole.sum(dtype=torch.int64)) + int(elements[whole.numel() * 4 :].sum(dtype=torch.int64)))
+        words = elements[: elements.numel() // 4 * 4].view(torch.int32)
+        sums.append(int(words.sum(dtype=torch.int64)) + int(elements[words.numel() * 4 :].sum(dtype=torch.int64)))
     return sums
 
 
@@ -208,7 +208,7 @@ def _replicas(model: Any, accelerator: Any, kind: str, gather: Any) -> str | Non
     groups: dict[Any, set[Any]] = {}
     for where, sums in gather((coordinates, tuple(checksum(model)))):
         groups.setdefault(where, set()).add(sums)
-    return "equal" if all(len(found) == 1 for found in groups.values()) else "different"
+    return "equal" if all(len(values) == 1 for values in groups.values()) else "different"
 
 
 def inspect(model: Any, accelerator: Any, gather: Any = None) -> FoundSharding:
@@ -252,71 +252,71 @@ def _mesh(model: Any, accelerator: Any, kind: str) -> dict[str, int]:
     """The axes of accelerate's mesh above size 1, else the mesh that the parameters lie on."""
     mesh = accelerator.torch_device_mesh if kind == "FSDP" and accelerator.parallelism_config is not None else None
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)) if mesh is not None else {}
-    if found := {axis: int(sizes[axis]) for axis in acc.AXES if sizes.get(axis, 1) > 1}:
-        return found
+    if axes := {axis: int(sizes[axis]) for axis in acc.AXES if sizes.get(axis, 1) > 1}:
+        return axes
     if (parameter := next((p for p in model.parameters() if isinstance(p, DTensor)), None)) is not None:
         return dict(zip(_dimensions(parameter), parameter.device_mesh.shape, strict=True))
     return {"dp": accelerator.num_processes}
 
 
-def check(found: FoundSharding, distribution: Distribution) -> None:
+def check(found_sharding: FoundSharding, distribution: Distribution) -> None:
     """Raise UserError where the run is not what the recipe asked for."""
     problems = []
-    wanted, world_size = distribution.type, distribution.world_size
-    if found.world_size != world_size:
-        text = f"{found.world_size} ranks are connected, the recipe resolved to {world_size}"
+    kind, world_size = distribution.type, distribution.world_size
+    if found_sharding.world_size != world_size:
+        text = f"{found_sharding.world_size} ranks are connected, the recipe resolved to {world_size}"
         fix = "start every rank with one launcher: clustertune run, submit or launch/torchrun.sh"
         problems.append(Problem(text, fix=fix))
-    same = {wanted, "MULTI_CPU"} if wanted == "MULTI_GPU" and found.device == "cpu" else {wanted}
-    if found.type not in same and not (world_size == 1 and found.type != "DEEPSPEED"):
-        problems.append(Problem(f"the run is {found.type}, the file asks for {wanted}", key=acc.TYPE))
-    if found.replicas == "different":
+    same = {kind, "MULTI_CPU"} if kind == "MULTI_GPU" and found_sharding.device == "cpu" else {kind}
+    if found_sharding.type not in same and not (world_size == 1 and found_sharding.type != "DEEPSPEED"):
+        problems.append(Problem(f"the run is {found_sharding.type}, the file asks for {kind}", key=acc.TYPE))
+    if found_sharding.replicas == "different":
         problems.append(Problem("ranks that should start from the same parameters hold different ones"))
-    if wanted == "FSDP" and not problems and world_size > 1:
-        problems += _fsdp_problems(found, distribution)
+    if kind == "FSDP" and not problems and world_size > 1:
+        problems += _fsdp_problems(found_sharding, distribution)
     if problems:
         raise UserError(problems, ExitCode.FAILED)
 
 
-def _fsdp_problems(found: FoundSharding, distribution: Distribution) -> list[Problem]:
+def _fsdp_problems(state: FoundSharding, distribution: Distribution) -> list[Problem]:
     problems, world_size = [], distribution.world_size
-    if found.version != 2:
-        problems.append(Problem(f"FSDP{found.version}, the file asks for FSDP2", key=acc.key_of("version")))
+    if state.version != 2:
+        problems.append(Problem(f"FSDP{state.version}, the file asks for FSDP2", key=acc.key_of("version")))
     mesh = distribution.mesh
-    if mesh and found.mesh != mesh:
-        wanted, is_now = (" x ".join(f"{axis} {size}" for axis, size in sizes.items()) for sizes in (mesh, found.mesh))
-        problems.append(Problem(f"the mesh is {is_now}, the file asks for {wanted}", key=acc.MESH))
-    problems += _placement_problems(found, mesh)
-    shards = world_size // int(found.mesh.get("dp_replicate", 1))
+    if mesh and state.mesh != mesh:
+        mesh_asked, is_now = (" x ".join(f"{axis} {size}" for axis, size in sizes.items()) for sizes in (mesh, state.mesh))
+        problems.append(Problem(f"the mesh is {is_now}, the file asks for {mesh_asked}", key=acc.MESH))
+    problems += _placement_problems(state, mesh)
+    shards = world_size // int(state.mesh.get("dp_replicate", 1))
     # What tp does not split is kept by each of its ranks: _placement_problems looks at that share.
-    whole_over_tp = sum(n for where, n in found.placements.items() if "tp: replicate" in where)
-    extra = whole_over_tp / max(1, sum(found.placements.values())) * (found.mesh.get("tp", 1) - 1)
-    if found.sharded_share > 1.25 * (1 + extra) / shards:  # padding of uneven shards stays far below a quarter
-        text = f"this rank holds {found.sharded_share:.0%} of the parameters, a shard of {shards} is {1 / shards:.0%}"
+    whole_over_tp = sum(n for where, n in state.placements.items() if "tp: replicate" in where)
+    extra = whole_over_tp / max(1, sum(state.placements.values())) * (state.mesh.get("tp", 1) - 1)
+    if state.sharded_share > 1.25 * (1 + extra) / shards:  # padding of uneven shards stays far below a quarter
+        text = f"this rank holds {state.sharded_share:.0%} of the parameters, a shard of {shards} is {1 / shards:.0%}"
         problems.append(Problem(text))
     offload = distribution.offload_params == "cpu"
-    if found.placements and offload != (found.offloaded > 0.99) and (offload or found.offloaded > 0):
-        text = f"{found.offloaded:.0%} of the parameters are kept in the CPU's memory"
+    if state.placements and offload != (state.offloaded > 0.99) and (offload or state.offloaded > 0):
+        text = f"{state.offloaded:.0%} of the parameters are kept in the CPU's memory"
         problems.append(Problem(text, key=acc.key_of("offload_params")))
-    if mesh.get("cp", 1) > 1 and found.attention is not None and found.attention != "clustertune_context":
-        text = f"the model calls {found.attention} attention, which sees this rank's part of a sequence only"
+    if mesh.get("cp", 1) > 1 and state.attention is not None and state.attention != "clustertune_context":
+        text = f"the model calls {state.attention} attention, which sees this rank's part of a sequence only"
         problems.append(Problem(text, key=acc.key_of("cp")))
     return problems
 
 
-def _placement_problems(found: FoundSharding, mesh: Mapping[str, int]) -> list[Problem]:
+def _placement_problems(state: FoundSharding, mesh: Mapping[str, int]) -> list[Problem]:
     """Parameters that lie otherwise than FSDP2 on this mesh lays them."""
-    if found.version != 2 or not found.placements:
+    if state.version != 2 or not state.placements:
         return []
-    problems, total = [], sum(found.placements.values())
-    for where, count in found.placements.items():
+    problems, total = [], sum(state.placements.values())
+    for where, count in state.placements.items():
         parts = dict(part.split(": ", 1) for part in where.split(", ")) if ": " in where else {}
         sharded = [axis for axis, how in parts.items() if axis.startswith("dp_shard") and how.startswith("shard")]
         copied = parts.get("dp_replicate", "replicate") == "replicate"
         if not (sharded and copied):
             problems.append(Problem(f"{count:,} of {total:,} parameters lie as '{where}': not sharded over dp_shard"))
     if mesh.get("tp", 1) > 1:
-        split = sum(count for where, count in found.placements.items() if "tp: shard" in where)
+        split = sum(count for where, count in state.placements.items() if "tp: shard" in where)
         if split < TP_SHARE * total:
             text = f"tensor parallelism splits {split / total:.0%} of the parameters: its ranks are copies of each other"
             problems.append(Problem(text, key=acc.key_of("tp")))

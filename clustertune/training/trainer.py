@@ -57,8 +57,8 @@ def local(parameter: Any) -> torch.Tensor:
     """This rank's part of a parameter: of a DTensor's, of ZeRO-3's, else the parameter."""
     if (part := deepspeed_engine.local_part(parameter)) is not None:
         return part
-    found: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return found.detach()
+    tensor: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return tensor.detach()
 
 
 @dataclass
@@ -249,10 +249,10 @@ class RankTrainer(Base):  # type: ignore[misc]
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """The last thing that the Trainer does before the optimizer step: refuse a step that is not finite anywhere."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         losses, self._losses = self._losses, []
         device = losses[0].device if losses else None
-        losses.append(torch.as_tensor(0.0 if whole is None else whole, device=device).detach().reshape(()))
+        losses.append(torch.as_tensor(0.0 if full is None else full, device=device).detach().reshape(()))
         # The host waits for the GPU here, once a step.
         *values, value = torch.stack([one.double() for one in losses]).cpu().tolist()
         bad = next((loss for loss in values if not math.isfinite(loss)), None)
@@ -515,21 +515,21 @@ class RankTrainer(Base):  # type: ignore[misc]
     def _collect(self, folder: Path | None) -> RankState:
         """What this rank puts into a checkpoint. DeepSpeed writes its own part into ``folder``; small files are bytes here."""
         parts = state_parts(self.model, self.optimizer)
-        found = RankState({}, parts, sum(p.requires_grad for p in self.model.parameters()))
+        state = RankState({}, parts, sum(p.requires_grad for p in self.model.parameters()))
         with tempfile.TemporaryDirectory() as made:
             aside = folder or Path(made)
             if self.is_fsdp_enabled:
-                found.states = sharded_states(self.model, self.optimizer)
-                self._check_states(found.states, aside)
+                state.states = sharded_states(self.model, self.optimizer)
+                self._check_states(state.states, aside)
                 if self.group.rank == 0:
                     self._save_scheduler(aside)
             elif self.is_deepspeed_enabled:
                 self._save_optimizer_and_scheduler(str(aside))
             elif self.group.rank == 0:  # every rank has the same
                 self._save_scheduler(aside)
-                found.states, found.alone = self._plain_state()
+                state.states, state.alone = self._plain_state()
             else:
-                found.parts, found.trained = [], 0
+                state.parts, state.trained = [], 0
             self._save_scaler(str(aside))
             self._save_rng_state(str(aside))
             if self.group.rank == 0:
@@ -541,18 +541,18 @@ class RankTrainer(Base):  # type: ignore[misc]
                 (aside / "recipe.json").write_text(json.dumps(self.resolved.as_dict(), indent=1) + "\n")
             if folder is None:
                 files = (path for path in aside.rglob("*") if path.is_file())
-                found.small = {path.relative_to(aside).as_posix(): path.read_bytes() for path in files}
-        return found
+                state.small = {path.relative_to(aside).as_posix(): path.read_bytes() for path in files}
+        return state
 
     def _plain_state(self) -> tuple[Mapping[str, Any], Callable[[Path, Mapping[str, Any]], Mapping[str, FileRecord]]]:
         """What changes in training of a model that is not sharded, and what writes it with what does not."""
         model = self.accelerator.unwrap_model(self.model)
-        whole, is_adapter = model.state_dict(), isinstance(model, PeftModel)
+        state, is_adapter = model.state_dict(), isinstance(model, PeftModel)
         trains = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
-        moving = {name: value for name, value in whole.items() if trains.get(name, not is_adapter)}
+        moving = {name: value for name, value in state.items() if trains.get(name, not is_adapter)}
 
         def write(folder: Path, states: Mapping[str, Any]) -> Mapping[str, FileRecord]:
-            model.save_pretrained(folder, state_dict={**whole, **states["model"]})
+            model.save_pretrained(folder, state_dict={**state, **states["model"]})
             return shards.save_small(folder, shards.OPTIMIZER, states["optimizer"])
 
         return {"model": moving, "optimizer": self.optimizer.state_dict()}, write
@@ -615,8 +615,8 @@ class RankTrainer(Base):  # type: ignore[misc]
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         scaler = self.accelerator.scaler
-        if checkpoint and scaler is not None and (found := self._stored(checkpoint, shards.SCALER)) is not None:
-            scaler.load_state_dict(found)
+        if checkpoint and scaler is not None and (stored := self._stored(checkpoint, shards.SCALER)) is not None:
+            scaler.load_state_dict(stored)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Replaces the Trainer's, which writes a pickle."""
@@ -676,19 +676,19 @@ class RankTrainer(Base):  # type: ignore[misc]
     @staticmethod
     def _stored(checkpoint: str, name: str, *, needed: bool = False) -> Any:
         """A small state; None where there is none. Raises UserError where it is ``needed``, and for more than values."""
-        found = shards.load_small(Path(checkpoint), name)
-        if found is None and needed:
+        stored = shards.load_small(Path(checkpoint), name)
+        if stored is None and needed:
             fix = "resume from another checkpoint, or train again"
             raise UserError(Problem(f"the {name}'s state is missing", file=checkpoint, fix=fix))
-        return found
+        return stored
 
     def _holds_what_it_held(self) -> bool:
         """Whether the restored state is this rank's of the save, by its digest."""
         digests = self._resumed.get("state_digests") or []
         if len(digests) not in (1, self.group.world_size):
             return True
-        found = digests[self.group.rank % len(digests)]  # one where every rank has the same
-        return bool(found == digest(state_parts(self.model, self.optimizer)))
+        expected = digests[self.group.rank % len(digests)]  # one where every rank has the same
+        return bool(expected == digest(state_parts(self.model, self.optimizer)))
 
     def _holds_other_ranks(self, checkpoint: Path) -> bool:
         """Whether the restored state is what other ranks saved: this rank's part of it, read once more and compared."""
@@ -741,5 +741,5 @@ def state_parts(model: Any, optimizer: Any) -> list[torch.Tensor]:
     if deepspeed_engine.is_zero(inner):
         return list(deepspeed_engine.state_tensors(inner))
     parameters = [p for p in model.parameters() if p.requires_grad]
-    found = [*parameters, *(value for p in parameters for _, value in sorted(inner.state.get(p, {}).items()))]
-    return [local(tensor) for tensor in found if isinstance(tensor, torch.Tensor)]
+    tensors = [*parameters, *(value for p in parameters for _, value in sorted(inner.state.get(p, {}).items()))]
+    return [local(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]

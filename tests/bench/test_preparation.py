@@ -31,6 +31,6 @@ def test_full_size_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = found.measured.recipe.model, found.measured.recipe.data
     assert (model.weights, model.revision, model.path) == ("random", None, None)
     assert data.format == "messages" and data.input == str(bench.made_file(Path("runs/bench/x/1"))) and data.expect is None
-    assert found.measured.architecture == found.whole.architecture and found.measured.train_args["pad_token"] is None
+    assert found.measured.architecture == found.resolved.architecture and found.measured.train_args["pad_token"] is None
     assert bench.needed(found)[0] >= 6 * 32 * 2048, "enough tokens for every packed sequence of every step"
     assert found.lengths is not None and 400 < found.lengths.mean(2048) < 600, "a quarter of the longest"

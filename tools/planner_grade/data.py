@@ -254,10 +254,10 @@ def published_models() -> Mapping[str, PublishedModel]:
 @cache
 def published_clusters() -> Mapping[str, PublishedCluster]:
     """The clusters by key; one with a ``file`` takes GPU, nodes and network from there."""
-    found = {}
+    clusters = {}
     for name, body in read(FOLDER / "clusters.yaml")["clusters"].items():
-        found[name] = PublishedCluster(**{**(_from_file(REPO / body["file"]) if "file" in body else {}), **body})
-    return found
+        clusters[name] = PublishedCluster(**{**(_from_file(REPO / body["file"]) if "file" in body else {}), **body})
+    return clusters
 
 
 def _from_file(path: Path) -> dict[str, Any]:
@@ -275,16 +275,16 @@ def _from_file(path: Path) -> dict[str, Any]:
 @cache
 def published_runs(path: Path = FOLDER / "runs.yaml") -> Mapping[str, PublishedRun]:
     """All runs by id, in the order of the file."""
-    found: dict[str, PublishedRun] = {}
+    runs: dict[str, PublishedRun] = {}
     for group in read(path)["groups"]:
         for own in group["runs"]:
             body = {"set": group["set"], "source": group["source"], **group.get("common", {}), **own}
             body.setdefault("gpus_per_node", published_clusters()[body["cluster"]].gpus_per_node)
             run = PublishedRun(**body)
             assert run.model in published_models(), f"{run.id}: there is no model {run.model}"
-            assert run.id not in found, f"{run.id} stands twice"
-            found[run.id] = run
-    return found
+            assert run.id not in runs, f"{run.id} stands twice"
+            runs[run.id] = run
+    return runs
 
 
 # --- a published run as the planner's own input: the strategy, the machine and the counted model that its source describes ---
@@ -322,9 +322,9 @@ def case(run: PublishedRun) -> Case:
     counted = count(architecture)
     assert counted is not None, run.model
     adapters, rank, targets = _lora(run, architecture)
-    found = _machine(run)
+    machine = _machine(run)
     shape = ModelShape(counted, _strategy(run), adapters or counted.total, adapters, rank, targets)
-    return Case(run, replace(shape, cudnn_attention=found.has_cudnn_attention), found)
+    return Case(run, replace(shape, cudnn_attention=machine.has_cudnn_attention), machine)
 
 
 def _lora(run: PublishedRun, architecture: dict[str, Any]) -> tuple[int, int, tuple[str, ...]]:
@@ -342,13 +342,13 @@ def _machine(run: PublishedRun) -> PlanMachine:
     document["network"] = {"interface": "eth0", **document["network"]}
     if run.nodes > 1 and document["network"]["kind"] == "none":
         document["network"] |= {"kind": "infiniband", "gbit": 400}  # no rank leaves the NVLink domain: nothing reads it
-    found = machine(read_cluster(Document(f"published cluster {run.cluster}", document)), nodes=run.nodes)
-    changes: dict[str, Any] = {"peak_flops": found.peak_flops * published.peak_share}
-    if found.peak_flops_fp8:
-        changes["peak_flops_fp8"] = found.peak_flops_fp8 * published.peak_share
+    cluster = machine(read_cluster(Document(f"published cluster {run.cluster}", document)), nodes=run.nodes)
+    changes: dict[str, Any] = {"peak_flops": cluster.peak_flops * published.peak_share}
+    if cluster.peak_flops_fp8:
+        changes["peak_flops_fp8"] = cluster.peak_flops_fp8 * published.peak_share
     if published.hbm_gb_s:
         changes["hbm_bytes_per_s"] = published.hbm_gb_s * 1e9
-    return replace(found, **changes)
+    return replace(cluster, **changes)
 
 
 def _strategy(run: PublishedRun) -> Strategy:

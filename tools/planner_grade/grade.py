@@ -59,8 +59,8 @@ class GradeRow:
     @property
     def notes(self) -> list[str]:
         """What a reader of the row should know."""
-        found = [self.note, f"not counted: {self.run.excluded}" if self.run.excluded else ""]
-        return [text for text in (*found, "" if self.run.verified else "not read at its source") if text]
+        parts = [self.note, f"not counted: {self.run.excluded}" if self.run.excluded else ""]
+        return [text for text in (*parts, "" if self.run.verified else "not read at its source") if text]
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Flow:
 
 def cases(sets: Iterable[str]) -> list[Case]:
     """The published runs of some sets that have a step time."""
-    wanted = set(sets)
-    return [case(run) for run in published_runs().values() if run.set in wanted and run.seconds is not None]
+    chosen_sets = set(sets)
+    return [case(run) for run in published_runs().values() if run.set in chosen_sets and run.seconds is not None]
 
 
 def row(one: Case, constants: Constants, note: str = "") -> GradeRow:
@@ -112,9 +112,9 @@ def row(one: Case, constants: Constants, note: str = "") -> GradeRow:
     published = one.run.seconds
     assert published is not None
     peak = one.peak(constants) / 2**30 if one.run.peak_gib is not None else None
-    found = one.step(constants)
-    low, high = (found.seconds * share for share in step_range(one.shape, one.machine, constants, found))
-    return GradeRow(one.run, found.seconds, published, peak, one.run.peak_gib, (low, high), note)
+    predicted = one.step(constants)
+    low, high = (predicted.seconds * share for share in step_range(one.shape, one.machine, constants, predicted))
+    return GradeRow(one.run, predicted.seconds, published, peak, one.run.peak_gib, (low, high), note)
 
 
 def observation(one: Case, *, memory: bool = False) -> Observation:
@@ -154,17 +154,17 @@ def _as_shipped(name: str) -> list[GradeRow]:
 
 def _one_run(csv: Sequence[Case]) -> list[GradeRow]:
     """Every run but its cluster's cheapest one (the fewest GPUs), which calibrates."""
-    found = []
+    rows = []
     for cluster in sorted({c.run.cluster for c in csv}):
         measured = sorted((c for c in csv if c.run.cluster == cluster), key=lambda c: c.run.world)
         constants = Constants().with_values(fit([observation(measured[0])]).values)
-        found += [row(one, constants, f"calibrated with {measured[0].run.id}") for one in measured[1:]]
-    return found
+        rows += [row(one, constants, f"calibrated with {measured[0].run.id}") for one in measured[1:]]
+    return rows
 
 
 def _model_out(csv: Sequence[Case]) -> list[GradeRow]:
     """For each model: refit the constants on the others, calibrate each cluster with one run of another model, predict."""
-    found = []
+    rows = []
     for model in sorted({c.run.model for c in csv}):
         known = [c for c in csv if c.run.model != model]
         base = Constants().with_values(NEUTRAL)
@@ -177,8 +177,8 @@ def _model_out(csv: Sequence[Case]) -> list[GradeRow]:
             if near[0] is one:
                 continue
             constants = fitted.with_values(fit([observation(near[0])], fitted).values)
-            found.append(row(one, constants, f"calibrated with {near[0].run.id}"))
-    return found
+            rows.append(row(one, constants, f"calibrated with {near[0].run.id}"))
+    return rows
 
 
 # --- the reference run: Llama-3.1-405B LoRA on 2 x 8 RTX PRO 6000 over 100 GbE -----------------------------------------
@@ -208,12 +208,12 @@ def floors() -> Floors:
     """From the run's 162 gathers of all weights (36 steps x 2 micro batches x 2, and 18 evaluations)."""
     one = case(published_runs()[RUN])
     run = one.run
-    whole = one.shape.counted.total * DTYPE_BYTES["bf16"] * float(run.gathers or 0)
-    ring = whole * (run.world - 1) / run.world
+    size = one.shape.counted.total * DTYPE_BYTES["bf16"] * float(run.gathers or 0)
+    ring = size * (run.world - 1) / run.world
     work = flops(one.shape, hardware=True) * float(run.steps or 0)
     peak = one.machine.peak_flops * run.world
     return Floors(
-        ring, ring / LINE_BYTES_PER_S / 3600, whole / 2 / LINE_BYTES_PER_S / 3600, work / peak / 3600, float(run.hours or 0)
+        ring, ring / LINE_BYTES_PER_S / 3600, size / 2 / LINE_BYTES_PER_S / 3600, work / peak / 3600, float(run.hours or 0)
     )
 
 

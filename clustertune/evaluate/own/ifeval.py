@@ -52,18 +52,18 @@ class OwnRows(TaskRows):
         elif not isinstance(kwargs, list) or len(kwargs) != len(names) or not all(isinstance(one, dict) for one in kwargs):
             yield "kwargs", f"must be {len(names)} mappings, one for each instruction", None
         else:
-            for index, (name, given) in enumerate(zip(names, kwargs, strict=True)):
-                yield from _check_instruction(str(name), given, str(prompt), index)
+            for index, (name, arguments) in enumerate(zip(names, kwargs, strict=True)):
+                yield from _check_instruction(str(name), arguments, str(prompt), index)
 
     def plain(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The four columns and the arguments that count; whole numbers may be written as 2 and 2.0."""
         kwargs = [
             {
                 name: int(value) if isinstance(value, float) and value.is_integer() else value
-                for name, value in given.items()
+                for name, value in arguments.items()
                 if value is not None
             }
-            for given in row["kwargs"]
+            for arguments in row["kwargs"]
         ]
         return {**super().plain(row), "kwargs": kwargs}
 
@@ -118,10 +118,10 @@ def recognise_benchmark(rows: list[dict[str, Any]]) -> bool:
     have fixed the wording of some prompts since.
     """
     kinds = [kind for row in rows for kind in row["instruction_id_list"]]
-    found = sum(LANDMARKS.get(row["key"]) == hash_landmark(row) for row in rows)
+    matches = sum(LANDMARKS.get(row["key"]) == hash_landmark(row) for row in rows)
     return (
         len(rows) == BENCHMARK_PROMPTS
         and len(kinds) == BENCHMARK_INSTRUCTIONS
         and len(set(kinds)) == KINDS
-        and found > len(LANDMARKS) // 2
+        and matches > len(LANDMARKS) // 2
     )

@@ -18,8 +18,8 @@ FOLDER = Path(__file__).parent
 @cache
 def facts(library: str) -> dict[str, Any]:
     """The facts of one library. Callers share them and must not change them."""
-    found: dict[str, Any] = json.loads((FOLDER / f"{library}.json").read_text(encoding="utf-8"))
-    return found
+    body: dict[str, Any] = json.loads((FOLDER / f"{library}.json").read_text(encoding="utf-8"))
+    return body
 
 
 class ModelTypeFacts(TypedDict):
@@ -56,8 +56,8 @@ class ModelTypeFacts(TypedDict):
 
 def model_facts(kind: str) -> ModelTypeFacts:
     """The facts of a causal language model's type. Raises KeyError where there is no such type."""
-    found: ModelTypeFacts = facts("transformers")["models"][kind]
-    return found
+    facts_of_kind: ModelTypeFacts = facts("transformers")["models"][kind]
+    return facts_of_kind
 
 
 @cache
