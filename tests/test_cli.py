@@ -327,7 +327,7 @@ def imported(tmp_path: Path, *arguments: str) -> set[str]:
     ("arguments", "needed", "useless"),
     [
         (["--help"], {"typer"}, SLOW | {"pydantic"}),
-        (["plan", "--help"], {"typer"}, HEAVY | {"rich"}),
+        (["plan", "--help"], {"typer"}, SLOW),
         (["doctor", "sbatch", "FILE"], {"typer", "yaml"}, HEAVY),
         (["nonsense"], {"typer"}, SLOW - {"rich"}),
         (["show", "llama405b-oasst2", "--json"], {"clustertune", "yaml"}, HEAVY | {"rich"}),

@@ -33,7 +33,7 @@ from clustertune.tree import how_to_install
 
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Use it": {
-        "new": ("cli.planning:new", "Write a recipe folder for a model and its data."),
+        "new": ("cli.options:new", "Write a recipe folder for a model and its data."),
         "run": ("cli.stages:run", "Run the whole chain on this machine."),
         "submit": ("cli.jobs:submit", "Run the chain on Slurm: one job per stage."),
         "sweep": ("cli.jobs:sweep", "Run a recipe under varied settings and compare."),
@@ -44,8 +44,8 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Look at it": {
         "show": ("cli.look:show", "Print a recipe with every value resolved."),
-        "plan": ("cli.planning:plan", "Predict whether a recipe fits, its hours, cost and limits."),
-        "doctor": ("cli.doctor:doctor_app", "Look for mistakes before they cost a job."),
+        "plan": ("cli.options:plan", "Predict whether a recipe fits, its hours, cost and limits."),
+        "doctor": ("cli.options:doctor_app", "Look for mistakes before they cost a job."),
         "watch": ("cli.look:watch", "Follow a run: step, speed, time and money, GPUs, alerts."),
         "runs": ("cli.look:runs", "List runs with state, step, score and cost, newest first."),
         "report": ("cli.stages:report", "Write a run's one-page report, and report.json next to it."),
@@ -61,7 +61,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Cluster; images of containers are made by make: build-sif, build-image": {
         "show-cluster": ("cli.look:show_cluster", "Check and show a cluster file, or what this machine has."),
         "setup": ("cli.cluster_commands:setup_app", "Render files that set up a node."),
-        "nccl-check": ("cli.nccl_check:nccl_check", "Measure the bandwidth between GPUs and nodes, and check it."),
+        "nccl-check": ("cli.options:nccl_check", "Measure the bandwidth between GPUs and nodes, and check it."),
         "stage": ("cli.cluster_commands:stage", "Copy model and data to local disks, or into a bundle."),
         "demo-slurm": ("cli.cluster_commands:demo_slurm", "Run a scaled-down recipe on a temporary Slurm."),
         "sky": ("experimental.skypilot:sky", "Print a recipe as a SkyPilot task."),

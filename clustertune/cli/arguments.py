@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import unicodedata
 from collections.abc import Callable
@@ -50,13 +51,16 @@ GpusOption = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 
-def takes(options: type, program: Callable[[Any], int | None]) -> Callable[..., None]:
+def takes(options: type, place: str) -> Callable[..., None]:
     """A command whose arguments are the fields of a dataclass, and whose help is the dataclass's docstring.
 
-    ``program`` gets the dataclass, and returns the exit code (None: 0).
+    ``place``: module and function of its program, which is imported when it is called, gets the dataclass, and returns the exit
+    code (None: 0). So ``--help`` loads none of the package.
     """
 
     def command(**values: Any) -> None:
+        module, _, function = place.partition(":")
+        program = getattr(importlib.import_module(f"clustertune.{module}"), function)
         raise typer.Exit(program(options(**values)) or 0)
 
     command.__doc__ = options.__doc__

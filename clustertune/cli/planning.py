@@ -9,25 +9,16 @@ import json
 import re
 import shlex
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from clustertune import console, draft
 from clustertune.cli.arguments import (
-    AsJson,
-    ClusterOption,
-    DataOption,
-    GpusOption,
-    MethodOption,
-    ModelOption,
-    Overrides,
-    Tiny,
     path_argument,
-    takes,
 )
+from clustertune.cli.options import NewArguments, PlanArguments
 from clustertune.cluster import load
 from clustertune.console import emit_json, reply, say, show
 from clustertune.data import prepare
@@ -47,77 +38,6 @@ from clustertune.resolve import models, resolve, tiny
 from clustertune.resolve import overrides as recipe_source
 from clustertune.simulate import simulator
 from clustertune.simulate.simulator import Simulation
-
-Targets = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="RECIPE [section.key=value]...",
-        help="A recipe, two with --compare, or run folders with --calibrate; and overrides.",
-    ),
-]
-
-
-@dataclass(frozen=True)
-class PlanArguments:
-    """--advise ranks alternatives. --model plans a model without a recipe."""
-
-    targets: Targets = None
-    model: ModelOption = None
-    gpus: GpusOption = None
-    method: MethodOption = "lora"
-    data: DataOption = None
-    cluster: ClusterOption = None
-    clusters: Annotated[
-        str | None, typer.Option(metavar="all|A,B", help="One row a cluster, the cheapest first; --gpus counts as one.")
-    ] = None
-    out: Annotated[
-        str | None,
-        typer.Option(
-            "--out", metavar="FILE", help="With --clusters: a page (HTML) of the rows. With --simulate: a picture (SVG)."
-        ),
-    ] = None
-    tiny: Tiny = False
-    why: Annotated[
-        str | None,
-        typer.Option(metavar="PART", help="Show the arithmetic of one part: step, memory, communication, hours, mfu ..."),
-    ] = None
-    advise: Annotated[bool, typer.Option("--advise", help="Search the strategies that fit and rank them.")] = False
-    goal: Annotated[str, typer.Option(metavar="time|cost|memory", help="What --advise ranks by.")] = "time"
-    nodes: Annotated[
-        str | None, typer.Option(metavar="N[,N...]", help="Node counts that --advise tries; the recipe's by default.")
-    ] = None
-    compare: Annotated[bool, typer.Option("--compare", help="Compare two recipes.")] = False
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Fit the planner to measured runs and save the result next to the cluster file.")
-    ] = False
-    nccl_check: Annotated[str | None, typer.Option(metavar="FILE", help="Use the result of an nccl-check on this cluster.")] = (
-        None
-    )
-    lengths: Annotated[
-        str | None, typer.Option(metavar="FILE", help="File with tokens per conversation, one number a line.")
-    ] = None
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="Run two training steps of one rank at full size on fake tensors, without a GPU.")
-    ] = False
-    depth: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Layers that --simulate makes, each as wide as the recipe's; all by default."),
-    ] = None
-    ranks: Annotated[
-        str | None,
-        typer.Option(metavar="R[,R...]", help="Ranks that --simulate runs, compared: numbers, first, last, each-node."),
-    ] = None
-    as_document: AsJson = False
-
-    @property
-    def names(self) -> list[str]:
-        """Recipes, or runs."""
-        return [text for text in self.targets or [] if "=" not in text]
-
-    @property
-    def overrides(self) -> list[str]:
-        return [text for text in self.targets or [] if "=" in text]
-
 
 GOALS = ("time", "cost", "memory")
 
@@ -146,9 +66,6 @@ def answer(args: PlanArguments) -> None:
         known = known or (known_lengths.of_counts(list(measured.tokens.items()), measured.source) if measured.tokens else None)
         overrides = [*(f"data.{key}={json.dumps(value)}" for key, value in measured.section.items()), *overrides]
     _answer(args, overrides, calibrated, [_plan(calibrated, name, overrides, args.tiny, known) for name in args.names])
-
-
-plan = takes(PlanArguments, answer)
 
 
 def _compare_clusters(args: PlanArguments, known: Lengths | None) -> None:
@@ -401,27 +318,21 @@ def _calibrate(calibrated: CalibratedCluster, runs: list[str], lengths: Lengths 
 # --- new ---------------------------------------------------------------------------------------------------------------
 
 
-def new(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new recipe: a folder below recipes/, or a path.")],
-    model: ModelOption = None,
-    data: DataOption = None,
-    method: MethodOption = "lora",
-    gpus: GpusOption = None,
-    cluster: ClusterOption = None,
-    as_json: AsJson = False,
-    overrides: Overrides = None,
-) -> None:
-    """LoRA target modules come from the model's architecture, the distribution from the planner. Prints every assumption."""
+def write_recipe(args: NewArguments) -> None:
+    """Write the folder, and print every assumption and the next commands. Raises UserError."""
+    name, overrides = args.name, args.overrides
     folder = draft.target(name)
     stated = draft.stated(overrides or ())
-    made_of, dataset, at = draft.read_options(model, data, method, gpus, cluster, needs_data=True, of_data=stated.get("data"))
+    made_of, dataset, at = draft.read_options(
+        args.model, args.data, args.method, args.gpus, args.cluster, needs_data=True, of_data=stated.get("data")
+    )
     if not (stated.get("model") or {}).keys() & {"revision", "path"}:
         made_of = models.pinned(made_of)
     keys, notes = draft.look_at_tokenizer(made_of, dataset, stated)
     stated = layers.laid_over(keys, stated)
     shown = folder.name if "/" not in name else name
-    if at.assumed and method != "qlora" and tiny.is_small(made_of.architecture):
-        made = draft.on_cpus(made_of, method, dataset, stated)
+    if at.assumed and args.method != "qlora" and tiny.is_small(made_of.architecture):
+        made = draft.on_cpus(made_of, args.method, dataset, stated)
         made.assumed.extend(notes)
         following = draft.commands(shown, ())
         with draft.folder_of(made, folder.name) as written:
@@ -431,7 +342,7 @@ def new(
         text = "\nfor this machine's CPUs. Next:\n"
     else:
         following = draft.commands(shown, at.options)
-        with draft.drafted(folder.name, made_of, method, dataset, at, stated) as (made, written):
+        with draft.drafted(folder.name, made_of, args.method, dataset, at, stated) as (made, written):
             made.assumed.extend(notes)
             machine = at.calibrated.machine(int(made.recipe["slurm"]["nodes"]))
             plan = prediction.make_plan(resolve.resolve(written), machine, at.calibrated.constants, lengths=made.lengths)
@@ -446,7 +357,14 @@ def new(
         made.assumed.append(f"said behind the options, and holds whatever stands above: {', '.join(overrides)}")
     files = sorted(path.name for path in folder.iterdir())
     document |= {"folder": str(folder), "files": files, "assumed": made.assumed, "commands": following}
-    reply(as_json, document, f"{folder}: {', '.join(files)}", *(f"- {one}" for one in made.assumed), text, "\n".join(following))
+    reply(
+        args.as_json,
+        document,
+        f"{folder}: {', '.join(files)}",
+        *(f"- {one}" for one in made.assumed),
+        text,
+        "\n".join(following),
+    )
 
 
 def _keep(written: Path, folder: Path, page: str) -> None:

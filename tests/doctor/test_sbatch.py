@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from clustertune.check.rule import SCRIPT, checks
 from clustertune.check.sbatch import lint
 from clustertune.cli.app import run_command
-from clustertune.cli.doctor import doctor_app
+from clustertune.cli.options import doctor_app
 from tests.tree import REPO
 
 GOOD = """#!/usr/bin/env bash

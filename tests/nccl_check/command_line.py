@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from clustertune.cli import nccl_check as program
 from clustertune.cli.app import app
-from clustertune.cli.nccl_check import NcclCheckArguments
+from clustertune.cli.options import NcclCheckArguments
 from clustertune.cluster.load import load_cluster
 from clustertune.launch.stage_jobs import BatchJob
 from clustertune.nccl_check import link_check
