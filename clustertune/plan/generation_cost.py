@@ -56,7 +56,7 @@ class BesideServer:
     @property
     def answers(self) -> int:
         """That it works on at once."""
-        return max(0, min(MOST, int(self.room // self.each)))
+        return max(0, min(MOST, int(self.room // self.each))) if self.count else 0
 
     def __str__(self) -> str:
         many = f"{self.count} server{'s' if self.count != 1 else ''}"

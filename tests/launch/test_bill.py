@@ -106,6 +106,8 @@ def test_what_does_not_fit_has_a_reason_and_no_hours() -> None:
     found = {one.cluster.name: one.as_json() for one in bills.choices("llama405b-oasst2", [], [small, few])}
     assert "GiB a GPU" in found["2x8xl40s"]["why_not"] and "it has 1" in found["1x8xh100-sxm"]["why_not"]
     assert all(row["hours"] is row["total"] is row["step_s"] is None for row in found.values())
+    narrow = bills.choices("llama70b-ifeval-grpo", [], [of_gpus("8x4xh100-sxm")])[0]
+    assert not narrow.fits and "8 GPUs, and the job has 4 on each node" in narrow.why_not  # its servers take eight of a node
     done = run("plan", "llama405b-oasst2", "--clusters", "", "--gpus", "2x8xl40s")
     assert done.code == 2 and "does not fit: 2x8xl40s" in done.out
 

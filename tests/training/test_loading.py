@@ -188,7 +188,7 @@ def test_whoever_starts_a_rank_may_say_otherwise_than_the_file(monkeypatch: pyte
     for value, wanted in (("true", True), ("0", False)):
         monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", value)
         stated = replace(resolve("tiny-oasst2"), accelerate=fsdp(SLICES)).distribution
-        assert Loading(stated, Startup())._wanted is wanted
+        assert Loading(stated, Startup())._efficient is wanted
 
 
 @pytest.mark.jobs
