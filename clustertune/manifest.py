@@ -371,12 +371,12 @@ def find_problem(
             return Problem("is not a plain file", file=str(path), fix=fix)
         if (size := at.st_size) != record.size:
             return Problem(f"{size} bytes, the manifest says {record.size}", file=str(path), fix=fix)
-        if not hashes or (record_now := hash_file(path, record.algorithm, stop)) == record or (stop and stop.is_set()):
+        if not hashes or (current := hash_file(path, record.algorithm, stop)) == record or (stop and stop.is_set()):
             return None
     except FileNotFoundError:
         return Problem("missing", file=str(path), fix=fix)
     source = "the Hub's digest" if kind == _HUB else f"the manifest's {_WORDS[record.algorithm]}"
-    text = f"content differs from {source}: {record_now.digest[:12]} found, {record.digest[:12]} expected"
+    text = f"content differs from {source}: {current.digest[:12]} found, {record.digest[:12]} expected"
     return Problem(text, file=str(path), fix=fix)
 
 
@@ -559,7 +559,7 @@ def sharers(folder: Path, ranks: Ranks | None) -> tuple[int, int]:
 
 def agree(problems: list[Problem], ranks: Ranks | None = None) -> None:
     """Raise UserError on all ranks where one has a problem: one that left alone would leave the others waiting."""
-    distinct = {str(problem): problem for mine in (ranks.gather(problems) if ranks else [problems]) for problem in mine}
+    distinct = {str(problem): problem for of_rank in (ranks.gather(problems) if ranks else [problems]) for problem in of_rank}
     if distinct:
         raise UserError(list(distinct.values()))
 

@@ -170,12 +170,12 @@ def build_card(
         notes.append("The base model has random weights and was made by the run itself: nobody else can load this adapter.")
     distributed = document.get("distributed") or {}
     ranks = distributed.get("world_size") or resolved.world_size
-    losses_of = (
+    curves = (
         ("training loss", content.train_losses(metrics)),
         ("eval loss", content.eval_losses(metrics)),
         ("reward of the held-out prompts", content.held_out_rewards(metrics)),
     )
-    losses = [(f"{name}, {loss[0]}", ", ".join(f"{value:.4f}" for value in loss[1])) for name, loss in losses_of if loss]
+    losses = [(f"{name}, {loss[0]}", ", ".join(f"{value:.4f}" for value in loss[1])) for name, loss in curves if loss]
     seconds = next((stage.seconds for stage in metrics.stages if stage.stage == "train"), None)  # of all tries that ended
     values = {
         "metadata": _metadata(recipe, scored, licence, repo),

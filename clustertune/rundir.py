@@ -160,12 +160,12 @@ class RunDir:
 
         body = self.read()
         try:
-            read_back = Resolved.from_dict(body["recipe"])
+            resolved = Resolved.from_dict(body["recipe"])
             expected = str(body["fingerprint"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"contains no resolved recipe: {error!r}", file=str(self.run_json)) from None
-        if (digest := read_back.fingerprint()) == expected:
-            return read_back
+        if (digest := resolved.fingerprint()) == expected:
+            return resolved
         text = f"its recipe was changed: fingerprint {digest[:12]} found, {expected[:12]} expected"
         fix = "give another --run-dir"
         raise UserError(text, file=str(self.run_json), key="recipe", fix=fix)

@@ -129,8 +129,8 @@ def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], contai
     if plan.cluster.slurm is None:
         fix = "add a slurm section to its file, or --cluster names another one"
         problems.append(Problem(f"cluster {plan.cluster.name} has no Slurm", file=plan.cluster.source, fix=fix))
-    wrong_image, the_image, notes = _image_problems(plan)
-    return [*problems, *wrong_image], the_image, notes
+    wrong_image, image, notes = _image_problems(plan)
+    return [*problems, *wrong_image], image, notes
 
 
 def _not_reached(plan: SubmissionPlan) -> list[Problem]:
@@ -260,12 +260,12 @@ def show(plan: SubmissionPlan, as_json: bool, verbose: bool) -> None:
 
 def summary(plan: SubmissionPlan) -> list[str]:
     """What would be submitted, a line for each job."""
-    lines = [f"run folder: {plan.path}", f"cluster: {plan.cluster.name} ({plan.cluster.source})"]
+    shown = [f"run folder: {plan.path}", f"cluster: {plan.cluster.name} ({plan.cluster.source})"]
     if not plan.jobs:
-        return [*lines, DONE]
+        return [*shown, DONE]
     width = max(len(job.stage) for job in plan.jobs)
     after = ["", *(f", after {job.stage}" for job in plan.jobs)]
-    lines += [
+    shown += [
         "",
         *(f"{job.stage:<{width}}  {job.shape}{then}" for job, then in zip(plan.jobs, after, strict=False)),
         *([str(plan.evaluation)] if "eval" in plan.stages else []),
@@ -275,30 +275,30 @@ def summary(plan: SubmissionPlan) -> list[str]:
         *([_signal(plan)] if plan.trains else []),
         "--verbose adds the scripts, the environment with its reasons, and the commands",
     ]
-    return lines
+    return shown
 
 
 def lines(plan: SubmissionPlan) -> list[str]:
     """Everything, for people. The body is the same in all scripts and is printed once."""
-    lines_so_far = [f"run folder: {plan.path}", f"cluster: {plan.cluster.name} ({plan.cluster.source})"]
+    shown = [f"run folder: {plan.path}", f"cluster: {plan.cluster.name} ({plan.cluster.source})"]
     if not plan.jobs:
-        return [*lines_so_far, DONE]
+        return [*shown, DONE]
     for number, (job, command_line) in enumerate(zip(plan.jobs, commands(plan), strict=True)):
         header, body = launch.split_script(job.script)
         text = header + body if number == 0 else f"{header}# ... and the body of launch/run.sbatch, as above"
-        lines_so_far += ["", f"# {job.stage}: {job.shape}", f"# {job.path}", text.rstrip("\n"), f"$ {shlex.join(command_line)}"]
-    lines_so_far += _site_lines(plan)
+        shown += ["", f"# {job.stage}: {job.shape}", f"# {job.path}", text.rstrip("\n"), f"$ {shlex.join(command_line)}"]
+    shown += _site_lines(plan)
     if plan.variables:
-        lines_so_far += ["", "# environment of every stage, and of every rank"]
-        lines_so_far += [f"{setting.name}={setting.value}  # {setting.reason}" for setting in plan.variables]
+        shown += ["", "# environment of every stage, and of every rank"]
+        shown += [f"{setting.name}={setting.value}  # {setting.reason}" for setting in plan.variables]
     if plan.trains:
         variables, command = node_lines(plan)
-        lines_so_far += ["", f"# {_signal(plan)}"]
-        lines_so_far += ["# environment of every rank", *(f"{s['name']}={s['value']}  # {s['reason']}" for s in variables)]
-        lines_so_far += ["# on the nodes, for each attempt", f"$ {shlex.join(command)}"]
+        shown += ["", f"# {_signal(plan)}"]
+        shown += ["# environment of every rank", *(f"{s['name']}={s['value']}  # {s['reason']}" for s in variables)]
+        shown += ["# on the nodes, for each attempt", f"$ {shlex.join(command)}"]
         if plan.resolved.recipe.megatron is not None:
-            lines_so_far += settings.shown_lines(plan.resolved, plan.cluster, plan.path)
-    return lines_so_far
+            shown += settings.shown_lines(plan.resolved, plan.cluster, plan.path)
+    return shown
 
 
 def _whole(plan: SubmissionPlan) -> list[str]:
@@ -331,15 +331,15 @@ def _site_lines(plan: SubmissionPlan) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def send(plan: SubmissionPlan, the_image: container.Image | None, as_json: bool) -> None:
+def send(plan: SubmissionPlan, image: container.Image | None, as_json: bool) -> None:
     """Submit, or say why not."""
     keep_private(plan.cluster)
     opened = chain.open_run(plan.resolved, plan.path, chain.command_line(), take=False)
     folder = plan.path / "jobs"
-    if the_image is not None:
-        if note := container.changed(opened.read().get("container"), the_image):
+    if image is not None:
+        if note := container.changed(opened.read().get("container"), image):
             say(f"warning: {note}")
-        opened.update(container=the_image.as_json())
+        opened.update(container=image.as_json())
     with lock.held(folder / "lock", "submits this run", shown=plan.path, fix="wait for it"):
         launch.require_none_live(plan.path, "jobs of this run", "clustertune submit --status")
         opened.update(environment=[vars(setting) for setting in plan.variables])

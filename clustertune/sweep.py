@@ -297,8 +297,8 @@ class PointResult:
 
     def value(self, metric: str) -> float | None:
         """Its value of a metric, where it is a number."""
-        number = self.metrics.get(metric, self.metrics.get(f"{FIRST_TASK}.{metric}"))
-        return number if number is not None and math.isfinite(number) else None
+        value = self.metrics.get(metric, self.metrics.get(f"{FIRST_TASK}.{metric}"))
+        return value if value is not None and math.isfinite(value) else None
 
 
 def check_metric(metric: str) -> None:
@@ -406,7 +406,7 @@ def _last_error(sweep: Sweep, point: Point) -> str:
 
 def rows(sweep: Sweep, names: Sequence[str], results: Sequence[PointResult]) -> list[list[str]]:
     """One row a point: rank, number, settings, metrics, step, time, state."""
-    rows_so_far, rank = [], 0
+    table, rank = [], 0
     for result in results:
         ranked = result.status == DONE and result.value(names[0]) is not None
         rank += ranked
@@ -415,8 +415,8 @@ def rows(sweep: Sweep, names: Sequence[str], results: Sequence[PointResult]) -> 
         metrics = [number(result.value(name)) for name in names]
         step = UNKNOWN if result.step is None else str(result.step)
         position = str(rank) if ranked else ""
-        rows_so_far.append([position, str(result.index), *settings, *metrics, step, duration(result.seconds), state])
-    return rows_so_far
+        table.append([position, str(result.index), *settings, *metrics, step, duration(result.seconds), state])
+    return table
 
 
 def heads(sweep: Sweep, names: Sequence[str]) -> list[str]:

@@ -140,12 +140,12 @@ class Done:
 
 def pids(attempt: Path, pattern: str) -> list[int]:
     """The processes of an attempt that live, by the files that hold their ids."""
-    pids_so_far = []
+    alive = []
     for path in attempt.glob(pattern):
         text = path.read_text().strip()
         if text.isdigit() and Path(f"/proc/{text}").exists():
-            pids_so_far.append(int(text))
-    return sorted(pids_so_far)
+            alive.append(int(text))
+    return sorted(alive)
 
 
 def kill_training(seed: int, workspace: Workspace, *, saving: bool = False) -> Done:
@@ -259,8 +259,8 @@ def power_cut(seed: int, workspace: Workspace) -> Done:
     mount = ("-o", "loop,nouuid", image)
     with disk_with_run(workspace, *mount) as disk:
         child = start(disk / "run", "train", out=out)
-        saves = SAVE_STEPS * chance.randint(1, 3)
-        child.until(lambda: said_saved(child.text) >= saves, PATIENCE)
+        step = SAVE_STEPS * chance.randint(1, 3)
+        child.until(lambda: said_saved(child.text) >= step, PATIENCE)
         time.sleep(chance.uniform(0, 0.6))
         announced = said_saved(child.text)  # before the cut
         subprocess.run(["xfs_io", "-x", "-c", "shutdown", disk], check=True)
@@ -270,7 +270,7 @@ def power_cut(seed: int, workspace: Workspace) -> Done:
         subprocess.run(["mount", *mount, disk], check=True)
         newest, _ = store.newest_whole(disk / "run" / "checkpoints")
         last = newest.step if newest else 0
-        assert announced >= saves and last >= announced, f"{announced} was announced (wanted {saves}), {last} is there"
+        assert announced >= step and last >= announced, f"{announced} was announced (wanted {step}), {last} is there"
         command(disk / "run", "export", out=out)
         assert digest(disk / "run" / "adapter") == workspace.adapter
         return Done(figures={"step announced": [announced]})

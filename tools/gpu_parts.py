@@ -73,13 +73,13 @@ FIRST = (
 
 def parts() -> dict[str, Part]:
     """All parts by name, in the order in which they run: :data:`FIRST`, then the rest."""
-    parts_so_far: dict[str, Part] = {"versions": versions, "nccl": nccl, "chain": chain, "context": context}
-    parts_so_far |= {"telemetry": telemetry, "eval": evaluation, "gpu-tests": gpu_tests, "peak": peak}
+    by_name: dict[str, Part] = {"versions": versions, "nccl": nccl, "chain": chain, "context": context}
+    by_name |= {"telemetry": telemetry, "eval": evaluation, "gpu-tests": gpu_tests, "peak": peak}
     for name in BENCHES:
-        parts_so_far[name] = _bench(name)
+        by_name[name] = _bench(name)
     for recipe in sorted(path.parent.name for path in (REPO / "recipes").glob("*/recipe.yaml")):
-        parts_so_far[f"tiny-{recipe}"] = _tiny(recipe)
-    return {name: parts_so_far[name] for name in (*FIRST, *(name for name in parts_so_far if name not in FIRST))}
+        by_name[f"tiny-{recipe}"] = _tiny(recipe)
+    return {name: by_name[name] for name in (*FIRST, *(name for name in by_name if name not in FIRST))}
 
 
 def choose(words: str, known: Mapping[str, Part]) -> tuple[list[str], list[str]]:
@@ -111,8 +111,8 @@ def gpu_name() -> str:
 
 def pinned() -> dict[str, str]:
     """Packages and versions of ``containers/versions.env`` that train."""
-    versions = pins.read()
-    return {**versions[pins.PY], "deepspeed": versions[pins.DEV]["deepspeed"]}
+    pins_by_set = pins.read()
+    return {**pins_by_set[pins.PY], "deepspeed": pins_by_set[pins.DEV]["deepspeed"]}
 
 
 # --- the machine --------------------------------------------------------------------------------------------------------
@@ -121,18 +121,18 @@ def pinned() -> dict[str, str]:
 def versions(check: GpuCheck) -> dict[str, Any]:
     """Python, packages, driver and GPUs; which versions differ from the project's pins."""
     expected = pinned()
-    installed = check.run(check.python, "-c", _VERSIONS, *expected).document()
-    if "error" in installed:
-        raise Failed(f"torch is not installed for {check.python}: {installed['error']}")
-    if check.backend == "nccl" and not installed["gpus"]:
-        raise Failed(f"torch {installed['versions']['torch']} sees no GPU: a build for CPUs, or the driver is missing")
-    have = installed["versions"]
+    document = check.run(check.python, "-c", _VERSIONS, *expected).document()
+    if "error" in document:
+        raise Failed(f"torch is not installed for {check.python}: {document['error']}")
+    if check.backend == "nccl" and not document["gpus"]:
+        raise Failed(f"torch {document['versions']['torch']} sees no GPU: a build for CPUs, or the driver is missing")
+    have = document["versions"]
     differ = {k: f"{have[k]} (pinned: {v})" for k, v in expected.items() if have[k].partition("+")[0] != v}
     driver = ""
     if shutil.which("nvidia-smi"):
         driver = check.run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").out.strip().partition("\n")[0]
     return {
-        **installed,
+        **document,
         "driver": driver,
         "differ": differ,
         "why": f"{len(differ)} packages differ from the pins" if differ else "",

@@ -141,19 +141,19 @@ def optimizer_facts() -> dict[str, list[str] | None]:
     """By optimizer: the keys that transformers reads from ``optim_args``; None where it passes all of them on."""
     from transformers import trainer_optimizer
 
-    arguments: dict[str, list[str] | None] = {}
+    by_optimizer: dict[str, list[str] | None] = {}
     for name, handler in trainer_optimizer._OPTIMIZER_HANDLERS.items():
         source = inspect.getsource(handler)
         if handler is trainer_optimizer._get_bitsandbytes_optimizer and "rmsprop" not in name.value:
             # One function for four kinds: RMSprop takes all, AdEMAMix reads some, AdamW and Lion none.
             source = source.replace("additional_optim_kwargs = ctx.optim_args", "") if "ademamix" in name.value else ""
         if re.search(r"optim_args\)|= ctx\.optim_args$|\*\*ctx\.optim_args", source, re.MULTILINE):
-            arguments[name.value] = None
+            by_optimizer[name.value] = None
             continue
         loops = re.findall(r"for key in \((.*?)\):\n\s+if key in ctx\.optim_args", source)
         keys = re.findall(r"optim_args(?:\.get\(|\.pop\(|\[)\"(\w+)\"", source)
-        arguments[name.value] = list(dict.fromkeys([*keys, *(key for loop in loops for key in re.findall(r"\w+", loop))]))
-    return arguments
+        by_optimizer[name.value] = list(dict.fromkeys([*keys, *(key for loop in loops for key in re.findall(r"\w+", loop))]))
+    return by_optimizer
 
 
 def peft_facts() -> dict[str, Any]:
@@ -280,7 +280,7 @@ def modules(config: Any, model: Any) -> dict[str, str]:
 
     absent = [name for name in config.__annotations__ if getattr(config, name, 0) is None]
     sizes = {name: SIZE for name in absent if _hint(config, name) == "int | None"}
-    names: dict[str, str] = {}
+    classes: dict[str, str] = {}
     for variant in _variants(config):
         for more in ({}, sizes):
             try:
@@ -292,9 +292,9 @@ def modules(config: Any, model: Any) -> dict[str, str]:
             for name, module in built.named_modules():
                 for leaf in (torch.nn.Linear, Conv1D, torch.nn.Embedding):
                     if isinstance(module, leaf):
-                        names[re.sub(r"\.\d+(?=\.|$)", ".0", name)] = leaf.__name__
+                        classes[re.sub(r"\.\d+(?=\.|$)", ".0", name)] = leaf.__name__
             break
-    return names
+    return classes
 
 
 def _hint(config: Any, name: str) -> str:

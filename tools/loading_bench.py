@@ -171,7 +171,7 @@ def _fsdp(way: str, store: Path, axes: Axes) -> Any:
     _join(store, axes.ranks)
     mesh = ParallelismConfig(**axes.sizes) if axes.ranks > axes.shards else None
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin, parallelism_config=mesh)
-    accelerator._prepare_tp = lambda *given: given  # as clustertune/training/trainer.py
+    accelerator._prepare_tp = lambda *args: args  # as clustertune/training/trainer.py
     return accelerator
 
 

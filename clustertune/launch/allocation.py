@@ -174,16 +174,16 @@ def check(
     """
     if not STAGES.index(stages[0]) <= STAGES.index("train") <= STAGES.index(stages[1]):
         return []
-    wanted_nodes, wanted_ranks = resolved.recipe.slurm.nodes, resolved.recipe.slurm.gpus_per_node
+    asked_nodes, asked_ranks = resolved.recipe.slurm.nodes, resolved.recipe.slurm.gpus_per_node
     nodes = len(allocation.nodes) - resolved.recipe.server_nodes
     faults = []
-    if nodes != wanted_nodes and not _takes_any(resolved, "slurm.nodes"):
+    if nodes != asked_nodes and not _takes_any(resolved, "slurm.nodes"):
         beside = f" beside {_count(resolved.recipe.server_nodes, 'node')} of servers" if resolved.recipe.server_nodes else ""
-        faults.append(("slurm.nodes", f"the job has {_count(nodes, 'node')}{beside}, the recipe asks for {wanted_nodes}"))
+        faults.append(("slurm.nodes", f"the job has {_count(nodes, 'node')}{beside}, the recipe asks for {asked_nodes}"))
     if not _takes_any(resolved, "slurm.gpus_per_node"):
         has = allocation.gpus_per_node
-        if has != wanted_ranks and (cluster.compute.gpus or has):
-            text = f"the job has {_count(has, 'GPU')} on each node, the recipe asks for {wanted_ranks}"
+        if has != asked_ranks and (cluster.compute.gpus or has):
+            text = f"the job has {_count(has, 'GPU')} on each node, the recipe asks for {asked_ranks}"
             faults.append(("slurm.gpus_per_node", text))
     if allocation.tasks_per_node not in (None, 1):
         text = f"the job has {allocation.tasks_per_node} tasks on each node; one starts all of a node's ranks"
@@ -199,7 +199,7 @@ def check(
     # What does not fit even in the shape that was asked for gets the line for the smallest shape that would hold it.
     unfit = shape.fit_problems(resolved, cluster)
     least = shape.least_nodes(resolved, cluster) if unfit else None
-    if least is not None and least > wanted_nodes:
+    if least is not None and least > asked_nodes:
         more = [word for word in arguments if not word.startswith("slurm.nodes=")]
         line = sbatch_line(resolved, cluster, insert_overrides(more, [f"slurm.nodes={least}"]), nodes=least)
         unfit = [replace(problem, file=f"job {allocation.job_id}", fix=f"use: {line}") for problem in unfit]
@@ -220,9 +220,9 @@ def sbatch_line(
     nodes: int | None = None,
 ) -> str:
     """The command, quoted for a shell, whose allocation is the recipe's."""
-    asked = shape.train_shape(resolved, cluster)
-    options = replace(asked, nodes=nodes or asked.nodes).options()
-    if not asked.gpus_per_node:
+    train_shape = shape.train_shape(resolved, cluster)
+    options = replace(train_shape, nodes=nodes or train_shape.nodes).options()
+    if not train_shape.gpus_per_node:
         options.insert(2, "--gpus-per-node=0")  # the script's own header asks for some
     # The script's own is the reference recipe's, which would use up a short job.
     options.append(f"--signal=B:USR1@{resolved.recipe.slurm.signal_seconds}")

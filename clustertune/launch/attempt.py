@@ -134,12 +134,12 @@ class PastAttempt:
 
 def read_attempts(run_path: Path) -> list[PastAttempt]:
     """The attempts of a run that had a plan, oldest first."""
-    folder, past = run_path / "attempts", []
+    folder, attempts = run_path / "attempts", []
     for path in folder.iterdir() if folder.is_dir() else []:
         if path.name.isdigit():
             with contextlib.suppress(UserError):
-                past.append(PastAttempt(path, AttemptPlan.read(path), read_object(path / OUTCOME)))
-    return sorted(past, key=lambda attempt: int(attempt.folder.name))
+                attempts.append(PastAttempt(path, AttemptPlan.read(path), read_object(path / OUTCOME)))
+    return sorted(attempts, key=lambda attempt: int(attempt.folder.name))
 
 
 def newest_attempt(run_path: Path) -> int:

@@ -221,7 +221,7 @@ class Choice:
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``: no hours of what does not fit."""
-        plan, bill = (self.plan, self.bill) if self.fits else (None, None)
+        plan, total = (self.plan, self.bill) if self.fits else (None, None)
         return {
             "cluster": self.cluster.name,
             "gpu": self.cluster.compute.gpu,
@@ -232,7 +232,7 @@ class Choice:
             "needed_gib_per_gpu": self.plan.needed / GIB if self.plan else None,
             "step_s": plan.step.seconds if plan else None,
             "hours": plan.hours if plan else None,
-            "total": bill.as_json() if bill else None,
+            "total": total.as_json() if total else None,
             "bottleneck": bottleneck(plan) if plan else None,
             "evaluation": self.evaluation.as_json() if self.evaluation and plan else None,
             "expected_start": self.start,
@@ -258,10 +258,10 @@ def page_columns() -> list[str]:
     return [f"#{name}" if 3 <= number <= 7 else name for number, name in enumerate(COLUMNS)]
 
 
-def cells(choices: Iterable[Choice]) -> list[list[str]]:
+def cells(options: Iterable[Choice]) -> list[list[str]]:
     """The rows of a table with :data:`COLUMNS`."""
     rows = []
-    for one in choices:
+    for one in options:
         size = f"{one.nodes} x {one.gpus_per_node} {one.cluster.compute.gpu or ''}".strip() if one.nodes else "-"
         if not (one.plan and one.bill and one.fits):
             rows.append([one.cluster.name, size, "no", *[""] * 6, one.why_not])

@@ -88,8 +88,8 @@ def existing(path: Path) -> Path:
     """``runs/NAME/ID`` in the folder of the cluster that this machine belongs to, where it is not in the working folder."""
     if path.exists() or path.is_absolute() or path.parts[:1] != ("runs",):
         return path
-    path_inside = found_runs().joinpath(*path.parts[1:])
-    return path_inside if path_inside.exists() else path
+    candidate = found_runs().joinpath(*path.parts[1:])
+    return candidate if candidate.exists() else path
 
 
 def found_runs() -> Path:
@@ -329,7 +329,7 @@ def existing_run(path: Path, what: str = "a run folder") -> Path:
     if not path.exists() and (run := named_run(str(path))) is not None:
         return run
     try:
-        existing = existing_folder(path, what)
+        run_path = existing_folder(path, what)
     except UserError as error:
         below = found_runs()
         names = ", ".join(list(dict.fromkeys(folder.parent.name for folder in run_folders(below)))[:8])
@@ -337,21 +337,23 @@ def existing_run(path: Path, what: str = "a run folder") -> Path:
             f"give {what}, latest, the beginning of a run's id, or a recipe that has run: {names or f'none has below {below}'}"
         )
         raise UserError(error.problems[0].message, file=str(path), fix=fix) from None
-    inside = [] if what != "a run folder" or (existing / "run.json").is_file() else run_folders(existing)
+    inside = [] if what != "a run folder" or (run_path / "run.json").is_file() else run_folders(run_path)
     if inside:
         names = ", ".join(str(folder) for folder in inside[:3])
-        raise UserError(f"is no run folder; it holds {len(inside)}", file=str(existing), fix=f"give one: {names}")
-    return existing
+        raise UserError(f"is no run folder; it holds {len(inside)}", file=str(run_path), fix=f"give one: {names}")
+    return run_path
 
 
 def merged_or_model(path: Path) -> Path:
     """A model's folder; of a run, its merged model. Raises UserError."""
-    folder = existing_run(path, "a run or a model")
-    if not (folder / "run.json").is_file():
-        return folder
-    if not (folder / "merged" / "config.json").is_file():
-        raise UserError("has no merged model yet", file=str(folder), fix=f"clustertune run ... --run-dir {folder} --to merge")
-    return folder / "merged"
+    run_or_model = existing_run(path, "a run or a model")
+    if not (run_or_model / "run.json").is_file():
+        return run_or_model
+    if not (run_or_model / "merged" / "config.json").is_file():
+        raise UserError(
+            "has no merged model yet", file=str(run_or_model), fix=f"clustertune run ... --run-dir {run_or_model} --to merge"
+        )
+    return run_or_model / "merged"
 
 
 def newest_merged(below: Path) -> Path:

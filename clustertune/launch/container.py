@@ -340,7 +340,7 @@ def judge(stack: Stack, pinned: pins.Pins, image: str) -> tuple[list[Problem], l
         problems.append(Problem(text, file=image, key="container.image", fix=fix))
     stack_pins = {**pinned[pins.PY]}
     reference = {**stack_pins, **{name: version for name, version in pinned[pins.REF].items() if name in stack_pins}}
-    differences = min((_differences(stack, pinned_stack) for pinned_stack in (stack_pins, reference)), key=len)
+    differences = min((_differences(stack, expected) for expected in (stack_pins, reference)), key=len)
     for name, version in sorted(stack_pins.items()):
         if name in stack.packages:
             continue

@@ -126,22 +126,22 @@ def beside_serving(resolved: Resolved, gpus: int) -> Serving:
     return Serving(max(1, gpus // servers.gpus), servers.gpus if gpus else 1, 1, servers.longest, MOST)
 
 
-def seconds(serving: Serving, size: ModelSize, hbm_bytes_s: float, documents: int, answer_tokens: int) -> float:
+def seconds(shape: Serving, size: ModelSize, hbm_bytes_s: float, documents: int, answer_tokens: int) -> float:
     """An estimate of an evaluation's wall time: start, reading the weights, and the steps of the longest answers.
 
     Each step reads the weights and half of the cache of all running sequences through :data:`BANDWIDTH_SHARE` of the memory
     bandwidth of ``tensor_parallel`` GPUs; stages of a pipeline follow one another.
     """
-    running = min(serving.max_num_seqs, math.ceil(documents / serving.servers))
-    rounds = math.ceil(documents / (serving.servers * running))
+    running = min(shape.max_num_seqs, math.ceil(documents / shape.servers))
+    rounds = math.ceil(documents / (shape.servers * running))
     cache = running * size.cache * SEQUENCE_TOKENS / 2
-    step = (size.weights + cache) / (serving.tensor_parallel * hbm_bytes_s * BANDWIDTH_SHARE)
-    return start_seconds(serving, size) + rounds * answer_tokens * step
+    step = (size.weights + cache) / (shape.tensor_parallel * hbm_bytes_s * BANDWIDTH_SHARE)
+    return start_seconds(shape, size) + rounds * answer_tokens * step
 
 
-def start_seconds(serving: Serving, size: ModelSize) -> float:
+def start_seconds(shape: Serving, size: ModelSize) -> float:
     """An estimate of the time until the servers answer: processes, and each node's reading of its weights."""
-    reading = serving.servers * size.weights / serving.pipeline_parallel / READ_BYTES_S
+    reading = shape.servers * size.weights / shape.pipeline_parallel / READ_BYTES_S
     return IMPORT_S + LAYER_START_S * size.layers + reading
 
 

@@ -282,8 +282,8 @@ def held(resolved: Resolved, cluster: Cluster) -> Footprint | None:
 
 def host_bytes(resolved: Resolved, cluster: Cluster) -> float:
     """RAM of the fullest node, bytes; 0 where it cannot be foreseen."""
-    footprint = held(resolved, cluster)
-    return footprint.host_bytes if footprint else 0.0
+    memory = held(resolved, cluster)
+    return memory.host_bytes if memory else 0.0
 
 
 def gpu_room(resolved: Resolved, cluster: Cluster) -> float | None:
@@ -303,15 +303,15 @@ def least_nodes(resolved: Resolved, cluster: Cluster) -> int | None:
 
 def fit_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
     """What does not fit into GPU or host memory by the figures of ``clustertune plan``; a tiny run always fits."""
-    footprint, room = held(resolved, cluster), gpu_room(resolved, cluster)
-    if footprint is None:
+    memory, room = held(resolved, cluster), gpu_room(resolved, cluster)
+    if memory is None:
         return []
     problems = []
-    if room is not None and footprint.needed > room:
+    if room is not None and memory.needed > room:
         each = resolved.distribution.ranks_per_node
         location = f"a {cluster.compute.gpu}" if cluster.compute.gpus else f"each of {each} processes per node"
-        shares = ", ".join(f"{part.name} {part.value / GIB:.1f}" for part in footprint.peak.parts)
-        text = f"predicted {footprint.needed / GIB:.1f} GiB on each rank at the {footprint.peak.name}, "
+        shares = ", ".join(f"{part.name} {part.value / GIB:.1f}" for part in memory.peak.parts)
+        text = f"predicted {memory.needed / GIB:.1f} GiB on each rank at the {memory.peak.name}, "
         text += f"{location} has {room / GIB:.1f} GiB"
         least = least_nodes(resolved, cluster)
         fix = f"slurm.nodes={least} is the least with {each} ranks per node" if least else "no number of nodes helps"
@@ -320,9 +320,9 @@ def fit_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
             fix = "this machine has no GPUs: name a cluster with --cluster NAME"
         problems.append(Problem(f"{text} (GiB: {shares})", file=resolved.name, key=GPU_MEMORY, fix=fix))
     node_bytes = cluster.compute.memory_gb * GIB
-    if cluster.compute.gpus and footprint.host_bytes > node_bytes:
-        parts = ", ".join(f"{part.name} {part.value / GIB:,.0f}" for part in footprint.host)
-        text = f"predicted {footprint.host_bytes / GIB:,.0f} GiB of host memory on a node, it has {node_bytes / GIB:,.0f} GiB"
+    if cluster.compute.gpus and memory.host_bytes > node_bytes:
+        parts = ", ".join(f"{part.name} {part.value / GIB:,.0f}" for part in memory.host)
+        text = f"predicted {memory.host_bytes / GIB:,.0f} GiB of host memory on a node, it has {node_bytes / GIB:,.0f} GiB"
         key, fix = how_to_load(resolved.distribution)
         file = f"{resolved.name}/{resolved.accelerate_file}"
         problems.append(Problem(f"{text} (GiB: {parts})", file=file, key=key, fix=fix))

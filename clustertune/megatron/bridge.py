@@ -164,8 +164,8 @@ class Bridge:
             "logger": "LoggerConfig",
             "rng": "RNGConfig",
         }
-        filled = {**config, "train": train, "dataset": data}
-        made = {name: getattr(sections, kind)(**filled[name]) for name, kind in kinds.items()}
+        values = {**config, "train": train, "dataset": data}
+        made = {name: getattr(sections, kind)(**values[name]) for name, kind in kinds.items()}
         tokenizer = self._tokenizer(config)
         return sections.ConfigContainer(model=provider, tokenizer=tokenizer, mixed_precision=precision, peft=peft, **made)
 

@@ -177,8 +177,8 @@ class _Training:
         counts: tuple[int, int, list[str]] | None = None
         if self.group.rank == 0:
             try:
-                configured = self.bridge.pack(settings.build(attempt.resolved, named), attempt.heartbeat)
-                counts = (configured.train, configured.eval, [])
+                packed = self.bridge.pack(settings.build(attempt.resolved, named), attempt.heartbeat)
+                counts = (packed.train, packed.eval, [])
             except UserError as error:
                 counts = (0, 0, [problem.message for problem in error.problems])
         rows, evals, wrong = self.group.broadcast(counts)

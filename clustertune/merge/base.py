@@ -127,8 +127,8 @@ def check_tensors(folder: Path) -> list[Problem]:
     files, named, _ = find_shards(folder)
     tensors = survey(files, named or None)  # vLLM loads what the index names, transformers all that the files hold
     try:
-        report = find(model, {n: t for n, t in tensors.items() if not named or n in named})
-        return [*_surplus_layers(report.extra, config, folder), *_without_scales(tensors, model.state_dict())]
+        sources = find(model, {n: t for n, t in tensors.items() if not named or n in named})
+        return [*_surplus_layers(sources.extra, config, folder), *_without_scales(tensors, model.state_dict())]
     except UserError as error:
         more = len(error.problems) - SHOWN
         return error.problems[:SHOWN] + ([Problem(f"{more} more tensors", file=str(folder))] if more > 0 else [])

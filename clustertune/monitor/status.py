@@ -162,8 +162,8 @@ class RunStatus:
     def _slow(self) -> dict[int, float]:
         """By rank of the newest attempt: there may have been more of them before, and on other machines."""
         newest = self.plan is not None and self.latest.get("attempt") == self.plan.attempt
-        times_of_rank = self.latest.get("stragglers") if newest else None
-        return {int(rank): float(times) for rank, times in times_of_rank.items()} if isinstance(times_of_rank, dict) else {}
+        stragglers = self.latest.get("stragglers") if newest else None
+        return {int(rank): float(times) for rank, times in stragglers.items()} if isinstance(stragglers, dict) else {}
 
     def _nodes(self) -> Iterator[NodeStatus]:
         if self.plan is None:

@@ -307,10 +307,10 @@ def run_node(folder: Path, setup: Setup, node: int) -> int:
                 record["probe"] = _probe_pairs(setup, node, environ, problems)
                 record["codes"] = _run_ranks(folder, setup, node, environ, began)
             else:  # gloo and NCCL report it with messages of their own, a minute later
-                names = ", ".join(interfaces)
-                problems.append(f"there is no interface {setup.interface} (it has {names}): nothing was measured")
-            if facts_here := facts.answer().found:
-                record["facts"] = {**facts_here, "hostname": setup.hosts[node]}
+                existing = ", ".join(interfaces)
+                problems.append(f"there is no interface {setup.interface} (it has {existing}): nothing was measured")
+            if collected := facts.answer().found:
+                record["facts"] = {**collected, "hostname": setup.hosts[node]}
             else:
                 problems.append(f"its facts took longer than {FACTS_SECONDS:.0f} s, or could not be collected")
         finally:

@@ -153,10 +153,10 @@ class Log:
 
     def between(self) -> Counter[str]:
         """Plugins of the connections between nodes."""
-        edges: Counter[str] = Counter()
+        plugins: Counter[str] = Counter()
         for edge, number in self.crossing().items():
-            edges[edge.plugin] += number
-        return edges
+            plugins[edge.plugin] += number
+        return plugins
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------------
@@ -573,8 +573,8 @@ def summary(log: Log) -> Iterator[str]:
         groups: dict[str, list[str]] = {}
         for host, devices in by_host.items():
             groups.setdefault(", ".join(device.name for device in devices), []).append(host)
-        for devices_of, hosts in list(groups.items())[:8]:
-            yield f"  {title:<12} {devices_of} ({listed(sorted(hosts), 4)})"
+        for device_names, hosts in list(groups.items())[:8]:
+            yield f"  {title:<12} {device_names} ({listed(sorted(hosts), 4)})"
     if log.settings:
         settings = [f"{name}={'|'.join(sorted(values))}" for name, values in sorted(log.settings.items())]
         yield f"  settings     {' '.join(settings)}"

@@ -344,7 +344,7 @@ def _longer(option: CostedCandidate, winner: CostedCandidate) -> str:
 
 def reasons(advice: Advice) -> list[tuple[CostedCandidate, str]]:
     """For each option but the winner, why it loses."""
-    reasons_so_far = []
+    explained = []
     for option in advice.fitting[1:]:
         winner = advice.fitting[0]
         ratio = option.key(advice.goal) / winner.key(advice.goal)
@@ -355,11 +355,11 @@ def reasons(advice: Advice) -> list[tuple[CostedCandidate, str]]:
                 text += ", but quantises or offloads more"
             if (more := option.needed - winner.needed) > 0:
                 text += f", uses {more / GIB:.1f} GiB more per GPU"
-            reasons_so_far.append((option, f"{text}: {option.why}"))
+            explained.append((option, f"{text}: {option.why}"))
             continue
         why = option.why if advice.goal == "memory" else _longer(option, winner)
-        reasons_so_far.append((option, f"{ratio:.2f}x {comparison}: {why}"))
-    return reasons_so_far + [(option, option.why) for option in advice.losing]
+        explained.append((option, f"{ratio:.2f}x {comparison}: {why}"))
+    return explained + [(option, option.why) for option in advice.losing]
 
 
 def overrides(advice: Advice, source: RecipeSource) -> dict[str, Sequence[str]]:
@@ -390,22 +390,18 @@ class _Change:
     """The training computes the same numbers after it."""
 
 
-def remedies(plan: Plan, overrides: tuple[str, ...] = ()) -> list[Remedy]:
+def remedies(plan: Plan, named: tuple[str, ...] = ()) -> list[Remedy]:
     """The changes that are each enough, in the order of how little they change what is trained and on what.
 
-    ``overrides``: the overrides with which the plan's recipe was resolved.
+    ``named``: the overrides with which the plan's recipe was resolved.
     """
-    source = RecipeSource(plan.resolved, overrides)
+    source = RecipeSource(plan.resolved, named)
     changes = list(_changes(plan))
     alone = [(change, _tried(plan, source, change)) for change in changes]
-    remedies_so_far = [remedy for change, remedy in alone if remedy is not None and change.same]
-    remedies_so_far += [remedy] if (remedy := _nodes(plan, source)) is not None else []
-    remedies_so_far += [remedy for change, remedy in alone if remedy is not None and not change.same]
-    return (
-        remedies_so_far
-        if any(remedy.arguments for remedy in remedies_so_far)
-        else [*_pairs(plan, source, changes), *remedies_so_far]
-    )
+    singles = [remedy for change, remedy in alone if remedy is not None and change.same]
+    singles += [remedy] if (remedy := _nodes(plan, source)) is not None else []
+    singles += [remedy for change, remedy in alone if remedy is not None and not change.same]
+    return singles if any(remedy.arguments for remedy in singles) else [*_pairs(plan, source, changes), *singles]
 
 
 def _tried(plan: Plan, source: RecipeSource, change: _Change) -> Remedy | None:

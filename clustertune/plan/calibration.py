@@ -93,9 +93,9 @@ def fit(runs: Sequence[Observation], start: Constants | None = None) -> Fit:
     return Fit(values, sure, left, tuple(calibrated))
 
 
-def unexplained(fit_result: Fit) -> dict[str, float]:
+def unexplained(fitted: Fit) -> dict[str, float]:
     """Runs that the factors leave far from what was measured, with the error: they contradict each other, or the model."""
-    errors = {run.name: run.after_s / run.measured_s - 1 for run in fit_result.runs}
+    errors = {run.name: run.after_s / run.measured_s - 1 for run in fitted.runs}
     return {name: error for name, error in errors.items() if abs(error) > FAR}
 
 
@@ -156,10 +156,10 @@ class CalibrationFile(Section):
     runs: tuple[CalibratedRun, ...]
 
 
-def store(path: Path, cluster: str, date: str, fit_result: Fit) -> None:
+def store(path: Path, cluster: str, date: str, fitted: Fit) -> None:
     """Write the calibration; the whole file or nothing. Raises UserError (exit 73)."""
-    factors = {"constants": fit_result.values, "deviation": fit_result.deviation}
-    body = CalibrationFile(format=SCHEMA, cluster=cluster, date=date, **factors, runs=fit_result.runs)
+    factors = {"constants": fitted.values, "deviation": fitted.deviation}
+    body = CalibrationFile(format=SCHEMA, cluster=cluster, date=date, **factors, runs=fitted.runs)
     try:
         write_durably(path, body.model_dump_json(indent=2) + "\n")
     except OSError as error:

@@ -321,8 +321,8 @@ class SavedActivations:
 
     def saved(self, kind: LayerKind) -> list[Product]:
         """The products whose results are kept: all, or the first, third, fifth ... of the layer."""
-        multiplied = list(products(self.shape, kind))
-        return multiplied if "matmul" in self.save else multiplied[::2] if "every_second_matmul" in self.save else []
+        matmuls = list(products(self.shape, kind))
+        return matmuls if "matmul" in self.save else matmuls[::2] if "every_second_matmul" in self.save else []
 
     def beside_input(self, kind: LayerKind) -> float:
         """Bytes per token that a recomputed layer keeps beside its input."""
@@ -347,11 +347,11 @@ class SavedActivations:
     @property
     def products_again(self) -> float:
         """Share of the layers' products that recomputation repeats, of those that are recomputed at all."""
-        spared = total = 0.0
+        spared = weights = 0.0
         for kind in self.shape.counted.layers:
-            total += kind.count * sum(p.weights for p in products(self.shape, kind) if not p.adapter)
+            weights += kind.count * sum(p.weights for p in products(self.shape, kind) if not p.adapter)
             spared += kind.count * sum(p.weights for p in self.saved(kind) if not p.adapter)
-        return 1 - spared / total
+        return 1 - spared / weights
 
     @property
     def attention_again(self) -> float:
@@ -538,7 +538,7 @@ class _Memory(SavedActivations):
         """Beginning and end of a layer's turn: of the last layer (the first one back); of the one before it, when the gradients
         of the last one are on their way while the inputs of all others are still kept; of the first two. Then the end."""
         layers = self.shape.layers
-        moments = []
+        turns = []
         working = max(self._working(kind) for kind in self.shape.counted.layers)
         for index in sorted({max(0.0, n) for n in (layers - 1, layers - 2, min(1.0, layers - 1), 0.0)}, reverse=True):
             done = 1 - (index + 1) / layers
@@ -546,9 +546,9 @@ class _Memory(SavedActivations):
             common.append(self.cast_weights(self.kept * (1 - done), again=self.kept < 1))
             common += [*self.gathered_in_backward(index), self.in_flight(index)]
             begin = Term("buffers", working, BYTES, "gradients inside the layer at work: {size} B", {"size": working})
-            moments.append([*common, *self.activations((index + 1) / layers), *self.recomputed(index), begin])
-            moments.append([*common, *self.activations(index / layers), self.whole_gradients(), self.first_norm_back()])
-        return [*moments, *([self.gradients(1.0), self.held_logits(), *terms] for terms in self.root_gradients())]
+            turns.append([*common, *self.activations((index + 1) / layers), *self.recomputed(index), begin])
+            turns.append([*common, *self.activations(index / layers), self.whole_gradients(), self.first_norm_back()])
+        return [*turns, *([self.gradients(1.0), self.held_logits(), *terms] for terms in self.root_gradients())]
 
     # -- weights ----------------------------------------------------------------------------------------------------------
 
@@ -811,15 +811,15 @@ class _Memory(SavedActivations):
                 1 + (plan.pp - 1) / (plan.pp * plan.virtual) if plan.virtual > 1 else 1
             )
         kept = (1 - plan.recompute.share) * share
-        held = self.saved_activations * kept + last
+        per_token = self.saved_activations * kept + last
         row = self.stream * shape.counted.hidden / (plan.tp if plan.sequence_parallel else 1)
         saved = sum(kind.count * self.beside_input(kind) for kind in shape.counted.layers)
         inputs = 0.0 if plan.recompute.offload else shape.counted.num_layers * row
         stored = (inputs + saved) * plan.recompute.share * share + self.shared_mask()
         scale = self.constants.memory_scale * shape.tokens * inflight / plan.pp
-        values = {"tokens": shape.tokens, "bytes": held, "inflight": inflight, "pp": plan.pp}
+        values = {"tokens": shape.tokens, "bytes": per_token, "inflight": inflight, "pp": plan.pp}
         text = "{tokens} tokens x {bytes} B (all layers) x {inflight} micro batches / {pp} stages"
-        terms = [Term("activations", held * scale, BYTES, text, values), self._experts(shape.all_experts * kept)]
+        terms = [Term("activations", per_token * scale, BYTES, text, values), self._experts(shape.all_experts * kept)]
         terms.append(self.router_scores(shape.tokens * inflight / plan.pp * share))
         return [*terms, Term("saved layer inputs", stored * scale, BYTES, text, values | {"bytes": stored})]
 

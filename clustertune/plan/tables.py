@@ -33,12 +33,12 @@ MARKS = {
 }
 
 
-def render(plan: Plan, headline: str, spent: Mapping[str, str], console: Console) -> None:
+def render(plan: Plan, headline: str, bill: Mapping[str, str], console: Console) -> None:
     """Print a plan: answers, the bar of a step, memory by part, the bottleneck, the assumptions.
 
-    ``headline``: what the whole run takes, in a few words; ``spent``: the rows that say it with its parts.
+    ``headline``: what the whole run takes, in a few words; ``bill``: the rows that say it with its parts.
     """
-    console.print(_answers(plan, headline, spent))
+    console.print(_answers(plan, headline, bill))
     _bar(plan, console)
     console.print(_memory(plan))
     console.print(Text(explanation.bottleneck(plan), style="bold"), soft_wrap=True)
@@ -47,15 +47,15 @@ def render(plan: Plan, headline: str, spent: Mapping[str, str], console: Console
         console.print(Text(f"- {line}"), soft_wrap=True)
 
 
-def _answers(plan: Plan, headline: str, spent: Mapping[str, str]) -> Table:
+def _answers(plan: Plan, headline: str, bill: Mapping[str, str]) -> Table:
     title = f"{plan.resolved.name} on {plan.machine.name}" + (f": {headline}" if headline else "")
     table = make_table("", "", title=title, text_columns=2)
-    for name, value in _rows(plan, spent).items():
+    for name, value in _rows(plan, bill).items():
         table.add_row(Text(name), Text(value, style="red" if name == "fits" and not plan.fits else ""))
     return table
 
 
-def _rows(plan: Plan, spent: Mapping[str, str]) -> dict[str, str]:
+def _rows(plan: Plan, bill: Mapping[str, str]) -> dict[str, str]:
     used, seconds, low, high = plan.strategy, plan.step.seconds, plan.low, plan.high
     needed, tensors, usable = (size / GIB for size in (plan.needed, plan.peak.bytes, plan.machine.usable_bytes))
     parts = f"{tensors:.1f} tensors + {needed - tensors:.1f} CUDA and fragmentation"
@@ -70,7 +70,7 @@ def _rows(plan: Plan, spent: Mapping[str, str]) -> dict[str, str]:
     if plan.hours is not None:
         hours = f"{plan.hours:.2f} h ({plan.hours * low:.2f} to {plan.hours * high:.2f})"
         rows["training"] = f"{hours}, {plan.schedule.steps:,} steps, on {plan.gpus} x {plan.machine.gpu}"
-    rows |= spent
+    rows |= bill
     rows["host memory"] = f"{plan.host_bytes / GIB:,.0f} of {plan.machine.host_bytes / GIB:,.0f} GiB per node"
     disk = ", ".join(f"{name} {size / 1e9:,.1f} GB" for name, size in plan.schedule.disk.items())
     if saves := plan.schedule.checkpoints:
@@ -102,10 +102,10 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def compare(one: Plan, other: Plan, wholes: Sequence[Mapping[str, str]], console: Console) -> None:
+def compare(one: Plan, other: Plan, bills: Sequence[Mapping[str, str]], console: Console) -> None:
     """Two plans side by side, and what makes the difference."""
     table = make_table("", one.resolved.name, other.resolved.name, text_columns=3)
-    rows = [_rows(plan, spent) for plan, spent in zip((one, other), wholes, strict=True)]
+    rows = [_rows(plan, bill) for plan, bill in zip((one, other), bills, strict=True)]
     for name in rows[0] | rows[1]:
         table.add_row(*map(Text, (name, rows[0].get(name, ""), rows[1].get(name, ""))))
     before, after = one.parts(), other.parts()
@@ -218,20 +218,20 @@ def _worth(option: CostedCandidate, plan: Plan, money: Callable[[float | None], 
     return f"{worth}; {saved} ({ratio:.2f} x as fast)"
 
 
-def calibration(fit_result: Fit, console: Console) -> None:
+def calibration(fitted: Fit, console: Console) -> None:
     """What runs taught: errors before and after, and what they say nothing of."""
     table = make_table("run", "measured s", "before s", "error", "after s", "error")
-    for run in fit_result.runs:
+    for run in fitted.runs:
         both = ((f"{at:.3g}", f"{at / run.measured_s - 1:+.1%}") for at in (run.before_s, run.after_s))
         table.add_row(Text(run.name), f"{run.measured_s:.3g}", *(cell for pair in both for cell in pair))
     console.print(table)
-    for name, value in fit_result.values.items():
-        console.print(Text(f"{name.replace('_', ' ')}: {value:.3f} (+- {fit_result.deviation[name]:.0%})"))
-    far = unexplained(fit_result)
+    for name, value in fitted.values.items():
+        console.print(Text(f"{name.replace('_', ' ')}: {value:.3f} (+- {fitted.deviation[name]:.0%})"))
+    far = unexplained(fitted)
     if far:
         named = ", ".join(f"{name} ({error:+.0%})" for name, error in far.items())
         text = f"not explained: {named}. These runs contradict each other or the cluster file: plans are no surer than that"
         console.print(Text(text), soft_wrap=True)
-    if fit_result.left:
-        names = ", ".join(name.replace("_", " ") for name in fit_result.left)
+    if fitted.left:
+        names = ", ".join(name.replace("_", " ") for name in fitted.left)
         console.print(Text(f"not identified by these runs, left as they were: {names}"), soft_wrap=True)

@@ -253,10 +253,10 @@ def _scale_layers(values: Values, layers: int, fields: set[str]) -> dict[str, An
     """What config.json lists by layer, for the layers that are left: one of each kind of attention."""
     small: dict[str, Any] = {}
     for key in _LAYER_NUMBERS:
-        if isinstance(values_of_layers := values.get(key), list):
-            small[key] = [number for number in values_of_layers if number < layers]
-    if isinstance(values_of_layers := values.get("no_rope_layers"), list):
-        small["no_rope_layers"] = values_of_layers[:layers]
+        if isinstance(by_layer := values.get(key), list):
+            small[key] = [number for number in by_layer if number < layers]
+    if isinstance(by_layer := values.get("no_rope_layers"), list):
+        small["no_rope_layers"] = by_layer[:layers]
     # Where positions differ from layer to layer, the kinds of attention follow from no_rope_layers.
     if isinstance(values.get("layer_types"), list) or ("layer_types" in fields and "no_rope_layers" not in fields):
         types = values.attention_types

@@ -128,7 +128,7 @@ def _check_data(data: Mapping[str, Any], trainer: str) -> Iterator[Found]:
 def _check_scores(values: Mapping[str, Any]) -> Iterator[Found]:
     """Tasks that lm-eval does not know, and tasks and metrics of scores that are probably mistyped."""
     sections: dict[str, dict[str, Any]] = {
-        name: known_task if isinstance(known_task := values.get(name), dict) else {} for name in ("eval", "expect")
+        name: section if isinstance(section := values.get(name), dict) else {} for name in ("eval", "expect")
     }
     tasks = sections["eval"].get("tasks", Eval.model_fields["tasks"].default)
     tasks = [task for task in tasks if isinstance(task, str)] if isinstance(tasks, list) else []
@@ -142,7 +142,7 @@ def _check_scores(values: Mapping[str, Any]) -> Iterator[Found]:
             part_of_a_group = any(str(task).startswith(f"{group}_") for group in tasks)
             if task not in known_here and not part_of_a_group and nearest(str(task), known_here):
                 yield (*path, str(task)), "no task of this name in eval.tasks", did_you_mean(str(task), known_here)
-            known = known_task.metrics if (known_task := find_task(str(task))) else ()
+            known = task_file.metrics if (task_file := find_task(str(task))) else ()
             filtered = {name.partition(",")[0] for name in known if "," in name}
             for metric in metrics if known and isinstance(metrics, dict) else ():
                 if str(metric).removesuffix(",none") not in known and str(metric).partition(",")[0] not in filtered:

@@ -403,26 +403,26 @@ def find_folder(recipe: str | Path) -> tuple[Path, str]:
 
     Raises UserError where there is none, with the nearest name.
     """
-    name_given = str(recipe)
-    if not name_given or "\0" in name_given or len(name_given) > 4096:
-        raise _refused(f"{name_given[:60]!r} is not a recipe")
-    path = Path(name_given)
+    name = str(recipe)
+    if not name or "\0" in name or len(name) > 4096:
+        raise _refused(f"{name[:60]!r} is not a recipe")
+    path = Path(name)
     try:
         if path.name == "recipe.yaml" and path.is_file():
             path = path.parent
         places = [path]
-        if re.fullmatch(NAME, name_given):
-            places += [Path("recipes", name_given), RECIPES / name_given]
+        if re.fullmatch(NAME, name):
+            places += [Path("recipes", name), RECIPES / name]
         elif not path.is_absolute() and path.parts[:1] == ("recipes",):
             places.append(RECIPES.parent / path)
         folder = next((folder_ for folder_ in places if (folder_ / "recipe.yaml").is_file()), None)
         folder = folder or next((folder_ for folder_ in places if folder_.is_dir()), None)
     except OSError as error:
-        raise _refused(f"{name_given!r} cannot be read: {error.strerror or error}") from None
+        raise _refused(f"{name!r} cannot be read: {error.strerror or error}") from None
     if folder is None:
         known = sorted({entry.parent.name for below in (Path("recipes"), RECIPES) for entry in below.glob("*/recipe.yaml")})
         looked = ", ".join(dict.fromkeys(str(place.parent.absolute()) for place in places[1:] or places))
-        raise _refused(f"there is no recipe {name_given!r} (looked in {looked})", did_you_mean(path.name, known))
+        raise _refused(f"there is no recipe {name!r} (looked in {looked})", did_you_mean(path.name, known))
     if not re.fullmatch(NAME, folder.resolve().name):
         text = f"the folder name {folder.resolve().name!r} becomes a path and a job name and may hold only letters, digits, "
         text += "'.', '_' and '-' (64 at most, the first a letter or digit)"
@@ -480,10 +480,10 @@ def same_model(folder: Path, model: object) -> Path | None:
     for file in sorted(base_folder(folder).parent.glob(f"*/{DESCRIPTION}")):
         recipe = file.parent / "recipe.yaml"
         try:
-            model_section = read_yaml(recipe, str(recipe)).data.get("model") if name in recipe.read_text("utf-8") else None
+            section = read_yaml(recipe, str(recipe)).data.get("model") if name in recipe.read_text("utf-8") else None
         except (OSError, UnicodeDecodeError, UserError):
             continue  # a recipe that cannot be read says nothing of this one
-        if isinstance(model_section, dict) and model_section.get("name") == name:
+        if isinstance(section, dict) and section.get("name") == name:
             return file.parent
     return None
 

@@ -93,8 +93,8 @@ class Values:
 
 def _has_rope(values: Values, layer: int) -> bool:
     """Layers without rotary positions see everything (NoPE)."""
-    layers = values.get("no_rope_layers")
-    return bool(layers[layer]) if layers else (layer + 1) % values.integer("no_rope_layer_interval") != 0
+    flags = values.get("no_rope_layers")
+    return bool(flags[layer]) if flags else (layer + 1) % values.integer("no_rope_layer_interval") != 0
 
 
 def _every(layer: int, values: Values, key: str, default: int) -> bool:
@@ -658,8 +658,8 @@ def lora_parameter_count(architecture: Mapping[str, Any], lora: Mapping[str, Any
         return None
     if chosen := lora["target_parameters"]:
         rest = lora_parameter_count(architecture, {**lora, "target_parameters": None}) if target else 0
-        experts = adapted_experts(architecture, {"target_modules": None, "target_parameters": chosen})
-        each = [linear.copies * (linear.inputs + linear.outputs) for _, linear in experts]
+        adapted = adapted_experts(architecture, {"target_modules": None, "target_parameters": chosen})
+        each = [linear.copies * (linear.inputs + linear.outputs) for _, linear in adapted]
         return None if rest is None or not (each or target) else rest + int(lora["r"]) * sum(each)
     if not target:
         return None

@@ -183,8 +183,8 @@ def eval_losses(metrics: Metrics) -> tuple[str, list[float]] | None:
 
     Few recipes evaluate before the first step (``eval_on_start``): without that the first one is not a loss before training.
     """
-    of_losses = (record for record in metrics.evals if record.eval_reward is None)
-    losses = [(record.step, record.eval_loss) for record in of_losses if record.eval_loss is not None]
+    records = (record for record in metrics.evals if record.eval_reward is None)
+    losses = [(record.step, record.eval_loss) for record in records if record.eval_loss is not None]
     return _between(losses) if losses else None
 
 
@@ -228,16 +228,16 @@ def expected_rows(
     rows = []
     expect = resolved.recipe.expect.model_dump(mode="json") if resolved is not None and resolved.recipe.expect else {}
     scores = []
-    for name, marks in (expect.get("tasks") or {}).items():
+    for name, by_metric in (expect.get("tasks") or {}).items():
         row, comparable = get(scored, "tasks", name) or {}, get(scored, "details", name, "comparable")
-        for metric, mark in marks.items():
-            scores.append((f"{name}.{metric}", mark))
+        for metric, expected in by_metric.items():
+            scores.append((f"{name}.{metric}", expected))
             reached[f"{name}.{metric}"] = row.get(evaluation.find_metric(row, metric)) if comparable else None
-    for key, mark in [*flatten({key: value for key, value in expect.items() if key != "tasks"}), *scores]:
-        value_reached = reached.get(key)
-        both = isinstance(mark, int | float) and isinstance(value_reached, int | float)
-        difference = f"{value_reached - mark:+,.4g}" if both else UNKNOWN
-        rows.append([key, number(mark), number(value_reached), difference])
+    for key, expected in [*flatten({key: value for key, value in expect.items() if key != "tasks"}), *scores]:
+        actual = reached.get(key)
+        both = isinstance(expected, int | float) and isinstance(actual, int | float)
+        difference = f"{actual - expected:+,.4g}" if both else UNKNOWN
+        rows.append([key, number(expected), number(actual), difference])
     return rows
 
 
@@ -263,9 +263,9 @@ def forecast(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, A
 def forecast_rows(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """The same as a sentence, with the error of the plan."""
     rows = []
-    for name, planned_value, measured in forecast(planned, metrics, stages):
-        error = f"{planned_value / measured - 1:+.0%}" if measured else UNKNOWN
-        rows.append([name, number(planned_value), number(measured, 1 if measured and measured > 1000 else 4), error])
+    for name, predicted, measured in forecast(planned, metrics, stages):
+        error = f"{predicted / measured - 1:+.0%}" if measured else UNKNOWN
+        rows.append([name, number(predicted), number(measured, 1 if measured and measured > 1000 else 4), error])
     return rows
 
 
@@ -399,8 +399,8 @@ def eval_content(scored: Any) -> dict[str, Any] | None:
         "changed": [
             {"title": f"{name}, document {row['doc']}: {side}", **row}
             for name, sides in (get(scored, "changed") or {}).items()
-            for side, result_rows in sides.items()
-            for row in result_rows
+            for side, documents in sides.items()
+            for row in documents
         ],
         "answers": [_own_answer(row) for row in get(scored, "answers", "first") or []],
         "more_answers": (get(scored, "answers", "count") or 0) - len(get(scored, "answers", "first") or []),

@@ -153,11 +153,11 @@ def of_run(
         for attempt, value in node.joules.items():
             joules[attempt] = joules.get(attempt, 0.0) + value
     try:
-        price = price_of(document, [str(name) for head in heads for name in head.get("gpus", [])[:1]])
+        gpu_price = price_of(document, [str(name) for head in heads for name in head.get("gpus", [])[:1]])
     except UserError:  # a price file with faults is for the commands that ask for prices
-        price = None
+        gpu_price = None
     co2 = get(document, "cluster", "monitor", "co2_kg_per_kwh")
-    rates = Rates(price, co2 if isinstance(co2, int | float) else None)
+    rates = Rates(gpu_price, co2 if isinstance(co2, int | float) else None)
     lost_seconds = {attempt.attempt: attempt.lost_seconds for attempt in metrics.attempts}
     attempts = of_attempts(run, joules, lost_seconds)
     by_attempt = tuple(rates.spent(one.seconds(now), one.ranks, one.kwh) for one in attempts)
@@ -229,7 +229,7 @@ def price_of(document: Mapping[str, Any], names: Sequence[str] = ()) -> Price | 
     if get(document, "distributed", "device") == "cpu":
         return None
     gpu_names = [get(document, "distributed", "gpu0"), *names, get(document, "cluster", "compute", "gpu")]
-    gpu = next((gpu_name for name in gpu_names if name and (gpu_name := recognise(str(name)))), None)
+    gpu = next((recognised for name in gpu_names if name and (recognised := recognise(str(name)))), None)
     return price(gpu) if gpu else None
 
 

@@ -309,7 +309,7 @@ def training_plots(
     pairs = bool(metrics.steps.known("reward_margin"))
     rewards = [train("train", "reward_accuracy", 100), evaluated("eval_reward_accuracy", 100)]
     margins = [train("train", "reward_margin"), evaluated("eval_reward_margin")]
-    plots_of: list[tuple[str, list[plots.Line], str, bool]] = [
+    curves: list[tuple[str, list[plots.Line], str, bool]] = [
         ("Loss", [train("train", "loss"), evaluated("eval_loss")], f"nats per {'pair' if pairs else 'token'}", False),
         ("Scores while training", by_task, "headline of each task", False),
         ("Reward accuracy", rewards, "% of the pairs", False),
@@ -325,7 +325,7 @@ def training_plots(
         ("Learning rate", [train("learning rate", "learning_rate")], "", True),
         ("Gradient norm", [train("gradient norm", "grad_norm")], "before clipping", True),
     ]
-    for title, lines, unit, zero in plots_of:
+    for title, lines, unit, zero in curves:
         yield plots.lines(
             title, lines, unit=unit, zero=zero, restarts=restarts, band=band if title == "Throughput" else None
         )  # fmt: skip

@@ -190,22 +190,22 @@ def read_status(run: RunDir, run_command: slurm.Run = slurm.call) -> StagesStatu
 
 
 def _row(
-    run: RunDir, stage: str, entry: Mapping[str, Any] | None, record_of_job: Mapping[str, str] | None, *, requested: bool
+    run: RunDir, stage: str, entry: Mapping[str, Any] | None, slurm_record: Mapping[str, str] | None, *, requested: bool
 ) -> StageRow:
     record = run.stage(stage) or {}
     training: dict[str, Any] = {}
     if stage == "train":
         training = {"attempts": len(read_attempts(run.path)), "step": newest_step(run.checkpoints)}
     job = str(entry["id"]) if entry is not None else None
-    if record_of_job is not None:
+    if slurm_record is not None:
         return StageRow(
             stage,
             job,
-            record_of_job.get("JobState", UNKNOWN),
-            _reason(record_of_job.get("Reason"), job),
-            _seconds(record_of_job.get("RunTime")) if record_of_job.get("NodeList") else None,
-            _shown(record_of_job.get("NodeList")),
-            int(record_of_job.get("Restarts", "0") or 0) if record_of_job.get("Restarts", "0").isdigit() else 0,
+            slurm_record.get("JobState", UNKNOWN),
+            _reason(slurm_record.get("Reason"), job),
+            _seconds(slurm_record.get("RunTime")) if slurm_record.get("NodeList") else None,
+            _shown(slurm_record.get("NodeList")),
+            int(slurm_record.get("Restarts", "0") or 0) if slurm_record.get("Restarts", "0").isdigit() else 0,
             **training,
         )
     if record:  # a controller that has forgotten a job, or is down, does not undo what the job finished

@@ -128,9 +128,9 @@ def find_model(name: str) -> FoundModel:
         raise UserError("no such file or folder", file=name, key="--model", fix=fix)
     if re.fullmatch(f"{NAME}/{NAME}", name):
         if (known := _same_shape(name)) is not None:
-            found_model = find_model(known)
+            sibling = find_model(known)
             note = f"{name} has the shape of {known}, whose row is taken"
-            return replace(found_model, section={"name": name}, notes=(*found_model.notes, note))
+            return replace(sibling, section={"name": name}, notes=(*sibling.notes, note))
         return _of_config(_from_the_hub(name), name)
     if of_model and not (RECIPES / name / "recipe.yaml").exists():
         raise UserError(f"holds neither {CONFIG} nor recipe.yaml", file=name, fix="name the folder of a model, or a recipe")

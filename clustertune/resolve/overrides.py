@@ -54,14 +54,14 @@ class RecipeSource:
     """A recipe as it was named on the command line."""
 
     resolved: Resolved
-    given: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     """The overrides with which it was resolved."""
 
     def all(self, arguments: Sequence[str]) -> list[str]:
         """The overrides given before, but those that ``arguments`` replace, and ``arguments``."""
         keys = [argument.partition("=")[0] for argument in arguments]
-        others = [text for text in self.given if not any(f"{text.partition('=')[0]}.".startswith(f"{key}.") for key in keys)]
-        return [*others, *arguments]
+        kept = [text for text in self.overrides if not any(f"{text.partition('=')[0]}.".startswith(f"{key}.") for key in keys)]
+        return [*kept, *arguments]
 
     def changed(self, arguments: Sequence[str]) -> Resolved:
         """The recipe with more overrides. Raises UserError where it is refused with them."""
@@ -143,7 +143,7 @@ def loading(method: str) -> dict[str, object]:
 
 def _megatron(resolved: Resolved, layout: RequestedLayout) -> list[str]:
     known = resolved.recipe.megatron or Megatron()
-    sizes = {
+    values = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.virtual if layout.virtual > 1 else None,
@@ -154,13 +154,13 @@ def _megatron(resolved: Resolved, layout: RequestedLayout) -> list[str]:
         "sequence_parallel": layout.tp > 1,
         "use_distributed_optimizer": True,
     }
-    overrides = _changes("megatron", known.model_dump(), sizes)
+    overrides = _changes("megatron", known.model_dump(), values)
     needs_one = not overrides and resolved.recipe.megatron is None
     return [f"megatron.tensor_model_parallel_size={layout.tp}"] if needs_one else overrides
 
 
 def _changes(section: str, known: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
-    """The overrides that give keys of a section the values that are wanted; none of a key that has its own."""
+    """The overrides that give keys of a section their ``values``; none of a key that has its own."""
     words = {key: "null" if value is None else str(value) for key, value in values.items() if known.get(key) != value}
     return [f"{section}.{key}={word.lower() if isinstance(values[key], bool) else word}" for key, word in words.items()]
 
@@ -190,9 +190,9 @@ def _axes(resolved: Resolved, layout: RequestedLayout) -> list[str]:
     if layout.replicas * layout.tp * layout.cp == 1:
         return [f"accelerate.{acc.MESH}=null"] if known else []
     shards = world // (layout.replicas * layout.tp * layout.cp)
-    sizes = {"dp_replicate": layout.replicas, "dp_shard": shards, "tp": layout.tp, "cp": layout.cp, "sp": 1}
-    wanted_sizes = {acc.size_key(axis): size for axis, size in sizes.items()}
-    return _changes(f"accelerate.{acc.MESH}", dict.fromkeys(wanted_sizes, 1) | known, wanted_sizes)
+    by_axis = {"dp_replicate": layout.replicas, "dp_shard": shards, "tp": layout.tp, "cp": layout.cp, "sp": 1}
+    values = {acc.size_key(axis): size for axis, size in by_axis.items()}
+    return _changes(f"accelerate.{acc.MESH}", dict.fromkeys(values, 1) | known, values)
 
 
 def _zero(resolved: Resolved, layout: RequestedLayout) -> list[str]:

@@ -184,7 +184,7 @@ def read_distribution(
     ``layers``: decoder layers.
     """
     compiled, by_layer = acc.compiled(train, accelerate)
-    read_so_far = Distribution(
+    distribution = Distribution(
         kind=_kind(recipe, accelerate, deepspeed),
         world_size=world,
         ranks_per_node=min(recipe.slurm.gpus_per_node, world),
@@ -197,15 +197,15 @@ def read_distribution(
         dynamic_shapes_said=acc.says_dynamic(accelerate),
     )
     if recipe.megatron is not None:
-        read_so_far = _megatron(read_so_far, recipe.megatron)
-    elif read_so_far.kind != "NO":
+        distribution = _megatron(distribution, recipe.megatron)
+    elif distribution.kind != "NO":
         sizes = acc.parallel_sizes(accelerate)
-        read_so_far = replace(read_so_far, mesh=sizes, tp=sizes.get("tp", 1), cp=sizes.get("cp", 1), sp=sizes.get("sp", 1))
-        if read_so_far.is_fsdp:
-            read_so_far = _fsdp(read_so_far, accelerate, quantization.of(train), sizes.get("dp_replicate", 1))
-        elif read_so_far.is_deepspeed:
-            read_so_far = _deepspeed(read_so_far, accelerate, deepspeed, quantization.of(train))
-    return replace(read_so_far, **_shards(read_so_far))
+        distribution = replace(distribution, mesh=sizes, tp=sizes.get("tp", 1), cp=sizes.get("cp", 1), sp=sizes.get("sp", 1))
+        if distribution.is_fsdp:
+            distribution = _fsdp(distribution, accelerate, quantization.of(train), sizes.get("dp_replicate", 1))
+        elif distribution.is_deepspeed:
+            distribution = _deepspeed(distribution, accelerate, deepspeed, quantization.of(train))
+    return replace(distribution, **_shards(distribution))
 
 
 def _kind(recipe: Recipe, accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> str:
@@ -455,9 +455,9 @@ class Resolved:
         named = [(f"{key}.input", part.input) for key, part in self.recipe.data.keyed_parts()]
         for key, path in [*named, (EVAL_DATA, self.recipe.eval.data)]:
             if path is not None and not is_address(path):
-                relative = expand_home(path)
-                beside = Path(self.folder, relative)
-                paths[key] = beside.resolve() if is_there(beside) else relative.absolute()
+                expanded = expand_home(path)
+                beside = Path(self.folder, expanded)
+                paths[key] = beside.resolve() if is_there(beside) else expanded.absolute()
         return paths
 
     def with_staged(self, folder: Path) -> Resolved:

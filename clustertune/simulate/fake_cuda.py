@@ -182,8 +182,8 @@ def install(guard: Guard, *, rank: int, devices: int, name: str, memory: int, ca
     def index_of(device: Any) -> int | None:
         if device is None or isinstance(device, int):
             return device
-        position: int | None = torch.device(device).index
-        return position
+        index: int | None = torch.device(device).index
+        return index
 
     def put(device: Any) -> None:
         index = index_of(device)
@@ -216,8 +216,8 @@ def install(guard: Guard, *, rank: int, devices: int, name: str, memory: int, ca
         def __exit__(self, *exc: object) -> None:
             guard.set(self._before)
 
-    def take_random_states(given_states: list[torch.Tensor]) -> None:
-        for index, one in enumerate(given_states):
+    def take_random_states(states: list[torch.Tensor]) -> None:
+        for index, one in enumerate(states):
             take_random_state(one, index)
 
     properties = types.SimpleNamespace(

@@ -33,19 +33,19 @@ from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 _ANSWERS: dict[Any, Callable[[torch.Tensor], tuple[bool, Any]]] = {
-    torch.ops._c10d_functional.wait_tensor.default: lambda given: (False, given),  # a fake one makes a new tensor
-    aten._pin_memory.default: lambda given: (False, given),
+    torch.ops._c10d_functional.wait_tensor.default: lambda operand: (False, operand),  # a fake one makes a new tensor
+    aten._pin_memory.default: lambda operand: (False, operand),
     aten.is_pinned.default: lambda _: (False, True),
     aten.equal.default: lambda _: (True, True),
-    aten._local_scalar_dense.default: lambda given: (
+    aten._local_scalar_dense.default: lambda operand: (
         True,
-        1.0 if given.is_floating_point() else given.dtype == torch.bool or 1,
+        1.0 if operand.is_floating_point() else operand.dtype == torch.bool or 1,
     ),
-    aten.nonzero.default: lambda given: (
+    aten.nonzero.default: lambda operand: (
         True,
-        torch.empty((given.numel(), given.dim()), dtype=torch.long, device=given.device),
+        torch.empty((operand.numel(), operand.dim()), dtype=torch.long, device=operand.device),
     ),
-    aten.masked_select.default: lambda given: (True, given.new_empty((given.numel(),))),
+    aten.masked_select.default: lambda operand: (True, operand.new_empty((operand.numel(),))),
 }
 """Of an operator whose result the data decides, by its first operand: whether the host waits for it, and a plausible result."""
 LOADING, REST, SAVE, EVALUATION, RESUME = "loading", "at rest", "save", "evaluation", "resume"

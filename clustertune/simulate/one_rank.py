@@ -73,7 +73,7 @@ def run(
 
     simulated = _Simulated(spec, _laid_out_again(one) if resumes else one, guard, folder, tell)
     try:
-        results = simulated.resume() if resumes else simulated.run()
+        result = simulated.resume() if resumes else simulated.run()
     except UserError as error:
         tell(error="; ".join(map(str, error.problems)), where="", during=simulated.memory.moment)
         return 1
@@ -81,7 +81,7 @@ def run(
         traceback.print_exc()
         tell(error=f"{type(error).__name__}: {error}", where=_where(error), during=simulated.memory.moment)
         return 1
-    tell(**{"resumed" if resumes else "found": {**results, "seconds": round(time.perf_counter() - began, 1)}})
+    tell(**{"resumed" if resumes else "found": {**result, "seconds": round(time.perf_counter() - began, 1)}})
     return 0
 
 
@@ -279,10 +279,10 @@ class _Simulated:
     def prove(self) -> None:
         """What a session proves before the first step; then the hooks that say where a step is."""
         trainer, resolved = self.trainer, self.resolved
-        shards = sharding.inspect(trainer.model_wrapped, trainer.accelerator)
-        sharding.check(shards, resolved.distribution)
+        state = sharding.inspect(trainer.model_wrapped, trainer.accelerator)
+        sharding.check(state, resolved.distribution)
         self._recomputed = recompute.apply(trainer.model, resolved)
-        self._sharding = shards.as_dict()
+        self._sharding = state.as_dict()
         figures.attach(trainer, resolved, recompute.layers_of, self._spec["gpu"]["name"])
         gc.collect()
         self.memory.rename("weights")
@@ -410,11 +410,9 @@ class _Simulated:
             "rest_bytes": self._rest,
             "moments": {name: asdict(peak) for name, peak in self.memory.moments.items()},
             "curve": self._curve,
-            "traffic": {stage: _sums(calls_made) for stage, calls_made in calls.items()},
+            "traffic": {stage: _sums(of_stage) for stage, of_stage in calls.items()},
             "simulated_micro_batches": int(self.trainer.args.gradient_accumulation_steps),
-            "sequence": {
-                stage: [[c.kind, c.ranks, c.stride, c.bytes] for c in calls_made] for stage, calls_made in calls.items()
-            },
+            "sequence": {stage: [[c.kind, c.ranks, c.stride, c.bytes] for c in of_stage] for stage, of_stage in calls.items()},
             "waits": [
                 {"moment": moment, "operator": operator, "where": where, "count": count}
                 for (moment, operator, where), count in sorted(counted.waits.items())
@@ -431,7 +429,7 @@ class _Simulated:
                 "bytes": self._bytes.written // STEPS,
                 "pinned_bytes": self._bytes.pinned,
                 "pageable_bytes": self._bytes.pageable,
-                "devices": {name: sorted(calls_made) for name, calls_made in JOURNAL.devices.items()},
+                "devices": {name: sorted(devices) for name, devices in JOURNAL.devices.items()},
                 "waits": [
                     {"thread": thread, "stream": stream, "for": other, "count": count}
                     for (thread, stream, other), count in sorted(JOURNAL.waits.items())

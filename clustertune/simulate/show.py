@@ -25,9 +25,9 @@ def render(plan: Plan, simulation: Simulation, console: Console) -> None:
     """Print the timeline, the collectives, the waits, and each term of the plan beside what was counted."""
     one = simulation.first
     rank = next(iter(simulation.ranks))
-    layers, ranks = simulation.resolved.architecture["num_hidden_layers"], plan.strategy.world_size
+    layers, world = simulation.resolved.architecture["num_hidden_layers"], plan.strategy.world_size
     console.print(
-        _timeline(plan, one, f"simulated: rank {rank} of {ranks}, {layers} layers, on fake tensors of {one['device']}")
+        _timeline(plan, one, f"simulated: rank {rank} of {world}, {layers} layers, on fake tensors of {one['device']}")
     )
     console.print(_parts(one))
     console.print(_terms(plan, simulation))
@@ -114,7 +114,7 @@ def lines(plan: Plan, simulation: Simulation) -> list[str]:
     least = simulator.least_time(plan, simulation)
     seconds = plan.step.seconds
     against = "which is more" if seconds >= least.seconds else "which is LESS: the plan is too fast"
-    lines_so_far = [
+    sentences = [
         f"{one['operators']:,} operators a step, of which a GPU launches about {one['launches']:,}; "
         f"{one['launches'] / max(1, one['micro_batches']):,.0f} a micro batch",
         f"a step takes at the very least {quantity(least.seconds, 's')} (computing {quantity(least.device, 's')}, links "
@@ -123,14 +123,12 @@ def lines(plan: Plan, simulation: Simulation) -> list[str]:
         f"simulated in {one['seconds']:,.0f} s with {one['host_bytes'] / GIB:.1f} GiB of this machine's memory",
         "not in it: NCCL's buffers, workspaces of cuBLAS, fragmentation, and time (docs/simulate.md)",
     ]
-    lines_so_far += _phases(one)
+    sentences += _phases(one)
     if len(simulation.ranks) > 1:
         ranks = ", ".join(map(str, simulation.ranks))
         differ = simulator.mismatches(simulation)
-        lines_so_far.append(
-            f"ranks {ranks}: {'their collectives DIFFER' if differ else 'the same collectives in the same order'}"
-        )
-        lines_so_far += map(str, differ)
-    lines_so_far += map(str, simulator.faults(simulation))
-    lines_so_far += one["notes"]
-    return [*lines_so_far, simulation.note] if simulation.note else lines_so_far
+        sentences.append(f"ranks {ranks}: {'their collectives DIFFER' if differ else 'the same collectives in the same order'}")
+        sentences += map(str, differ)
+    sentences += map(str, simulator.faults(simulation))
+    sentences += one["notes"]
+    return [*sentences, simulation.note] if simulation.note else sentences

@@ -229,12 +229,12 @@ def _replace_own(follow: Follow, *, two_models: bool) -> Reading:
     fill = loading.Loading._fill
     held: list[dict[str, Any]] = []
 
-    def fill_and_hold(self: Any, device: Any, model: Any, given: Any, **options: Any) -> None:
+    def fill_and_hold(self: Any, device: Any, model: Any, state: Any, **options: Any) -> None:
         """Keep the state dicts without data of a model before and after it is split, which accelerate (1.15, fsdp_utils.py:828)
         and loading let go of. With two models, the end of these fake tensors corrupts the heap of torch 2.13; why is not known.
         """
-        held.extend((dict(given), model.state_dict()))
-        fill(self, device, model, given, **options)
+        held.extend((dict(state), model.state_dict()))
+        fill(self, device, model, state, **options)
 
     if two_models:  # without a compiler what is held counts as memory of the device
         put(loading.Loading, _fill=fill_and_hold)

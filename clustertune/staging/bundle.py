@@ -51,9 +51,9 @@ def read(folder: Path) -> Manifest:
         raise UserError([*error.problems, Problem("is not a folder of staged inputs", file=str(folder), fix=fix)]) from None
 
 
-def parts(manifest: Manifest) -> dict[str, Any]:
+def parts(sealed: Manifest) -> dict[str, Any]:
     """What a bundle holds: ``model``, ``data``, ``benchmark``, ... with name, revision and path."""
-    held = manifest.meta.get("parts")
+    held = sealed.meta.get("parts")
     return held if isinstance(held, dict) else {}
 
 

@@ -180,9 +180,9 @@ class Collector:
             fix = f"enroot import --output train.sqsh '{enroot_name(settings.image)}', and the file as container.image"
             raise UserError(text, file=settings.image, key="container.image", fix=fix)
         # Held to its sum here: on the other side it cannot be fetched again.
-        looked_at, _ = images.look(settings)
-        assert looked_at is not None
-        if not looked_at.checked:
+        image, _ = images.look(settings)
+        assert image is not None
+        if not image.checked:
             self.notes.append(f"warning: {settings.image}.sha256 is not there: whether the image is whole is not checked")
         path = Path(settings.image)
         beside = path.with_name(path.name + ".sha256")
@@ -212,8 +212,8 @@ class Collector:
             records: dict[str, FileRecord] = {}
             for part in parts:
                 say(as_words(part.as_json()))
-                records_of_part = self._load(part) if part.root is None else self._copy(part, part.root)
-                records |= {f"{part.target}/{name}": record for name, record in records_of_part.items()}
+                written = self._load(part) if part.root is None else self._copy(part, part.root)
+                records |= {f"{part.target}/{name}": record for name, record in written.items()}
                 if part.revision and part.target.startswith(bundle.HUB):
                     kind = "models" if part.what == "model" else "datasets"
                     note_revision(self._out / bundle.HUB, kind, part.name, part.revision)

@@ -115,13 +115,13 @@ def choose(names: Iterable[str]) -> list[str]:
 
     Weights in other formats stay behind: beside Llama's safetensors lie the publisher's own, as large again.
     """
-    all_names = set(names)
-    chosen = {name for name in all_names if "/" not in name and not _OTHER_WEIGHTS.fullmatch(name)}
+    present = set(names)
+    chosen = {name for name in present if "/" not in name and not _OTHER_WEIGHTS.fullmatch(name)}
     for weights in _WEIGHTS:
-        if loaded := {name for name in all_names if weights.fullmatch(name)}:
+        if loaded := {name for name in present if weights.fullmatch(name)}:
             return sorted(chosen | loaded)
     # Weights under a name of their own: nothing is left out.
-    return sorted(all_names if any(_OTHER_WEIGHTS.fullmatch(name) for name in all_names) else chosen)
+    return sorted(present if any(_OTHER_WEIGHTS.fullmatch(name) for name in present) else chosen)
 
 
 # --- what the callers use ------------------------------------------------------------------------------------------------

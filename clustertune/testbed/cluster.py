@@ -186,15 +186,15 @@ class TemporaryCluster:
 
         ``sbatch --wait`` looks only after 2, 10, 42 s.
         """
-        states_wanted = {states} if isinstance(states, str) else set(states)
+        accepted = {states} if isinstance(states, str) else set(states)
         end = time.monotonic() + timeout
         while True:
             record = self.job(job)
             state = record["JobState"]
-            if state in states_wanted:
+            if state in accepted:
                 return record
             if time.monotonic() > end or state in DONE:
-                raise TimeoutError(f"job {job} is {state} ({record.get('Reason')}), not {' or '.join(sorted(states_wanted))}")
+                raise TimeoutError(f"job {job} is {state} ({record.get('Reason')}), not {' or '.join(sorted(accepted))}")
             time.sleep(0.1)
 
     # --- nodes -------------------------------------------------------------------------------------------------------
@@ -227,15 +227,15 @@ class TemporaryCluster:
 
     def wait_node(self, index: int, states: Iterable[str] = _READY, timeout: float = 120) -> str:
         """Wait until a node is in one of ``states``. Raises TimeoutError."""
-        states_wanted, seen = set(states), ""
+        accepted, seen = set(states), ""
 
-        def there() -> bool:
+        def is_ready() -> bool:
             nonlocal seen
             with contextlib.suppress(ClusterFailed):  # the controller may just be starting
                 seen = self.node_state(index)
-            return seen in states_wanted
+            return seen in accepted
 
-        self._until(there, timeout, f"{self.names[index - 1]} is not {' or '.join(sorted(states_wanted))}")
+        self._until(is_ready, timeout, f"{self.names[index - 1]} is not {' or '.join(sorted(accepted))}")
         return seen
 
     @staticmethod

@@ -38,12 +38,12 @@ _START = 20.0
 
 def parents() -> dict[int, int]:
     """The parent of every process that /proc shows."""
-    parents_by_pid = {}
+    by_pid = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(IndexError):
-                parents_by_pid[int(entry.name)] = int(stat(int(entry.name))[1])
-    return parents_by_pid
+                by_pid[int(entry.name)] = int(stat(int(entry.name))[1])
+    return by_pid
 
 
 def descendants(pid: int) -> list[int]:
@@ -154,7 +154,7 @@ def _call(*command: str) -> None:
 
 
 def until(condition: Callable[[], object], seconds: float, pause: float = 0.05) -> bool:
-    """Wait until something is there; False where that takes longer."""
+    """Wait until ``condition`` holds; False where that takes longer."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -164,7 +164,7 @@ def until(condition: Callable[[], object], seconds: float, pause: float = 0.05) 
 
 
 def _until(condition: Callable[[], bool], message: str, child: subprocess.Popen[bytes] | None = None) -> None:
-    """Wait until something is there. Raises SystemExit with ``message`` where that takes too long, or ``child`` has ended."""
+    """Wait until ``condition`` holds. Raises SystemExit with ``message`` where that takes too long, or ``child`` has ended."""
     gone = child is not None and child.poll
     if not until(lambda: condition() or (gone and gone() is not None), _START, 0.005) or not condition():
         sys.exit(message)

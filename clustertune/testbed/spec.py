@@ -352,7 +352,7 @@ class ClusterFolder:
 
     def texts(self) -> dict[str, str]:
         """File name to content."""
-        texts_given = self.spec.given
+        files = self.spec.given
         body: dict[str, Any] = {
             "isolated": self.isolated,
             "nodes": self.names,
@@ -360,9 +360,9 @@ class ClusterFolder:
             "address": LOGIN_ADDRESS if self.isolated else "127.0.0.1",
         }
         hosts = [("127.0.0.1", "localhost"), (LOGIN_ADDRESS, LOGIN), *zip(self.addresses, self.names, strict=True)]
-        if texts_given is not None:
-            moved = texts_given.moved(self.root, names=self.names, addresses=self.addresses)
-            body["daemons"] = texts_given.daemons(self.root)
+        if files is not None:
+            moved = files.moved(self.root, names=self.names, addresses=self.addresses)
+            body["daemons"] = files.daemons(self.root)
             return {"cluster.json": json.dumps(body), **moved, "nsswitch.conf": _names_from_files_only()}
         return {
             "cluster.json": json.dumps(body),

@@ -59,14 +59,14 @@ def accelerate_environment(config_file: Path, world_size: int) -> dict[str, str]
             parsed.deepspeed_fields_from_accelerate_config = ",".join(fields)
         # By the function that ``accelerate launch`` itself would choose.
         if parsed.use_deepspeed:
-            environment_of = environment.prepare_deepspeed_cmd_env(parsed)[1]
+            variables = environment.prepare_deepspeed_cmd_env(parsed)[1]
         elif parsed.use_fsdp or parsed.multi_gpu:
-            environment_of = environment.prepare_multi_gpu_env(parsed)
+            variables = environment.prepare_multi_gpu_env(parsed)
         else:
-            environment_of = environment.prepare_simple_launcher_cmd_env(parsed)[1]
+            variables = environment.prepare_simple_launcher_cmd_env(parsed)[1]
     except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
         raise UserError(Problem(f"accelerate refuses it: {error}", file=str(config_file))) from None
-    kept = {key: str(value) for key, value in environment_of.items() if key.startswith(PREFIXES)}
+    kept = {key: str(value) for key, value in variables.items() if key.startswith(PREFIXES)}
     return kept | {name: "false" for name in (acc.RECOMPUTING.upper(),) if name in kept}
 
 

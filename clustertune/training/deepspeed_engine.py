@@ -212,8 +212,8 @@ def swapped_masters(optimizer: Any) -> dict[str, str]:
     """The swap files of the float32 masters that lie on NVMe, by the number of their group: the saved group is empty then."""
     known = getattr(getattr(optimizer, "optimizer_swapper", None), "swap_params_info", {})
     groups = enumerate(_flat_groups(optimizer) or [])
-    parameters = {str(n): known.get(getattr(group, "ds_id", None)) for n, group in groups if group.numel() == 0}
-    return {number: Path(info.get_swap_paths()[0]).name for number, info in parameters.items() if info is not None}
+    infos = {str(n): known.get(getattr(group, "ds_id", None)) for n, group in groups if group.numel() == 0}
+    return {number: Path(info.get_swap_paths()[0]).name for number, info in infos.items() if info is not None}
 
 
 # --- the engine ---------------------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ def follow(engine: Any) -> None:
         return
     load = engine.load_checkpoint
 
-    def whole(folder: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    def load_whole(folder: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         loaded = load(folder, tag, *args, **kwargs)
         if loaded[0] is not None:
             tag = tag or Path(folder, "latest").read_text(encoding="utf-8").strip()
@@ -356,7 +356,7 @@ def follow(engine: Any) -> None:
             restore(optimizer, states[torch.distributed.get_rank(engine.optimizer.dp_process_group)])
         return loaded
 
-    engine.load_checkpoint = whole
+    engine.load_checkpoint = load_whole
 
 
 def restore(optimizer: Any, saved: Mapping[str, Any]) -> None:

@@ -289,8 +289,8 @@ class Loading:
             if name in packed:
                 module, parameter = packed[name]
                 begin, end = blocks(source, like, parameter)
-                full = torch.zeros(end - begin, dtype=source.dtype) if value is None else value
-                local, scales = quantise(full.to(device), source, like, parameter)
+                elements = torch.zeros(end - begin, dtype=source.dtype) if value is None else value
+                local, scales = quantise(elements.to(device), source, like, parameter)
                 module.quant_state = state_of(scales, source, like, parameter)
             if local is not None:
                 made[id(like)] = torch.nn.Parameter(placed(local, like, device, cpu_offload=cpu_offload), like.requires_grad)
@@ -549,9 +549,7 @@ def packed(parameter: Any, shape: tuple[int, ...], *, device: str = "cpu") -> An
     length = (size // (2 * storage.itemsize), 1)
     value = torch.empty(length, dtype=storage, device="meta") if device == "meta" else empty_storage(length, storage)
     others = {
-        key: attributes
-        for key, attributes in parameter.__dict__.items()
-        if key not in ("data", "requires_grad", "bnb_quantized")
+        key: attribute for key, attribute in parameter.__dict__.items() if key not in ("data", "requires_grad", "bnb_quantized")
     }
     return type(parameter)(value, requires_grad=False, **{**others, "bnb_quantized": True})
 

@@ -146,7 +146,7 @@ class ParameterSource:
         if not self.stacked or len(rest) > 1 or any(op.dim != 1 for op in rest):
             return None
         lists = [[t for p, _, t in self.parts if p == pattern] for pattern in self.converter.source_patterns]
-        return [tensor for expert in zip(*(tensors_of for tensors_of in lists if tensors_of), strict=True) for tensor in expert]
+        return [tensor for expert in zip(*(tensors for tensors in lists if tensors), strict=True) for tensor in expert]
 
     def convert(self, values: list[tuple[str, torch.Tensor]], model: Any) -> dict[str, torch.Tensor]:
         """What transformers makes of the tensors of the files: parameters by name."""

@@ -338,8 +338,8 @@ class Session:
             self._weights.stop()
             self._weights = None
         trainer, resolved, facts = self.trainer, self.resolved, self.facts
-        shards = sharding.inspect(trainer.model_wrapped, trainer.accelerator, self.group.gather)
-        sharding.check(shards, resolved.distribution)
+        state = sharding.inspect(trainer.model_wrapped, trainer.accelerator, self.group.gather)
+        sharding.check(state, resolved.distribution)
         if (engine := trainer.engine) is not None:
             facts["deepspeed"] = deepspeed_engine.check(engine, resolved)
         facts["recomputed_layers"] = recompute.apply(trainer.model, resolved)
@@ -352,7 +352,7 @@ class Session:
                 self.tell(f"warning: {text}")
             self.console = TrainingConsole(self.attempt.out, steps)  # from here on steps are shown, as a bar or as lines
             # What the model calls, before what was asked for.
-            facts = {**shards.as_dict(), **facts, "attention": shards.attention or facts["attention"]}
+            facts = {**state.as_dict(), **facts, "attention": state.attention or facts["attention"]}
             self.attempt.fence()
             self.attempt.run.update(distributed={**facts, "steps": steps, "notes": self.notes})
         if trainer.is_at_end and trainer.eval_dataset is None:

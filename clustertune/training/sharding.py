@@ -259,21 +259,21 @@ def _mesh(model: Any, accelerator: Any, kind: str) -> dict[str, int]:
     return {"dp": accelerator.num_processes}
 
 
-def check(found_sharding: FoundSharding, distribution: Distribution) -> None:
+def check(state: FoundSharding, distribution: Distribution) -> None:
     """Raise UserError where the run is not what the recipe asked for."""
     problems = []
     kind, world_size = distribution.type, distribution.world_size
-    if found_sharding.world_size != world_size:
-        text = f"{found_sharding.world_size} ranks are connected, the recipe resolved to {world_size}"
+    if state.world_size != world_size:
+        text = f"{state.world_size} ranks are connected, the recipe resolved to {world_size}"
         fix = "start every rank with one launcher: clustertune run, submit or launch/torchrun.sh"
         problems.append(Problem(text, fix=fix))
-    same = {kind, "MULTI_CPU"} if kind == "MULTI_GPU" and found_sharding.device == "cpu" else {kind}
-    if found_sharding.type not in same and not (world_size == 1 and found_sharding.type != "DEEPSPEED"):
-        problems.append(Problem(f"the run is {found_sharding.type}, the file asks for {kind}", key=acc.TYPE))
-    if found_sharding.replicas == "different":
+    same = {kind, "MULTI_CPU"} if kind == "MULTI_GPU" and state.device == "cpu" else {kind}
+    if state.type not in same and not (world_size == 1 and state.type != "DEEPSPEED"):
+        problems.append(Problem(f"the run is {state.type}, the file asks for {kind}", key=acc.TYPE))
+    if state.replicas == "different":
         problems.append(Problem("ranks that should start from the same parameters hold different ones"))
     if kind == "FSDP" and not problems and world_size > 1:
-        problems += _fsdp_problems(found_sharding, distribution)
+        problems += _fsdp_problems(state, distribution)
     if problems:
         raise UserError(problems, ExitCode.FAILED)
 
@@ -284,8 +284,8 @@ def _fsdp_problems(state: FoundSharding, distribution: Distribution) -> list[Pro
         problems.append(Problem(f"FSDP{state.version}, the file asks for FSDP2", key=acc.key_of("version")))
     mesh = distribution.mesh
     if mesh and state.mesh != mesh:
-        mesh_asked, is_now = (" x ".join(f"{axis} {size}" for axis, size in sizes.items()) for sizes in (mesh, state.mesh))
-        problems.append(Problem(f"the mesh is {is_now}, the file asks for {mesh_asked}", key=acc.MESH))
+        asked, actual = (" x ".join(f"{axis} {size}" for axis, size in sizes.items()) for sizes in (mesh, state.mesh))
+        problems.append(Problem(f"the mesh is {actual}, the file asks for {asked}", key=acc.MESH))
     problems += _placement_problems(state, mesh)
     shards = world_size // int(state.mesh.get("dp_replicate", 1))
     # What tp does not split is kept by each of its ranks: _placement_problems looks at that share.

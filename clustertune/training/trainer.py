@@ -182,7 +182,7 @@ class RankTrainer(Base):  # type: ignore[misc]
         if (sizes := self.accelerator.parallelism_config) is None:
             return
         # On the instance: other trainings in the same process keep accelerate's own.
-        self.accelerator._prepare_tp = self.accelerator._prepare_cp = lambda *given: given
+        self.accelerator._prepare_tp = self.accelerator._prepare_cp = lambda *args: args
         mesh = self.accelerator.torch_device_mesh
         if sizes.tp_enabled:
             parallelism.split(self.model, mesh["tp"], upcast=self.accelerator.mixed_precision != "no")

@@ -322,9 +322,9 @@ def case(run: PublishedRun) -> Case:
     counted = count(architecture)
     assert counted is not None, run.model
     adapters, rank, targets = _lora(run, architecture)
-    machine = _machine(run)
+    hardware = _machine(run)
     shape = ModelShape(counted, _strategy(run), adapters or counted.total, adapters, rank, targets)
-    return Case(run, replace(shape, cudnn_attention=machine.has_cudnn_attention), machine)
+    return Case(run, replace(shape, cudnn_attention=hardware.has_cudnn_attention), hardware)
 
 
 def _lora(run: PublishedRun, architecture: dict[str, Any]) -> tuple[int, int, tuple[str, ...]]:
@@ -342,13 +342,13 @@ def _machine(run: PublishedRun) -> PlanMachine:
     document["network"] = {"interface": "eth0", **document["network"]}
     if run.nodes > 1 and document["network"]["kind"] == "none":
         document["network"] |= {"kind": "infiniband", "gbit": 400}  # no rank leaves the NVLink domain: nothing reads it
-    cluster = machine(read_cluster(Document(f"published cluster {run.cluster}", document)), nodes=run.nodes)
-    changes: dict[str, Any] = {"peak_flops": cluster.peak_flops * published.peak_share}
-    if cluster.peak_flops_fp8:
-        changes["peak_flops_fp8"] = cluster.peak_flops_fp8 * published.peak_share
+    hardware = machine(read_cluster(Document(f"published cluster {run.cluster}", document)), nodes=run.nodes)
+    changes: dict[str, Any] = {"peak_flops": hardware.peak_flops * published.peak_share}
+    if hardware.peak_flops_fp8:
+        changes["peak_flops_fp8"] = hardware.peak_flops_fp8 * published.peak_share
     if published.hbm_gb_s:
         changes["hbm_bytes_per_s"] = published.hbm_gb_s * 1e9
-    return replace(cluster, **changes)
+    return replace(hardware, **changes)
 
 
 def _strategy(run: PublishedRun) -> Strategy:

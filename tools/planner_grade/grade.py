@@ -103,8 +103,8 @@ class Flow:
 
 def cases(sets: Iterable[str]) -> list[Case]:
     """The published runs of some sets that have a step time."""
-    chosen_sets = set(sets)
-    return [case(run) for run in published_runs().values() if run.set in chosen_sets and run.seconds is not None]
+    chosen = set(sets)
+    return [case(run) for run in published_runs().values() if run.set in chosen and run.seconds is not None]
 
 
 def row(one: Case, constants: Constants, note: str = "") -> GradeRow:
@@ -208,12 +208,12 @@ def floors() -> Floors:
     """From the run's 162 gathers of all weights (36 steps x 2 micro batches x 2, and 18 evaluations)."""
     one = case(published_runs()[RUN])
     run = one.run
-    size = one.shape.counted.total * DTYPE_BYTES["bf16"] * float(run.gathers or 0)
-    ring = size * (run.world - 1) / run.world
+    gathered = one.shape.counted.total * DTYPE_BYTES["bf16"] * float(run.gathers or 0)
+    ring = gathered * (run.world - 1) / run.world
     work = flops(one.shape, hardware=True) * float(run.steps or 0)
     peak = one.machine.peak_flops * run.world
     return Floors(
-        ring, ring / LINE_BYTES_PER_S / 3600, size / 2 / LINE_BYTES_PER_S / 3600, work / peak / 3600, float(run.hours or 0)
+        ring, ring / LINE_BYTES_PER_S / 3600, gathered / 2 / LINE_BYTES_PER_S / 3600, work / peak / 3600, float(run.hours or 0)
     )
 
 

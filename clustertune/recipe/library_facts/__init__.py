@@ -56,8 +56,8 @@ class ModelTypeFacts(TypedDict):
 
 def model_facts(kind: str) -> ModelTypeFacts:
     """The facts of a causal language model's type. Raises KeyError where there is no such type."""
-    facts_of_kind: ModelTypeFacts = facts("transformers")["models"][kind]
-    return facts_of_kind
+    body: ModelTypeFacts = facts("transformers")["models"][kind]
+    return body
 
 
 @cache
