@@ -79,16 +79,16 @@ def parse_config(text: str) -> dict[str, str]:
 
 def parse_nodes(text: str) -> dict[str, Any]:
     """Nodes that take no jobs, GRES of nodes and limits of partitions, of ``sinfo -h -N -o '%N|%T|%G|%R|%l|%E'``."""
-    nodes: dict[str, dict[str, str]] = {"slurm_nodes": {}, "slurm_gres": {}, "slurm_limits": {}}
+    facts: dict[str, dict[str, str]] = {"slurm_nodes": {}, "slurm_gres": {}, "slurm_limits": {}}
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|", 5)]
         if len(fields) != 6:
             continue
         name, state, gres, partition, limit, reason = fields
-        nodes["slurm_gres"][name], nodes["slurm_limits"][partition] = gres, limit
+        facts["slurm_gres"][name], facts["slurm_limits"][partition] = gres, limit
         if _BAD_STATES.search(state):
-            nodes["slurm_nodes"][name] = state + (f" ({reason})" if reason not in ("", "none") else "")
-    return nodes
+            facts["slurm_nodes"][name] = state + (f" ({reason})" if reason not in ("", "none") else "")
+    return facts
 
 
 def slurm(probe: Probe) -> dict[str, Any]:
