@@ -297,8 +297,8 @@ def decode(lines: Iterable[str]) -> tuple[dict[str, HostFacts], dict[str, str], 
 
 
 if __name__ == "__main__":
-    found = collect(**json.loads(sys.argv[1]))
-    sys.stdout.write("".join(f"{line}\n" for line in encode(found, os.environ.get("SLURMD_NODENAME", ""))))
+    facts = collect(**json.loads(sys.argv[1]))
+    sys.stdout.write("".join(f"{line}\n" for line in encode(facts, os.environ.get("SLURMD_NODENAME", ""))))
     sys.stdout.flush()
     # Threads that wait for a driver or a server which is gone would keep the interpreter from ending.
     os._exit(0)
