@@ -369,9 +369,9 @@ def _theirs(reward: Reward, function: Callable[..., Any]) -> Judge:
             scores = function(**{**of_rows, **{key: others[key] for key in others if key in RESERVED}, **reward.options})
         except Exception as error:
             raise _refused(reward, f"fails: {_describe(error, str(reward.module))}") from error
-        count = len(others["completions"])
+        count, returned = len(others["completions"]), type(scores).__name__
         if not isinstance(scores, Iterable) or len(scores := list(scores)) != count:
-            raise _refused(reward, f"returned {type(scores).__name__} of another length than the {count} answers it was given")
+            raise _refused(reward, f"returned {returned} of another length than the {count} answers it was given")
         try:
             values = [None if value is None else float(value) for value in scores]
         except (TypeError, ValueError) as error:

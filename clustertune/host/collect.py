@@ -245,7 +245,7 @@ def _stack(probe: Probe, *, python: str | None) -> dict[str, Any]:
         try:
             installed = json.loads(answer.text)
         except ValueError:
-            raise ValueError(f"{python}: {answer.fault or 'is not there' if not answer.present else 'no answer'}") from None
+            raise ValueError(f"{python}: {answer.fault or ('no answer' if answer.present else 'is not there')}") from None
     installed["packages"] = [Package(**item) for item in installed["packages"]]
     return installed
 
