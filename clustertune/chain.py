@@ -666,7 +666,7 @@ class Chain:
         from clustertune.evaluate.scores import require_pass
 
         recipe = self.resolved.recipe
-        asked = recipe.eval
+        section = recipe.eval
         settings = self._eval_settings()
         if (before := self.run.stage("eval")) and before.get("settings") != settings and self.run.eval.exists():
             self.run.eval.rename(self.run.path / f"eval-{int(before['finished'])}")  # a finished one is never written over
@@ -674,13 +674,13 @@ class Chain:
         benchmark = recipe.model.weights == "hub"
         data = bundle.prompts(self.resolved)
         # Without an adapter nothing is merged, and the base is what the training began with.
-        base = self.base_folder() if asked.base else None
+        base = self.base_folder() if section.base else None
         with measured(self.run.path), contextlib.ExitStack() as stack:
             stack.callback(self.run.evaluating.unlink, missing_ok=True)
             result = evaluate(
                 self.run.merged,
                 self.run.eval,
-                settings=asked,
+                settings=section,
                 data=data,
                 prompts=bundle.eval_data(self.resolved),
                 benchmark=benchmark,

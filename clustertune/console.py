@@ -135,8 +135,8 @@ def _wrapped(parts: Sequence[str], width: int, begin: str, further: str) -> list
     from rich.text import Text
 
     lines, line = list[str](), begin
-    words = [[part] if len(part) + len(further) <= width else part.split(" ") for part in parts]
-    for part in itertools.chain.from_iterable(words):
+    pieces = [[part] if len(part) + len(further) <= width else part.split(" ") for part in parts]
+    for part in itertools.chain.from_iterable(pieces):
         if len(line) + 1 + len(part) > width and line.strip():
             lines.append(line)
             line = further + part

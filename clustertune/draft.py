@@ -106,14 +106,14 @@ class PlanTarget:
 
 def where(gpus: str | None, cluster: str | None, nccl_check: Path | None = None) -> PlanTarget:
     """``--gpus``, ``--cluster``, this place where it has GPUs, else :data:`ANY_GPUS`. Raises UserError."""
-    target, options = (of_gpus(gpus), ("--gpus", gpus)) if gpus else (load_cluster(cluster), ("--cluster", cluster or "local"))
-    if assumed := not (gpus or cluster or target.compute.gpus):
-        target, options = of_gpus(ANY_GPUS), ("--gpus", ANY_GPUS)
-    calibrated = find_calibrated(target, nccl_check)
+    place, options = (of_gpus(gpus), ("--gpus", gpus)) if gpus else (load_cluster(cluster), ("--cluster", cluster or "local"))
+    if assumed := not (gpus or cluster or place.compute.gpus):
+        place, options = of_gpus(ANY_GPUS), ("--gpus", ANY_GPUS)
+    calibrated = find_calibrated(place, nccl_check)
     calibrated.machine(1)  # a place without GPUs, nodes or figures is refused with what it lacks
-    most = len(target.compute_nodes)
+    most = len(place.compute_nodes)
     sizes = (most,) if gpus else tuple(sorted({2**power for power in range(most.bit_length())}))
-    return PlanTarget(calibrated, sizes, target.compute.gpus, options, assumed)
+    return PlanTarget(calibrated, sizes, place.compute.gpus, options, assumed)
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def drafted(
     ``stated``: keys of the recipe that hold whatever is chosen. Where no GPUs hold it, the fewest nodes on which it fits with
     host memory. Raises NothingFits, and UserError where it is refused.
     """
-    drafted_so_far: Draft | None = None
+    kept: Draft | None = None
     for nodes in at.sizes:
         made = draft(model, method, data, nodes, at.gpus)
         made = replace(made, recipe=laid_over(made.recipe, stated, null_removes=True))
@@ -138,17 +138,17 @@ def drafted(
             try:
                 chosen, burdens = choose(made, folder, at.calibrated, method)
             except NothingFits:
-                if nodes == at.sizes[-1] and drafted_so_far is None:
+                if nodes == at.sizes[-1] and kept is None:
                     raise
                 continue
-        drafted_so_far = chosen if not burdens else drafted_so_far or chosen
+        kept = chosen if not burdens else kept or chosen
         if not burdens:
             break
-    assert drafted_so_far is not None
+    assert kept is not None
     if at.assumed:
-        drafted_so_far.assumed.append(f"no GPUs were named: --gpus {at.options[1]}")
-    with folder_of(drafted_so_far, name) as folder:
-        yield drafted_so_far, folder
+        kept.assumed.append(f"no GPUs were named: --gpus {at.options[1]}")
+    with folder_of(kept, name) as folder:
+        yield kept, folder
 
 
 def stated(overrides: Sequence[str]) -> dict[str, Any]:

@@ -308,33 +308,33 @@ def check_image(run: RunDir, inputs: JobInputs) -> None:
 
     def look(of: Cluster) -> tuple[container.Image, list[str], container.Stack] | None:
         """The image of a cluster, what to warn of, and what it has installed. Raises UserError where it does not start."""
-        looked_at, notes = container.look(of.container)
-        if looked_at is None:
+        image, notes = container.look(of.container)
+        if image is None:
             return None
         command, binds = [sys.executable, "-m", container.MODULE], [run.path.resolve()]
         started = srun.on_first_node(command, of, binds=binds, host=allocation.nodes[0], gpus=gpus, environ=os.environ)
-        return looked_at, notes, container.ask(started, looked_at.image)
+        return image, notes, container.ask(started, image.image)
 
     if (looked := look(inputs.cluster)) is None:
         return
-    (looked_at, notes, seen), pinned = looked, pins.read()
-    problems, warnings = container.judge(seen, pinned, looked_at.image)
-    problems += container.lacking(seen, resolved.train_args, looked_at.image, gpus=gpus)
-    for text in filter(None, (*notes, container.changed(run.read().get("container"), looked_at), *warnings)):
+    (image, notes, seen), pinned = looked, pins.read()
+    problems, warnings = container.judge(seen, pinned, image.image)
+    problems += container.lacking(seen, resolved.train_args, image.image, gpus=gpus)
+    for text in filter(None, (*notes, container.changed(run.read().get("container"), image), *warnings)):
         say(f"warning: {text}")
     raise_if(problems)
-    say(f"container: {looked_at.image}, sha256 {(looked_at.sha256 or 'unknown')[:16]}, Python {seen.python}")
-    run.update(container={**looked_at.as_json(), **container.record(seen, pinned)})
+    say(f"container: {image.image}, sha256 {(image.sha256 or 'unknown')[:16]}, Python {seen.python}")
+    run.update(container={**image.as_json(), **container.record(seen, pinned)})
     inner = container.of_training(resolved, inputs.cluster)
     if inner is inputs.cluster or (looked := look(inner)) is None:  # the ranks of a Megatron recipe run in another image
         return
-    looked_at, notes, seen = looked
+    image, notes, seen = looked
     for text in notes:
         say(f"warning: {text}")
-    raise_if(container.judge_megatron(seen, looked_at.image))
+    raise_if(container.judge_megatron(seen, image.image))
     versions = {name: seen.packages[name] for name in container.MEGATRON_NEEDED}
-    say(f"container of the ranks: {looked_at.image}, Megatron-Bridge {versions['megatron-bridge']}")
-    run.update(megatron_container={**looked_at.as_json(), "python": seen.python, "packages": versions})
+    say(f"container of the ranks: {image.image}, Megatron-Bridge {versions['megatron-bridge']}")
+    run.update(megatron_container={**image.as_json(), "python": seen.python, "packages": versions})
 
 
 def run(inputs: JobInputs, command: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -209,11 +209,11 @@ class Script:
     @cached_property
     def hits(self) -> dict[str, dict[int, dict[str, Any]]]:
         """By rule and line what its texts name in braces."""
-        by_line: dict[str, dict[int, dict[str, Any]]] = {}
+        hits: dict[str, dict[int, dict[str, Any]]] = {}
         for reader in READERS:
             for name, line, words in reader(self):
-                by_line.setdefault(name, {}).setdefault(line, words)
-        return by_line
+                hits.setdefault(name, {}).setdefault(line, words)
+        return hits
 
     @cached_property
     def conditions(self) -> dict[str, bool]:
@@ -222,8 +222,8 @@ class Script:
         commands = [text for _, text in self.commands]
         name = re.sub(r"^[RB]*:|@\d+$|^SIG", "", signal.upper()).replace("SIG", "")
         name = {"10": "USR1", "12": "USR2", "15": "TERM"}.get(name, name)
-        conditions_met = {name: bool(re.search(pattern, body)) for name, pattern in TABLE["conditions"].items()}
-        return conditions_met | {
+        conditions = {name: bool(re.search(pattern, body)) for name, pattern in TABLE["conditions"].items()}
+        return conditions | {
             "several_nodes": self.count("nodes") != 1,
             "two_nodes": self.least_nodes > 1,
             "header": bool(self.options),
@@ -243,7 +243,7 @@ class Script:
             "all_nodes": any(
                 _STARTER.search(one) or (_SRUN.search(one) and not _ASIDE.search(one)) for _, one in self.commands
             ),
-            "secrets": conditions_met["dotenv"] or any(map(names_secret, self.assigned)),
+            "secrets": conditions["dotenv"] or any(map(names_secret, self.assigned)),
         }
 
 

@@ -223,7 +223,7 @@ class CheckpointStore:
                     done, total = (sum(part[column] for part in parts) / 1e9 for column in (1, 2))
                     self.tell(f"comparing {path.name} with its digests: {done:,.1f} of {total:,.1f} GB")
                 comparison.wait(1.0)
-            return [problem for problems_of_rank in self.ranks.gather(comparison.finish()) for problem in problems_of_rank]
+            return [problem for problems in self.ranks.gather(comparison.finish()) for problem in problems]
 
     def on(self, ranks: manifest.Ranks) -> CheckpointStore:
         """The same store among others of its ranks' threads."""

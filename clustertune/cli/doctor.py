@@ -180,11 +180,11 @@ def _tell(args: DoctorArguments, cluster: schema.Cluster, report: Report, facts:
 
 def _submit(args: DoctorArguments, cluster: schema.Cluster) -> int:
     """A job of whole nodes over the body of ops/doctor/doctor.sbatch, which looks at each of them."""
-    shape = links.job_shape(cluster, args.nodes, args.time, args.seconds + preflight.START_SECONDS)
+    job_shape = links.job_shape(cluster, args.nodes, args.time, args.seconds + preflight.START_SECONDS)
     note = "Derived by clustertune doctor --submit from the cluster file."
     job = stage_jobs.BatchJob(
-        shape=shape,
-        script=stage_jobs.render_alone("doctor", shape, note, (ROOT / "ops/doctor/doctor.sbatch").read_text(), alone=False),
+        shape=job_shape,
+        script=stage_jobs.render_alone("doctor", job_shape, note, (ROOT / "ops/doctor/doctor.sbatch").read_text(), alone=False),
         folder=(cluster_paths.runs(cluster) / "doctor" / cluster.name).absolute(),
         arguments=tuple(_arguments(args, cluster)),
         file="doctor.sbatch",

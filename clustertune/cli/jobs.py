@@ -237,13 +237,13 @@ def resolve_for_nodes(
 
     resolved = resolve.resolve(recipe, overrides, tiny=tiny)
     resolved.require_startable()
-    recipe_given = resolved.recipe
-    small, gpus = tiny or recipe_given.model.weights == "random", chain.visible_gpus()
-    asked = recipe_given.slurm.gpus_per_node
+    loaded = resolved.recipe
+    small, gpus = tiny or loaded.model.weights == "random", chain.visible_gpus()
+    asked = loaded.slurm.gpus_per_node
     each = ranks_per_node or (min(asked, gpus) or max(1, 2 // nodes) if small else asked)
     problems = []
-    if not small and nodes != recipe_given.slurm.nodes:
-        text = f"the recipe is for {recipe_given.slurm.nodes} nodes, this call for {nodes}"
+    if not small and nodes != loaded.slurm.nodes:
+        text = f"the recipe is for {loaded.slurm.nodes} nodes, this call for {nodes}"
         problems.append(Problem(text, file=recipe, key="slurm.nodes", fix=f"slurm.nodes={nodes} makes it a run of its own"))
     if not small and ranks_per_node is None and asked > gpus:
         fix = "--tiny runs it scaled down; --ranks-per-node N runs it as it is"

@@ -195,12 +195,12 @@ def _plan(calibrated: CalibratedCluster, recipe: str, changes: list[str], tiny: 
 def _show(
     plan: Plan,
     total: bill.Bill,
-    named: tuple[str, ...],
+    overrides: tuple[str, ...],
     as_document: bool,
     scored: serving.Evaluation,
     simulated: tuple[Plan, Simulation] | None = None,
 ) -> None:
-    better = [] if plan.fits else advisor.remedies(plan, named)
+    better = [] if plan.fits else advisor.remedies(plan, overrides)
     if as_document:
         body = explanation.as_json(plan) | {"evaluation": scored.as_json(), "total": total.as_json()}
         if simulated is not None:
@@ -267,9 +267,9 @@ def _advise(calibrated: CalibratedCluster, plan: Plan, total: bill.Bill, args: P
     if args.as_document:
         emit_json(explanation.advice_json(advice, named, calibrated.cluster, total.money, total.currency))
     else:
-        sources = {"--model": args.model, "--data": args.data, "--gpus": args.gpus, "--cluster": args.cluster}
-        sources |= {"--method": args.method} if args.model else {}
-        recipe = [*args.names, *(word for key, value in sources.items() if value for word in (key, value))]
+        flags = {"--model": args.model, "--data": args.data, "--gpus": args.gpus, "--cluster": args.cluster}
+        flags |= {"--method": args.method} if args.model else {}
+        recipe = [*args.names, *(word for key, value in flags.items() if value for word in (key, value))]
         quoted = {family: [shlex.quote(text) for text in arguments] for family, arguments in named.items()}
         tables.advice(
             advice, quoted, plan, console.stdout, recipe=shlex.join(recipe), cluster=calibrated.cluster, money=total.money,
@@ -323,16 +323,16 @@ def write_recipe(args: NewArguments) -> None:
     name, overrides = args.name, args.overrides
     folder = draft.target(name)
     stated = draft.stated(overrides or ())
-    made_of, dataset, at = draft.read_options(
+    made_of, measured, at = draft.read_options(
         args.model, args.data, args.method, args.gpus, args.cluster, needs_data=True, of_data=stated.get("data")
     )
     if not (stated.get("model") or {}).keys() & {"revision", "path"}:
         made_of = models.pinned(made_of)
-    keys, notes = draft.look_at_tokenizer(made_of, dataset, stated)
+    keys, notes = draft.look_at_tokenizer(made_of, measured, stated)
     stated = layers.laid_over(keys, stated)
     shown = folder.name if "/" not in name else name
     if at.assumed and args.method != "qlora" and tiny.is_small(made_of.architecture):
-        made = draft.on_cpus(made_of, args.method, dataset, stated)
+        made = draft.on_cpus(made_of, args.method, measured, stated)
         made.assumed.extend(notes)
         following = draft.commands(shown, ())
         with draft.folder_of(made, folder.name) as written:
@@ -342,7 +342,7 @@ def write_recipe(args: NewArguments) -> None:
         text = "\nfor this machine's CPUs. Next:\n"
     else:
         following = draft.commands(shown, at.options)
-        with draft.drafted(folder.name, made_of, args.method, dataset, at, stated) as (made, written):
+        with draft.drafted(folder.name, made_of, args.method, measured, at, stated) as (made, written):
             made.assumed.extend(notes)
             machine = at.calibrated.machine(int(made.recipe["slurm"]["nodes"]))
             plan = prediction.make_plan(resolve.resolve(written), machine, at.calibrated.constants, lengths=made.lengths)

@@ -148,7 +148,7 @@ class _Shape(NamedTuple):
 
 
 def _slurm(seen: LocalMachine, notes: list[str]) -> Cluster | None:
-    nodes = [items for line in seen.nodes.splitlines() if (items := fields(line)).get("NodeName")]
+    nodes = [node for line in seen.nodes.splitlines() if (node := fields(line)).get("NodeName")]
     partition = _partition(seen.partitions, notes)
     if not nodes or partition is None:
         return None
@@ -160,7 +160,7 @@ def _slurm(seen: LocalMachine, notes: list[str]) -> Cluster | None:
     shapes = {node["NodeName"]: _shape(node) for node in members}
     shape, count = Counter(shapes.values()).most_common(1)[0]
     if count < len(members):
-        others = [other for other, items in shapes.items() if items != shape]
+        others = [other for other, theirs in shapes.items() if theirs != shape]
         some = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
         notes.append(f"{some} of partition {name} differ from the other {count} nodes and are left out")
     workers = [node for node in members if shapes[node["NodeName"]] == shape]
@@ -207,8 +207,10 @@ def _facts(config: str, partition: dict[str, str], gres: str | None) -> SlurmFac
 
 
 def _partition(text: str, notes: list[str]) -> dict[str, str] | None:
-    partitions = [item for line in text.splitlines() if re.fullmatch(NAME, (item := fields(line)).get("PartitionName", ""))]
-    default = [item for item in partitions if item.get("Default") == "YES"]
+    partitions = [
+        partition for line in text.splitlines() if re.fullmatch(NAME, (partition := fields(line)).get("PartitionName", ""))
+    ]
+    default = [partition for partition in partitions if partition.get("Default") == "YES"]
     if not default and partitions:
         notes.append(f"Slurm has no default partition: {partitions[0]['PartitionName']}, the first, is taken")
     return next(iter(default or partitions), None)
@@ -360,10 +362,10 @@ def _node_entries(nodes: Sequence[Host]) -> Iterator[str]:
         addresses = {host.name: host.address for host in alike}
         for names, count in shorten_hosts(list(addresses)):
             own = expand_hosts(names) if count > 1 else [names]
-            addresses_of_own = [addresses[one] for one in own]
-            short = shorten_hosts(addresses_of_own)
+            own_addresses = [addresses[one] for one in own]
+            short = shorten_hosts(own_addresses)
             entry = {"name": names, "address": short[0][0] if len(short) == 1 else ",".join(part for part, _ in short)}
-            if count > 1 and addresses_of_own == own:
+            if count > 1 and own_addresses == own:
                 del entry["address"]
             yield f"  - {_flow({**entry, 'roles': list(roles)})}"
 

@@ -378,10 +378,10 @@ def expand_hosts(expression: str) -> list[str]:
         pieces = re.split(r"\[([^\[\]]*)\]", part)
         if not part or any("[" in piece or "]" in piece for piece in pieces[::2]):
             raise UserError(f"{expression[:200]!r} is not a list of nodes", fix="names with ranges, as gpu[01-32]")
-        names_so_far = [pieces[0]]
+        expanded = [pieces[0]]
         for inside, after in zip(pieces[1::2], pieces[2::2], strict=True):
-            names_so_far = [name + number + after for name in names_so_far for number in _numbers(inside, expression)]
-        names += names_so_far
+            expanded = [name + number + after for name in expanded for number in _numbers(inside, expression)]
+        names += expanded
     return names
 
 
@@ -428,7 +428,7 @@ def expand_nodes(nodes: object) -> tuple[list[Any], list[int]]:
 
     Such an entry has an address for each name, or none: then the name. Raises UserError for what is not a list of names.
     """
-    nodes_so_far: list[Any] = []
+    machines: list[Any] = []
     origin: list[int] = []
     for index, node in enumerate(nodes if isinstance(nodes, list) else ()):
         made = [node]
@@ -439,6 +439,6 @@ def expand_nodes(nodes: object) -> tuple[list[Any], list[int]]:
                 text = f"{len(addresses)} addresses for the {len(names)} names of {name}"
                 raise UserError(Problem(text, key=f"nodes.{index}.address", fix="as many, or leave address out"))
             made = [{**node, "name": one, "address": address} for one, address in zip(names, addresses, strict=True)]
-        nodes_so_far += made
+        machines += made
         origin += [index] * len(made)
-    return nodes_so_far, origin
+    return machines, origin

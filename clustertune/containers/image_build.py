@@ -314,7 +314,7 @@ def _sif_path(what: BuildRequest) -> Path:
 def _sif_command(what: BuildRequest, program: str, lock: PackageLock, gathered: Gathered, out: Path, say: Say) -> list[str]:
     """Everything relative to the context: what stands in the definition ends up in the image."""
     base, context = gathered.base, gathered.context
-    arguments = labels(lock, base)
+    values = labels(lock, base)
     if base.archive:
         (context / "base").mkdir()
         run(
@@ -322,11 +322,11 @@ def _sif_command(what: BuildRequest, program: str, lock: PackageLock, gathered: 
             "tar",
             say,
         )
-        arguments |= {"bootstrap": "localimage", "base": "base"}
+        values |= {"bootstrap": "localimage", "base": "base"}
     else:
-        arguments |= {"base": base.name}
+        values |= {"base": base.name}
     bind = ["--bind", f"{gathered.wheelhouse}:/mnt:ro"]
-    build_arguments = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
+    build_arguments = [word for name, value in values.items() for word in ("--build-arg", f"{name}={value}")]
     command = [program, "build", "--mksquashfs-args", SQUASH, *bind, *build_arguments, str(out), f"{what.definition}.def"]
     return _as_user(command, context.parent)
 
@@ -366,8 +366,8 @@ def _build_image(what: BuildRequest, lock: PackageLock, say: Say) -> dict[str, A
             except OSError:
                 shutil.copy(path, gathered.context / "wheels" / path.name)
         labelled = {key.upper(): value for key, value in labels(lock, gathered.base).items()}
-        arguments = {"BASE_IMAGE": _loaded(engine, gathered.base, say), **labelled}
-        build_arguments = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
+        values = {"BASE_IMAGE": _loaded(engine, gathered.base, say), **labelled}
+        build_arguments = [word for name, value in values.items() for word in ("--build-arg", f"{name}={value}")]
         # OCI's own format has no SHELL and no health check, and enroot reads both.
         style = ["--format", "docker", "--layers=false"] if engine == "podman" else []
         # The host's network: apt needs one, and a bridge needs modules that a small machine's kernel does not have.

@@ -205,7 +205,7 @@ LAYERS = ("deepspeed", "ray", "liger-kernel")
 """Extras that resolve with the training image's own versions."""
 SPECS = (
     # What turns source archives into wheels, and what installs them.
-    LockSpec("build", lambda found: _exactly(found[BUILD]), "3.11", ANY),
+    LockSpec("build", lambda pinned: _exactly(pinned[BUILD]), "3.11", ANY),
     LockSpec("train", stack),
     LockSpec("train-aarch64", stack, platform=ARM),
     # Python 3.11: of torch's CPU build a wheel for it could be had and hashed where this lock was made.

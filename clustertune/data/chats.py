@@ -302,10 +302,8 @@ class _ConversationReader:
             content = "".join(_part(part, f"{name}.{label}[{at}]") for at, part in enumerate(content))
         if not content and (role == "tool" or "tool_calls" in more):
             return {"content": "", **more}
-        entry_text = (
-            {key: value for key, value in entry.items() if key == "content"} if content is None else {"content": content}
-        )
-        return {"content": check_text(entry_text, "content", f"{name}.{label}"), **more}
+        body = {key: value for key, value in entry.items() if key == "content"} if content is None else {"content": content}
+        return {"content": check_text(body, "content", f"{name}.{label}"), **more}
 
 
 _READ: dict[str, Callable[[_ConversationReader, Mapping[str, Any]], Example]] = {  # in the order in which a row is recognised
@@ -637,7 +635,7 @@ def find_cycles(tree: MessageTree, tops: list[TreeMessage]) -> list[TreeMessage]
         message = waiting.pop()
         reached.add(message.id)
         waiting += message.replies
-    cycle: list[TreeMessage] = []
+    cyclic: list[TreeMessage] = []
     for start in tree.messages.values():
         trail: dict[str, TreeMessage] = {}
         at = start
@@ -647,9 +645,9 @@ def find_cycles(tree: MessageTree, tops: list[TreeMessage]) -> list[TreeMessage]
             at = tree.messages[at.parent]
         if at.id in trail:
             ids = list(trail)
-            cycle += [trail[i] for i in ids[ids.index(at.id) :]]
+            cyclic += [trail[i] for i in ids[ids.index(at.id) :]]
         reached.update(trail)
-    return cycle
+    return cyclic
 
 
 def _choose_root(tree: MessageTree, roots: list[TreeMessage]) -> TreeMessage | None:

@@ -75,8 +75,8 @@ def prepare(data: Data, *, recipe_folder: Path, seed: int, out: Path, input_path
     for _, source in sources:
         if source.root is not None and source.root.resolve() == out.resolve():
             raise UserError("is the folder of the input too", file=str(out), fix="choose another --out")
-    result = [source.identity() for _, source in sources]
-    inputs = None if None in result else result if data.sources else result[0]
+    identities = [source.identity() for _, source in sources]
+    inputs = None if None in identities else identities if data.sources else identities[0]
     key = None if inputs is None else hashlib.sha256(json.dumps([FORMAT, _settings(data), seed, inputs]).encode()).hexdigest()
     if out.exists() and not out.is_dir():
         raise UserError("is not a folder", file=str(out), fix="choose another --out")
@@ -190,8 +190,8 @@ def _read_part(
     rows = rejects.good(source.records(), known, part.columns or {})
     trees = Trees(rejects, part.language)
     before = len(read.keys)
-    conversations_read = trees.conversations(rows) if part.format == "oasst-tree" else conversations(part.format, rows, rejects)
-    for conversation in islice(conversations_read, part.limit):
+    parsed = trees.conversations(rows) if part.format == "oasst-tree" else conversations(part.format, rows, rejects)
+    for conversation in islice(parsed, part.limit):
         source_words = {**({"data": part.name} if data.sources else {}), **conversation.source}
         spool.write(_ENCODE({**conversation.example, "source": source_words}) + "\n")
         read.keys.append((conversation.key, conversation.split))
@@ -229,8 +229,8 @@ def _assign(read: _Read, seed: int, fraction: float, own_splits: list[bool]) -> 
     """The split of each conversation, and the notes on it."""
     warnings, own = [], list(own_splits)
     for number, has_own in enumerate(own_splits):
-        splits_of_part = {split for (_, split), part in zip(read.keys, read.parts, strict=True) if part == number}
-        if has_own and (missing := [name for name in SPLITS if name not in splits_of_part]):
+        present = {split for (_, split), part in zip(read.keys, read.parts, strict=True) if part == number}
+        if has_own and (missing := [name for name in SPLITS if name not in present]):
             own[number] = False
             text = f"the input's own {missing[0]} split gives no conversation: the other one is split by data.eval_fraction"
             warnings.append(text)
@@ -278,14 +278,14 @@ def _copies(data: Data, read: _Read, splits: list[str], seed: int) -> array[int]
     """
     copies = array("I", [1]) * len(read.keys)
     for number, source in enumerate(data.sources or ()):
-        whole_copies, rest = divmod(source.weight, 1)
+        each, rest = divmod(source.weight, 1)
         for name in SPLITS:
             mine = [at for at, part in enumerate(read.parts) if part == number and splits[at] == name]
             order = ranked({read.keys[at][0] for at in mine}, seed)
             more = set(order[: round(len(order) * rest)])
             for at in mine:
-                wanted_times = int(whole_copies) + (read.keys[at][0] in more)
-                copies[at] = wanted_times if name == "train" else min(wanted_times, 1)
+                times = int(each) + (read.keys[at][0] in more)
+                copies[at] = times if name == "train" else min(times, 1)
     return copies
 
 

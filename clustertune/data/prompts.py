@@ -214,7 +214,7 @@ class Judge:
         if self._child is None or self._child.ended:
             self._child = StandingChild(rewards.judge_one, JUDGE_MEMORY)
         told = {"pattern" if rule == "regex" else "schema": expected}
-        answer_of_child = self._child.ask([rule, told, "", answer, {}]).found
-        if rule == "json_schema" and answer_of_child is not None and "raised" in answer_of_child:  # it refers to nothing
+        reply = self._child.ask([rule, told, "", answer, {}]).found
+        if rule == "json_schema" and reply is not None and "raised" in reply:  # it refers to nothing
             return False
-        return bool(answer_of_child["reward"]) if answer_of_child is not None and "reward" in answer_of_child else None
+        return bool(reply["reward"]) if reply is not None and "reward" in reply else None

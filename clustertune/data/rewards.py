@@ -282,24 +282,24 @@ class Rewards:
     def _ask(self, reward: Reward, prompt: str, answer: str, row: Mapping[str, Any]) -> float:
         """What one answer is worth. Raises UserError where a row that ``prepare`` let through cannot be judged."""
         self.beat()
-        answered = None
+        reply = None
         for _ in range(TRIES):
             assert self._child is not None
             if self._child.ended:
                 self._child = StandingChild(judge_one)
             began = time.monotonic()
-            answered = self._child.ask([reward.function, reward.options, prompt, answer, dict(row)]).found
-            if answered is not None or time.monotonic() - began >= SECONDS:
+            reply = self._child.ask([reward.function, reward.options, prompt, answer, dict(row)]).found
+            if reply is not None or time.monotonic() - began >= SECONDS:
                 break  # else it was killed from outside: no answer has had its time yet
-        if answered is None:  # the kernel ended the child
+        if reply is None:  # the kernel ended the child
             self._late += 1
             if self._late == 1:
                 say(f"warning: {reward.name} took more than {SECONDS:g} s of one answer, which is then worth 0; said once")
             return 0.0
-        if "raised" in answered:
-            text = f"the reward {reward.name} cannot judge an answer: {answered['raised']}"
+        if "raised" in reply:
+            text = f"the reward {reward.name} cannot judge an answer: {reply['raised']}"
             raise UserError(Problem(text, key="reward", fix="run prepare again: it looks at every row"), ExitCode.STOP)
-        return float(answered["reward"])
+        return float(reply["reward"])
 
     def judge(
         self, prompts: Sequence[Any], answers: Sequence[str], rows: Sequence[Mapping[str, Any]]
@@ -369,9 +369,9 @@ def _theirs(reward: Reward, function: Callable[..., Any]) -> Judge:
             scores = function(**{**of_rows, **{key: others[key] for key in others if key in RESERVED}, **reward.options})
         except Exception as error:
             raise _refused(reward, f"fails: {_describe(error, str(reward.module))}") from error
-        count = len(others["completions"])
+        count, returned = len(others["completions"]), type(scores).__name__
         if not isinstance(scores, Iterable) or len(scores := list(scores)) != count:
-            raise _refused(reward, f"returned {type(scores).__name__} of another length than the {count} answers it was given")
+            raise _refused(reward, f"returned {returned} of another length than the {count} answers it was given")
         try:
             values = [None if value is None else float(value) for value in scores]
         except (TypeError, ValueError) as error:

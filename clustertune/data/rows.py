@@ -153,10 +153,10 @@ class Rejects:
             return f"the rows look like {looks}"
         if not self.counts["wrong-column"]:
             return "fix them"
-        known = (
+        columns = (
             f"; the columns are {', '.join(self.columns)}: data.columns gives them the format's names" if self.columns else ""
         )
-        return f"is data.format={format_name} right?{known}"
+        return f"is data.format={format_name} right?{columns}"
 
 
 def count_words(counts: Counter[str]) -> str:

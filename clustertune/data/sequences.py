@@ -125,12 +125,12 @@ def load(folder: Path, dataset: Path, tokenizer: Any, train_args: Mapping[str, A
     again = f"remove {dataset / tokens.FOLDER}, then the same command with --from prepare"
     if problems := find_problems(folder, tokens.KIND, hashes=False, allow_extra=True):
         raise UserError([*problems, Problem("contains no tokens to train on", file=str(folder), fix=again)])
-    tensors, expected = read_manifest(folder, tokens.KIND).meta["made_from"], tokens.made_from(dataset, tokenizer, train_args)
-    if tensors != expected:
-        differ = [key for part in expected for key in expected[part] if tensors.get(part, {}).get(key) != expected[part][key]]
+    made_from, expected = read_manifest(folder, tokens.KIND).meta["made_from"], tokens.made_from(dataset, tokenizer, train_args)
+    if made_from != expected:
+        differ = [key for part in expected for key in expected[part] if made_from.get(part, {}).get(key) != expected[part][key]]
         text = f"the tokens were made with another {', '.join(differ) or 'form'} than the recipe and this machine have"
         raise UserError(text, file=str(folder / MANIFEST), key="made_from", fix=again)
-    if tensors["rows"].get("prompts"):
+    if made_from["rows"].get("prompts"):
         return prompts_as_dataset(dataset, "train"), prompts_as_dataset(dataset, "eval")
     train, held_out = (Sequences(folder, split) for split in ("train", "eval"))
     if not len(train):

@@ -82,10 +82,10 @@ class LocalFiles:
             folder = path / part.config if part.config else path
             if not is_there(folder):
                 raise UserError("no such folder", file=str(folder), key="data.config", fix="it names a folder in the input")
-            names = sorted(p for p in folder.glob("[!.]*") if p.is_file())
+            paths = sorted(p for p in folder.glob("[!.]*") if p.is_file())
             for below in ("data", *sorted(p.name for p in folder.glob("[!.]*") if p.is_dir() and split_of(p.name))):
-                names += sorted(p for p in (folder / below).glob("[!.]*") if p.is_file())
-            self.files = self._chosen([(str(p), _readable(p.relative_to(folder))) for p in names])
+                paths += sorted(p for p in (folder / below).glob("[!.]*") if p.is_file())
+            self.files = self._chosen([(str(p), _readable(p.relative_to(folder))) for p in paths])
         else:
             self.files = self._chosen([(str(path), _readable(Path(path.name)))])
 
@@ -96,19 +96,19 @@ class LocalFiles:
         self._part = part
         self._columns = wanted_columns(part)
 
-    def _chosen(self, names: list[tuple[str, str]]) -> list[InputFile]:
+    def _chosen(self, entries: list[tuple[str, str]]) -> list[InputFile]:
         """Files named after a split, those of train first, in the folder or else in the folders of it; where none is, the files
         of the folder are one pool. With ``data.split``, the files that it names.
         """
         files = [
             InputFile(path, name, split_of(name))
-            for path, name in names
+            for path, name in entries
             if kind_of(name) != ("", "") and PurePosixPath(name).name not in _DESCRIPTIONS
         ]
         if not files:
-            example = f"; there is {names[0][1]}" if names else ""
+            example = f"; there is {entries[0][1]}" if entries else ""
             raise UserError(f"no file of a known kind{example}", file=self.shown, fix=f"known are {_READABLE}")
-        if len(names) == 1 and PurePosixPath(self.shown).name == files[0].name and self._part.split is None:
+        if len(entries) == 1 and PurePosixPath(self.shown).name == files[0].name and self._part.split is None:
             return [InputFile(files[0].path, files[0].name, None)]
         if self._part.split is not None:
             return self._of_wanted_splits(files)
@@ -181,11 +181,11 @@ class RemoteFiles(LocalFiles):
             web = address.startswith(("http://", "https://"))
             if not web and fs.isdir(path):
                 base = f"{path}/{part.config}" if part.config else path
-                names = [(name, name.removeprefix(base).lstrip("/")) for name in sorted(fs.find(base))]
+                entries = [(name, name.removeprefix(base).lstrip("/")) for name in sorted(fs.find(base))]
             else:
-                names = [(name, PurePosixPath(name).name) for name in (sorted(fs.glob(path)) if "*" in path else [path])]
+                entries = [(name, PurePosixPath(name).name) for name in (sorted(fs.glob(path)) if "*" in path else [path])]
             self.files = []
-            for number, file in enumerate(self._chosen(names)):
+            for number, file in enumerate(self._chosen(entries)):
                 local = Path(self._fetched.name, str(number), PurePosixPath(file.name).name)
                 local.parent.mkdir()
                 fs.get_file(file.path, str(local))

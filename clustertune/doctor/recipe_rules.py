@@ -552,8 +552,8 @@ def bytes_to_write(plan: Plan, run_dir: Path) -> dict[str, float]:
     limit = plan.resolved.train_args["save_total_limit"]
     most = schedule.checkpoints if schedule.checkpoints is not None else (int(limit) if limit else 1)
     count = min(int(limit) + 1, most) if limit else most
-    existing = len(store.list_checkpoints(run_dir / "checkpoints")) if is_there(run_dir / "checkpoints") else 0
-    sizes = {f"{max(0, count - existing)} checkpoints": max(0, count - existing) * schedule.checkpoint_bytes}
+    saved = len(store.list_checkpoints(run_dir / "checkpoints")) if is_there(run_dir / "checkpoints") else 0
+    sizes = {f"{max(0, count - saved)} checkpoints": max(0, count - saved) * schedule.checkpoint_bytes}
     for name, folder in (("adapter", "adapter"), ("merged model", "merged")):
         if not is_there(run_dir / folder / "MANIFEST.json"):
             sizes[name] = schedule.disk.get(name, 0.0)

@@ -44,7 +44,7 @@ class AnswerLog:
     def _load(self) -> dict[str, Any]:
         self._file.seek(0)
         answers: dict[str, Any] = {}
-        complete = 0
+        size = 0
         for line in self._file:
             try:
                 if not line.endswith(b"\n"):
@@ -53,8 +53,8 @@ class AnswerLog:
                 answers[str(entry["key"])] = entry["answer"]
             except (ValueError, RecursionError, KeyError, TypeError):
                 break
-            complete += len(line)
-        self._file.truncate(complete)
+            size += len(line)
+        self._file.truncate(size)
         return answers
 
     def find(self, key: str, kind: str) -> Any:

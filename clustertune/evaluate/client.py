@@ -102,7 +102,7 @@ class ServersLM(LocalCompletionsAPI):  # type: ignore[misc]
         view = copy.copy(self)  # hundreds are under way, each with its own address
         view.base_url, view._prompt_tokens = f"{url}/v1/completions", messages[0]
         options = kwargs.get("gen_kwargs") or {}
-        view._wanted = int(options.get("max_gen_toks", 1)) if kwargs.get("generate", True) else None
+        view._token_limit = int(options.get("max_gen_toks", 1)) if kwargs.get("generate", True) else None
         try:
             return await LocalCompletionsAPI.amodel_call(view, session, asyncio.Semaphore(1), messages, **kwargs)
         except TimeoutError:
@@ -151,8 +151,8 @@ class ServersLM(LocalCompletionsAPI):  # type: ignore[misc]
         if choice.get("finish_reason") not in ("stop", "length"):  # vLLM says "abort" of what a dying engine leaves
             raise _Unfinished(f"an answer that ended with {choice.get('finish_reason')!r}")
         made = (outputs.get("usage") or {}).get("completion_tokens")
-        if made is not None and made > self._wanted:
-            raise self._refuse(f"{made} tokens where {self._wanted} were asked for at most")
+        if made is not None and made > self._token_limit:
+            raise self._refuse(f"{made} tokens where {self._token_limit} were asked for at most")
         return [choice["text"]]
 
     def parse_logprobs(self, outputs: Any, tokens: Any = None, ctxlens: Any = None, **_kwargs: Any) -> Any:

@@ -88,8 +88,8 @@ def check_model(
         problems += manifest.DigestComparison(folder).problems  # the weights are compared while they are loaded
     tokenizer = None
     if not refused or not (folder / "config.json").exists():  # transformers reads it for a tokenizer too, and would blame that
-        tokenizer, problems_of_tokenizer = _load_tokenizer(tokenizer_path, chat)
-        problems += problems_of_tokenizer
+        tokenizer, faults = _load_tokenizer(tokenizer_path, chat)
+        problems += faults
     if problems:
         return None, _unique(problems, folder)
     max_length, dtype, problems = _resolve_length(folder, tokenizer, max_gen_toks or 0)
@@ -126,10 +126,10 @@ def check_adapter(model: Path, adapter: Path) -> list[Problem]:
     from clustertune.merge.lora import read_adapter
 
     try:
-        read = read_adapter(adapter, None if _quantization(model) else read_base(model))  # PEFT compares with packed weights
+        fitted = read_adapter(adapter, None if _quantization(model) else read_base(model))  # PEFT compares with packed weights
     except UserError as error:
         return error.problems
-    for warning in read.warnings:
+    for warning in fitted.warnings:
         say(f"warning: {warning}")
     return []
 

@@ -92,7 +92,7 @@ class OwnTask(Task):  # type: ignore[misc]
 
     def aggregation(self) -> dict[str, Callable[[list[Any]], float]]:
         def ratio(values: list[Any]) -> float:
-            pairs = [value_pair for value in values if (value_pair := pair(value))]
+            pairs = [fraction for value in values if (fraction := pair(value))]
             return sum(total for total, _ in pairs) / sum(count for _, count in pairs)
 
         return dict.fromkeys(self.higher_is_better(), ratio)
@@ -166,5 +166,5 @@ def for_report(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> float | None:
-    value_pair = pair(value)
-    return value_pair and value_pair[0] / value_pair[1]
+    fraction = pair(value)
+    return fraction and fraction[0] / fraction[1]

@@ -31,7 +31,7 @@ def clustered_stderr(followed: Sequence[Any]) -> float | None:
     prompts = len(followed)
     if prompts < 2:
         return None
-    pairs = [value_pair for items in followed if (value_pair := pair(items))]
+    pairs = [fraction for items in followed if (fraction := pair(items))]
     total = math.fsum(count for _, count in pairs)
     share = math.fsum(value for value, _ in pairs) / total
     spread = math.fsum((value - share * count) ** 2 for value, count in pairs)
@@ -82,11 +82,11 @@ def judge(result: Mapping[str, Any], settings: Eval) -> dict[str, Any]:
         name: {key: row["difference"] for key, row in rows.items()} for name, rows in (result.get("paired") or {}).items()
     }
     missed = []
-    for asked, results, suffix in (
+    for required, results, suffix in (
         (settings.pass_mark, result["tasks"], ""),
         (settings.pass_difference, paired, " difference"),
     ):
-        for name, marks in asked.items():
+        for name, marks in required.items():
             row = results.get(name, {})
             for metric, mark in marks.items():
                 value = row.get(find_metric(row, metric))
@@ -102,8 +102,8 @@ def require_pass(result: Mapping[str, Any]) -> None:
         name, metric, *of_difference = miss.split(" ")
         rows = result.get("paired", {}) if of_difference else result["tasks"]
         row = rows.get(name, {})
-        value_there = row.get(find_metric(row, metric))
-        value = value_there["difference"] if of_difference and value_there else value_there
+        entry = row.get(find_metric(row, metric))
+        value = entry["difference"] if of_difference and entry else entry
         mark = verdict["difference_marks" if of_difference else "marks"][name][metric]
         what = f"the difference of {name} {metric} to the base" if of_difference else f"{name} {metric}"
         text = "unknown" if value is None else f"{value:.4f}"

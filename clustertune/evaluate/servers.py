@@ -158,7 +158,7 @@ def commands(job: ServingJob, node: int, address: str | None = None) -> list[Ser
         # Of the token that was drawn, temperature and the like included: what the trainer corrects by.
         both += [*lora, str(job.adapters), "--logprobs-mode", "processed_logprobs"]
         guarded = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_API_KEY": Path(job.key_file).read_text()}
-    commands_so_far = []
+    server_commands = []
     for i in range(1 if several else shape.servers):
         api = ["--host", host, "--port", str(job.port + i)]
         environment = {**QUIET, **guarded, "VLLM_CACHE_ROOT": f"{job.cache}/{node}-{i}"}
@@ -178,8 +178,8 @@ def commands(job: ServingJob, node: int, address: str | None = None) -> list[Ser
                 environment["VLLM_HOST_IP"] = address
             if job.interface:
                 environment |= {"GLOO_SOCKET_IFNAME": job.interface, "NCCL_SOCKET_IFNAME": f"={job.interface}"}
-        commands_so_far.append(ServerCommand(name, [*both, *api], environment, url if node == 0 or not several else None))
-    return commands_so_far
+        server_commands.append(ServerCommand(name, [*both, *api], environment, url if node == 0 or not several else None))
+    return server_commands
 
 
 def lora_rank(rank: int) -> int:

@@ -47,11 +47,13 @@ def manager(names: Sequence[str]) -> Any:
     """lm-eval's ``TaskManager`` that knows ``names``. Raises UserError with every unknown one, and the nearest known."""
     if not names:
         return _manager(whole=False)
-    known = _manager(whole=True)  # the index of its 14,683 names takes 6 s
-    unknown = [name for name in names if name not in known.task_index]
-    problems = [Problem(f"lm-eval has no task {name!r}", key=KEY, fix=did_you_mean(name, known.all_tasks)) for name in unknown]
+    task_manager = _manager(whole=True)  # the index of its 14,683 names takes 6 s
+    unknown = [name for name in names if name not in task_manager.task_index]
+    problems = [
+        Problem(f"lm-eval has no task {name!r}", key=KEY, fix=did_you_mean(name, task_manager.all_tasks)) for name in unknown
+    ]
     raise_if(problems)
-    return known
+    return task_manager
 
 
 def data_sets(names: Sequence[str]) -> dict[str, str]:
@@ -405,4 +407,4 @@ def read_inputs(names: Sequence[str], data: Path | None, benchmark: bool) -> Inp
     for task in reading.values():
         check_version(task)
     rows = {name: read_rows(task, *choose_source(task, data, benchmark=benchmark)) for name, task in reading.items()}
-    return Inputs(rows, next((listed_task.seeds for name in names if (listed_task := eval_tasks.find_task(name))), Seeds()))
+    return Inputs(rows, next((task_file.seeds for name in names if (task_file := eval_tasks.find_task(name))), Seeds()))

@@ -200,11 +200,11 @@ def collect(checkpoint: Path, manifest: Manifest, trained: Resolved) -> tuple[di
         raise UserError(text, file=str(checkpoint / "recipe.json"), key="lora")
     expected = build_expected(trained.architecture, trained.lora, trained.recipe.model.name, trained.recipe.model.revision)
     source = open_source(checkpoint, manifest)
-    chosen, problems, warnings = _match(source, expected, checkpoint)
-    files, misplaced = source.files_of(stored.key for stored in chosen.values())
+    matched, problems, warnings = _match(source, expected, checkpoint)
+    files, misplaced = source.files_of(stored.key for stored in matched.values())
     problems += misplaced
     verify_files(checkpoint, manifest, files, problems)
-    tensors = source.read(chosen)
+    tensors = source.read(matched)
     bad = [
         Problem(f"{name} has {count_bad(tensor)} of {tensor.numel()} values that are NaN or infinite", file=str(checkpoint))
         for name, tensor in sorted(tensors.items())
@@ -652,8 +652,8 @@ def find_published(out: Path, kind: str, checkpoint: Path, source_sha: str, is_o
     manifest = read_manifest(out)
     source = manifest.meta.get("checkpoint", {})
     if manifest.kind != kind or source.get("manifest_sha256") != source_sha:
-        held_there = NAMES.get(manifest.kind, manifest.kind)
-        message = f"holds the {held_there} of {source.get('name')} (step {manifest.meta.get('step')}), not that of {checkpoint}"
+        other = NAMES.get(manifest.kind, manifest.kind)
+        message = f"holds the {other} of {source.get('name')} (step {manifest.meta.get('step')}), not that of {checkpoint}"
         raise UserError(message, file=str(out), fix=elsewhere)
     if problems := find_problems(out, kind, allow_extra=True):
         damaged = Problem(f"the {NAMES[kind]} that was exported here is damaged", file=str(out), fix=elsewhere)

@@ -269,8 +269,8 @@ class ZeroSource:
         return flat
 
     def _note(self, name: str) -> dict[str, str]:
-        body: dict[str, str] = json.loads((self.checkpoint / name).read_bytes())
-        return body
+        files: dict[str, str] = json.loads((self.checkpoint / name).read_bytes())
+        return files
 
     def _from_disk(self, number: int, name: str) -> torch.Tensor:
         """A group's masters as they lay on NVMe: float32, end to end, then what fills the last block."""

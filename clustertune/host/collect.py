@@ -79,16 +79,16 @@ def parse_config(text: str) -> dict[str, str]:
 
 def parse_nodes(text: str) -> dict[str, Any]:
     """Nodes that take no jobs, GRES of nodes and limits of partitions, of ``sinfo -h -N -o '%N|%T|%G|%R|%l|%E'``."""
-    nodes: dict[str, dict[str, str]] = {"slurm_nodes": {}, "slurm_gres": {}, "slurm_limits": {}}
+    facts: dict[str, dict[str, str]] = {"slurm_nodes": {}, "slurm_gres": {}, "slurm_limits": {}}
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|", 5)]
         if len(fields) != 6:
             continue
         name, state, gres, partition, limit, reason = fields
-        nodes["slurm_gres"][name], nodes["slurm_limits"][partition] = gres, limit
+        facts["slurm_gres"][name], facts["slurm_limits"][partition] = gres, limit
         if _BAD_STATES.search(state):
-            nodes["slurm_nodes"][name] = state + (f" ({reason})" if reason not in ("", "none") else "")
-    return nodes
+            facts["slurm_nodes"][name] = state + (f" ({reason})" if reason not in ("", "none") else "")
+    return facts
 
 
 def slurm(probe: Probe) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def _stack(probe: Probe, *, python: str | None) -> dict[str, Any]:
         try:
             installed = json.loads(answer.text)
         except ValueError:
-            raise ValueError(f"{python}: {answer.fault or 'is not there' if not answer.present else 'no answer'}") from None
+            raise ValueError(f"{python}: {answer.fault or ('no answer' if answer.present else 'is not there')}") from None
     installed["packages"] = [Package(**item) for item in installed["packages"]]
     return installed
 
@@ -297,8 +297,8 @@ def decode(lines: Iterable[str]) -> tuple[dict[str, HostFacts], dict[str, str], 
 
 
 if __name__ == "__main__":
-    found = collect(**json.loads(sys.argv[1]))
-    sys.stdout.write("".join(f"{line}\n" for line in encode(found, os.environ.get("SLURMD_NODENAME", ""))))
+    facts = collect(**json.loads(sys.argv[1]))
+    sys.stdout.write("".join(f"{line}\n" for line in encode(facts, os.environ.get("SLURMD_NODENAME", ""))))
     sys.stdout.flush()
     # Threads that wait for a driver or a server which is gone would keep the interpreter from ending.
     os._exit(0)

@@ -151,7 +151,7 @@ class MountQuery:
 
 
 def look(probe: Probe, query: MountQuery) -> dict[str, Any]:
-    """The mounts with their room, the exports, and what is wanted; what does not answer in time is silent, or missing."""
+    """The mounts with their room, the exports, and what ``query`` names; what does not answer in time is silent, or missing."""
     mounts = parse_mounts(probe.read("/proc/self/mountinfo"))
     exports = parse_exports(probe.read("/etc/exports"))
     for name in probe.names("/etc/exports.d"):
@@ -210,8 +210,8 @@ def answers(requests: Sequence[tuple[str, str]], seconds: float) -> dict[tuple[s
     works = {f"{kind} {subject}": partial(_answer, kind, subject) for kind, subject in requests}
     together = bounded.ask(lambda: {name: work() for name, work in works.items()}, seconds / 3).found
     if together is None:  # a child for each, so that a server which is gone hides only what is on it
-        answered_by = {name: answer.found for name, answer in bounded.ask_all(works, seconds * 2 / 3).items()}
-        together = {name: answer for name, answer in answered_by.items() if answer is not None}
+        apart = {name: answer.found for name, answer in bounded.ask_all(works, seconds * 2 / 3).items()}
+        together = {name: answer for name, answer in apart.items() if answer is not None}
     return {request: together[name]["told"] for request, name in zip(requests, works, strict=True) if name in together}
 
 

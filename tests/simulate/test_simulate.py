@@ -77,7 +77,7 @@ def hold(plan: Plan, found: simulator.Simulation) -> None:
     # LoRA's update of experts
     rank = flops(plan.shape, hardware=True) / found.resolved.world_size
     if plan.strategy.tp == 1:  # else each rank computes the whole head
-        assert 0.8 <= found.first["flops"] / rank <= 1.35
+        assert 0.8 <= found.first["flops"] / rank <= 1.4
 
 
 RANKS = {"llama405b-oasst2": (0, 9, 15), "llama8b-lima": (0,)}
