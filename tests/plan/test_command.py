@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from clustertune.cli import planning as command
+from clustertune.cli import options as command
 from clustertune.errors import UserError
 from clustertune.plan.machine import Link
 from clustertune.plan.predict import make_plan
