@@ -25,7 +25,7 @@ from clustertune.cli.arguments import (
 )
 from clustertune.console import reply, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
-from clustertune.rundir import STAGES, RunDir, Stage, default_run_dir
+from clustertune.rundir import SCORES, STAGES, RunDir, Stage, default_run_dir
 
 if TYPE_CHECKING:
     from clustertune.cluster.schema import Cluster
@@ -178,6 +178,8 @@ def part(
     from clustertune import chain
     from clustertune.evaluate import servers as eval_servers
 
+    if stage not in (*STAGES, SCORES):
+        raise UserError(f"{stage!r} is no stage", key="STAGE", fix=f"one of {', '.join((*STAGES, SCORES))}")
     run = RunDir(run_dir)
     with secrets.lent({eval_servers.GIVEN: str(servers)} if servers else {}):
         chain.Chain(run, run.resolved()).run_stage(stage)

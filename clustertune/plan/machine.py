@@ -153,7 +153,7 @@ def read_measured(path: str | Path) -> MeasuredLinks:
 
 
 def find_measured(cluster: Cluster) -> MeasuredLinks | None:
-    """The result that lies beside the cluster's file; None where there is none. Raises UserError where it cannot be read."""
+    """The result of nccl-check stored next to the cluster file; None without one. Raises UserError if it cannot be read."""
     path = beside(cluster)
     return read_measured(path) if path is not None and path.is_file() else None
 
