@@ -94,7 +94,7 @@ def _answer_model(args: PlanArguments, known: Lengths | None) -> None:
     model, data, at = draft.read_options(args.model, args.data, args.method, args.gpus, args.cluster, of_data=of_data)
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", str(model.section["name"]).rpartition("/")[2]).lower()[:50] + f"-{args.method}"
     known_source = model.section.keys() & {"revision", "path", "weights"}
-    stated = {} if known_source else {"model": {"weights": "random"}}  # a plan needs no commit of the Hub
+    stated = {} if known_source else {"model": {"revision": models.NO_COMMIT}}
     with draft.drafted(name, model, args.method, data, at, stated) as (made, folder):
         plan = _plan(at.calibrated, str(folder), args.overrides, args.tiny, known or made.lengths)
         plan.notes.extend(made.assumed)

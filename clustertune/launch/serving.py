@@ -18,6 +18,7 @@ from clustertune.plan.strategy import LONGEST, servers_beside
 from clustertune.recipe.eval_tasks import find_task, first_task
 from clustertune.recipe.parameters import Values, weight_bytes
 from clustertune.resolve.resolved import EVAL_DATA, Resolved
+from clustertune.resolve.tiny import is_small
 
 KV_BYTES = 2
 """Of one element of the key-value cache: bfloat16, as the weights."""
@@ -289,14 +290,13 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
         shape = serving(size, room, compute.gpus, len(cluster.compute_nodes), documents)
     if settings.tensor_parallel_size or settings.pipeline_parallel_size:
         shape = _given(resolved, compute.gpus, shape)
-    small = resolved.tiny or resolved.recipe.model.weights == "random"
     named = cluster.container.vllm or cluster.assumes_vllm
     lacking = "" if named else f"{KEY} of {cluster.source} is missing: make build-sif VARIANT=vllm"
     why_hf = ""
     if requested == "hf":
         why_hf = "eval.backend: hf"
-    elif requested == "auto" and (small or not compute.gpus or shape is None):
-        why_hf = "the model is small, or the model's or the GPUs' size is unknown"
+    elif requested == "auto" and (reason := _why_in_one_process(resolved, cluster, size, shape)):
+        why_hf = reason
     elif requested == "auto" and lacking and shape and shape.nodes == 1:
         why_hf = f"{cluster.name} has no {KEY}"
     if why_hf:
@@ -319,6 +319,23 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
         time = models * seconds(shape, size, gpu.hbm_gb_s * 1e9, documents, tokens)
         start = start_seconds(shape, size)
     return Evaluation("vllm", why, shape, min(compute.gpus, shape.gpus_per_node), models, time, start, lacking)
+
+
+def _why_in_one_process(resolved: Resolved, cluster: Cluster, size: ModelSize | None, shape: Serving | None) -> str:
+    """Why ``eval.backend: auto`` asks no server; empty: servers could answer. Weights made at random are served like others."""
+    compute = cluster.compute
+    if resolved.tiny or (resolved.recipe.model.weights == "random" and is_small(resolved.architecture)):
+        return "the run is scaled down (--tiny)" if resolved.tiny else "the model is small, and its weights are random"
+    if not compute.gpus:
+        return f"{cluster.name} has no GPUs"
+    if size is None:
+        if weight_bytes(resolved.architecture) is None:
+            return f"how large a {resolved.architecture.get('model_type')} model is cannot be counted"
+        return f"how large the GPUs of {cluster.name} are is not known (compute.gpu)"
+    if shape is None:
+        room = f"{compute.gpus * len(cluster.compute_nodes)} GPUs of {cluster.name}"
+        return f"too large for vLLM: {size.weights / 1e9:,.0f} GB of weights and {FEWEST} answers do not fit the {room}"
+    return ""
 
 
 def count_prompts(resolved: Resolved) -> int | None:

@@ -35,6 +35,8 @@ from clustertune.tree import ROOT, how_to_install
 
 MODELS = ROOT / "ops" / "models.yaml"
 CONFIG = "config.json"
+NO_COMMIT = "0" * 40
+"""Git's name for no commit: the revision of a model that is planned and never loaded."""
 _OF_THE_PROGRAM = frozenset({
     "_name_or_path", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache", "quantization_config",
     "vision_config", "text_config", "output_router_logits", "pretraining_tp", "ep_size", "num_nextn_predict_layers",
