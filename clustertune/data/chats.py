@@ -14,6 +14,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from clustertune.data.rows import NOT_A_FAULT, BadRow, Rejects, RowLocation, excerpt, parse
@@ -73,7 +74,9 @@ class Conversation:
     source: dict[str, Any]
     """Where it comes from; ``tree`` names it in every format."""
     key: str
-    """What the split goes by: the tree's id, or the hash of the example, so that a copy never lands in the other split."""
+    """The tree's id, or the hash of the example: copies have one."""
+    prompts: tuple[str, ...]
+    """What the split goes by (:func:`prompts_of`)."""
     split: str | None = None
     """The split that the input says, if it does."""
     kind: str = ""
@@ -382,6 +385,30 @@ def kind_of_prompt(example: Mapping[str, Any]) -> str:
     return str(names[0]) if isinstance(names, list) and names else ""
 
 
+def prompts_of(example: Mapping[str, Any]) -> tuple[str, ...]:
+    """Hashes of what a model is given before the example's first answer that is trained, and of its beginnings up to each
+    earlier answer, the shortest first; of a text, of all of it.
+
+    System messages, white space, upper case and forms of Unicode's letters make no difference. Of ``messages`` the first answer
+    is trained, of the other forms what follows ``prompt``.
+    """
+    if "text" in example:
+        return (hashlib.sha256(_plain(example["text"]).encode()).hexdigest(),)
+    turns = example.get("prompt") or list(takewhile(lambda turn: turn["role"] != "assistant", example["messages"]))
+    digest, prompts = hashlib.sha256(), list[str]()
+    for at, turn in enumerate(turns):
+        if turn["role"] != "system":
+            told = [turn["role"], _plain(turn["content"]), turn.get("tool_calls")]
+            digest.update(json.dumps(told, sort_keys=True).encode())
+            if at + 1 == len(turns) or turns[at + 1]["role"] == "assistant":
+                prompts.append(digest.hexdigest())
+    return tuple(prompts)
+
+
+def _plain(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
 def recognise(row: Mapping[str, Any]) -> str | None:
     """The settings with which a row can be read, as a recipe has them; None where no format fits."""
     if {"message_id", "parent_id", "message_tree_id"} <= row.keys() or isinstance(row.get("prompt"), dict):
@@ -414,7 +441,7 @@ def conversations(
         source = {"tree": f"{location.file}:{location.row}", "file": location.file, "row": location.row}
         body = example["messages"] if example.keys() == {"messages"} else example
         key, kind = hashlib.sha256(json.dumps(body).encode()).hexdigest(), kind_of_prompt(example)
-        yield Conversation(example, source, key, location.split, kind)
+        yield Conversation(example, source, key, prompts_of(example), location.split, kind)
 
 
 # --- oasst -------------------------------------------------------------------------------------------------------------
@@ -538,7 +565,8 @@ class Trees:
             self._rejects.add(root.location, NOT_A_FAULT, f"tree {excerpt(tree.id)} has no usable assistant reply")
             return None
         messages = [{"role": ROLES[message.role], "content": message.text} for message in path]
-        return Conversation({"messages": messages}, {"tree": tree.id}, tree.id, tree.split)
+        example = {"messages": messages}
+        return Conversation(example, {"tree": tree.id}, tree.id, prompts_of(example), tree.split)
 
     def _link(self, tree: MessageTree) -> TreeMessage | None:
         """Hang every message under its parent, reject those that have none, and return the root."""

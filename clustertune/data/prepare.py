@@ -35,7 +35,7 @@ from clustertune.recipe.layers import RECIPES, Document, parse_value, read_yaml
 from clustertune.recipe.sections import COLUMNS, NAME, Data, DataSource
 from clustertune.tree import how_to_install
 
-FORMAT = 4
+FORMAT = 5
 """Version of what this code makes out of the same input. Raise it with any change of a rule: older datasets are recreated."""
 SPLITS = ("train", "eval")
 FILES = ("train.jsonl", "eval.jsonl", "rejected.jsonl")
@@ -131,9 +131,13 @@ class _Read:
     """What the examples of the spool are, one behind the other: all that is held of them in memory."""
 
     keys: list[tuple[str, str | None]] = field(default_factory=list)
-    """What the split goes by, and the split that the input says."""
+    """The example's key, and the split that the input says."""
+    prompts: list[str] = field(default_factory=list)
+    """What the split goes by."""
+    beginnings: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By prompt, of those with several turns, the beginnings that end before an answer."""
     kinds: dict[str, str] = field(default_factory=dict)
-    """By key, of prompts that have one: the kind of their first instruction."""
+    """By prompt, where it has one: the kind of its first instruction."""
     parts: array[int] = field(default_factory=lambda: array("I"))
     """Number of the source."""
     lengths: array[int] = field(default_factory=lambda: array("I"))
@@ -194,9 +198,13 @@ def _read_part(
     for conversation in islice(parsed, part.limit):
         source_words = {**({"data": part.name} if data.sources else {}), **conversation.source}
         spool.write(_ENCODE({**conversation.example, "source": source_words}) + "\n")
+        *beginnings, prompt = conversation.prompts
         read.keys.append((conversation.key, conversation.split))
+        read.prompts.append(prompt)
+        if beginnings:
+            read.beginnings[prompt] = tuple(beginnings)
         if conversation.kind:
-            read.kinds[conversation.key] = conversation.kind
+            read.kinds[prompt] = conversation.kind
         read.parts.append(number)
         messages = messages_of(conversation.example)
         read.lengths.append(len(messages) or 1)
@@ -234,35 +242,72 @@ def _assign(read: _Read, seed: int, fraction: float, own_splits: list[bool]) -> 
             own[number] = False
             text = f"the input's own {missing[0]} split gives no conversation: the other one is split by data.eval_fraction"
             warnings.append(text)
-    free = [key for (key, _), part in zip(read.keys, read.parts, strict=True) if not own[part]]
-    chosen = choose_eval(free, seed, fraction, read.kinds)
+    groups = _groups(read)
+    kinds = {group: kind for group, prompt in zip(groups, read.prompts, strict=True) if (kind := read.kinds.get(prompt))}
+    stated = {name: set[str]() for name in SPLITS}
+    for group, (_, split), part in zip(groups, read.keys, read.parts, strict=True):
+        if own[part]:
+            stated[str(split)].add(group)
+    free = [group for group, part in zip(groups, read.parts, strict=True) if not own[part]]
+    open_ = [group for group in free if group not in stated["train"] | stated["eval"]]
+    chosen = choose_eval(open_, seed, fraction, kinds)
+    held = chosen | (stated["eval"] - stated["train"])
     splits = [
-        str(split) if own[part] else "eval" if key in chosen else "train"
-        for (key, split), part in zip(read.keys, read.parts, strict=True)
+        str(split) if own[part] else "eval" if group in held else "train"
+        for group, (_, split), part in zip(groups, read.keys, read.parts, strict=True)
     ]
     if free and not chosen and not any(own):
-        warnings.append("a single conversation: the eval split is empty")
-    by_split = {name: {key for (key, _), split in zip(read.keys, splits, strict=True) if split == name} for name in SPLITS}
-    if both := by_split["train"] & by_split["eval"]:
-        warnings.append(f"conversations in the train and in the eval split of the input: {len(both)}")
+        what = "a single conversation" if len(free) == 1 else f"all {len(free):,} conversations have one prompt"
+        warnings.append(f"{what}: the eval split is empty")
+    elif (count := sum(group in chosen for group in open_)) > max(1, round(len(open_) * fraction)):
+        text = (
+            f"the eval split holds {count:,} of {len(open_):,} conversations: none of its prompts has fewer, and all answers "
+        )
+        warnings.append(f"{text}of a prompt are in one split")
+    if both := stated["train"] & stated["eval"]:
+        text = f"prompts in the train and in the eval split of the input: {len(both):,}"
+        warnings.append(f"{text}: its evaluation is of prompts that are trained")
     return splits, warnings
 
 
+def _groups(read: _Read) -> list[str]:
+    """What must lie in one split, of each conversation: those with the same prompt, and those that continue one of them.
+
+    Named by the smallest key of its conversations: where all prompts differ, by the conversation's own.
+    """
+    known = set(read.prompts)
+    roots = [next((one for one in read.beginnings.get(prompt, ()) if one in known), prompt) for prompt in read.prompts]
+    names: dict[str, str] = {}
+    for root, (key, _) in zip(roots, read.keys, strict=True):
+        names[root] = min(key, names.get(root, key))
+    return [names[root] for root in roots]
+
+
 def choose_eval(keys: Iterable[str], seed: int, fraction: float, kinds: Mapping[str, str] | None = None) -> set[str]:
-    """The keys (trees) that become the eval split: ``round(n * fraction)`` of them, at least 1 and at most n - 1.
+    """The keys that become the eval split, of the key of each conversation: ``round(n * fraction)`` of the conversations, at
+    least 1 and at most n - 1. A key that several have, and for which there is no room, is passed over; where there is room for
+    none, the one that the fewest have is taken.
 
     The order is that of SHA-256 over seed and key: it depends neither on the order in the file nor on a random generator,
-    so the same data give the same split everywhere, and a tree that is added moves few others. One key is all train.
+    so the same data give the same split everywhere, and a conversation that is added moves few others. One key is all train.
     ``kinds``: of keys that have one. All kinds are then represented alike: keys are taken at even distances from the list of
     one kind behind the other.
     """
-    distinct = set(keys)
-    count = max(min(max(round(len(distinct) * fraction), 1), len(distinct) - 1), 0)
-    order = ranked(distinct, seed)
+    sizes = Counter(keys)
+    if len(sizes) < 2:
+        return set()
+    most = min(max(round(sizes.total() * fraction), 1), sizes.total() - 1)
+    order = ranked(sizes, seed)
+    order = [key for key in order if sizes[key] <= most] or [min(order, key=lambda key: sizes[key])]
+    chosen, room = set(order[:1]), most - sizes[order[0]]
+    for key in order[1:]:
+        if sizes[key] <= room:
+            chosen.add(key)
+            room -= sizes[key]
     if not kinds:
-        return set(order[:count])
+        return chosen
     order.sort(key=lambda key: kinds.get(key, ""))
-    return {order[int((at + 0.5) * len(order) / count)] for at in range(count)}
+    return {order[int((at + 0.5) * len(order) / len(chosen))] for at in range(len(chosen))}
 
 
 def ranked(keys: Iterable[str], seed: int) -> list[str]:

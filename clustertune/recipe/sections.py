@@ -229,7 +229,7 @@ class Data(DataSource):
     """Several sets of rows instead of one; ``name`` is then that of the mixture."""
 
     eval_fraction: Annotated[Number, Field(gt=0, le=0.5)] = 0.05
-    """Share of trees that become the eval split where the input has no splits of its own."""
+    """Share of conversations that become the eval split where the input has no splits; those of one prompt stay together."""
     bad_rows: Literal["skip", "stop"] = "skip"
     """``skip``: leave bad rows out, count and report them. ``stop``: refuse the input."""
     max_rejected: Score = 0.2
