@@ -24,6 +24,7 @@ from json import scanner
 from pathlib import Path, PurePath
 from typing import IO, Any
 
+from clustertune.data import encodings
 from clustertune.errors import Problem, UserError
 from clustertune.recipe.sections import COLUMNS
 
@@ -174,7 +175,20 @@ def excerpt(value: object, width: int = 60) -> str:
     return shown if len(shown) <= 3 * width else shown[: 3 * width] + "..."
 
 
-_DEEP_DECODER: Any = json.JSONDecoder()
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises BadRow where a key stands in it twice: the standard parser keeps the last one."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise BadRow("repeated-key", f"the key {excerpt(_repeated(pairs))} stands twice in an object")
+    return made
+
+
+def _repeated(pairs: list[tuple[str, Any]]) -> str:
+    return next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+_DEEP_DECODER: Any = json.JSONDecoder(object_pairs_hook=_unique)
 _DEEP_DECODER.scan_once = scanner.py_make_scanner(_DEEP_DECODER)  # type: ignore[attr-defined]
 MAX_LEVELS = 250_000
 """Of nesting; with 0.5 GB of frames."""
@@ -184,7 +198,7 @@ def parse(text: str) -> Any:
     """The value of a JSON text. Raises BadRow."""
     try:
         try:
-            return json.loads(text)
+            return _DECODER.decode(text)
         except RecursionError:
             return _parse_deep(text)
     except json.JSONDecodeError as error:
@@ -226,8 +240,6 @@ KNOWN = frozenset(column for columns in COLUMNS.values() for column in columns)
 _BOM = b"\xef\xbb\xbf"
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 _REPORT_EVERY = 512
-LATIN1 = "iconv -f LATIN1 -t UTF-8"
-"""What turns a file of older spreadsheets into UTF-8."""
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Errors that only writing gives: they come from the file of rejected rows, which is written while the input is read."""
 
@@ -259,17 +271,27 @@ def read_file(
     readers |= {".csv": _table, ".tsv": _table, ".txt": _document}
     readers.setdefault(kind, _lines)
     reader = readers[kind]
+    remedy: str | None = None
     try:
         with opened() as raw:
             stream: Any = raw
-            if kind not in (".parquet", ".arrow", ".feather"):
+            if kind not in _BINARY:
                 stream = io.BufferedReader(_unpacked(raw, packed), 1 << 16)
+                _refuse_wide(stream.peek(1 << 16), shown, kind, packed)
                 if kind == ".json" and stream.peek(1 << 16).removeprefix(_BOM).lstrip().startswith(b"["):
                     reader = _array
             for number, record in enumerate(reader(stream, location, shown, columns, set() if unused is None else unused)):
                 if number % _REPORT_EVERY == 0:
                     progress(raw.tell())
-                yield record
+                at, row = record
+                if isinstance(row, BadRow) and row.reason == "not-utf8" and kind not in _BINARY:
+                    remedy = remedy or ": ".join(filter(None, _remedy(opened, shown, kind, packed)))
+                    row = BadRow(row.reason, f"{row.detail}; {remedy}")
+                yield at, row
+    except UnicodeDecodeError as error:  # of a JSON array
+        text = f"byte 0x{error.object[error.start]:02x} at byte {error.start} is not UTF-8"
+        why, again = _remedy(opened, shown, kind, packed)
+        raise UserError(f"{text}; {why}" if again else text, file=shown, fix=again or why) from None
     except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError) as error:
         raise _damaged(packed, error, shown) from None
     except OSError as error:
@@ -278,6 +300,23 @@ def read_file(
         if packed and error.errno is None:  # bz2 and zstd have no error of their own
             raise _damaged(packed, error, shown) from None
         raise UserError(f"cannot be read: {error.strerror or error}", file=shown) from None
+
+
+def _refuse_wide(head: bytes, shown: str, kind: str, packed: str) -> None:
+    """Raise UserError where a file begins as one in UTF-16 or UTF-32."""
+    if (wide := encodings.wide_encoding(head)) is not None:
+        name, by = wide
+        table = kind == ".txt" and encodings.looks_like_table(head, name)
+        text = f"is in {name[:6]}, by {by}{', a table with tabs' if table else ''}: write it in UTF-8, and name the new file"
+        raise UserError(text, file=shown, fix=encodings.command(shown, name, ".tsv" if table else kind, packed))
+
+
+def _remedy(opened: Callable[[], Any], shown: str, kind: str, packed: str) -> tuple[str, str]:
+    """A sentence on the encoding of a file that is not UTF-8, and the command that writes it again, "" where there is none."""
+    with opened() as raw:
+        stream = io.BufferedReader(_unpacked(raw, packed), 1 << 16)
+        name, text = encodings.eight_bit_encoding(iter(lambda: stream.readline(MAX_RECORD_BYTES), b""))
+    return text, encodings.command(shown, name, kind, packed) if name else ""
 
 
 def _unpacked(raw: Any, packed: str) -> Any:
@@ -302,7 +341,7 @@ def _at(location: RowLocation, line: int, row: int) -> RowLocation:
 def _lines(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[Record]:
     row = empty = 0
     for number, line in enumerate(iter(lambda: stream.readline(MAX_RECORD_BYTES), b""), 1):
-        text = line.removeprefix(_BOM if number == 1 else b"").strip(b"\0 \t\r\n")
+        text = line.removeprefix(_BOM).strip(b"\0 \t\r\n")  # files that were joined have one within
         empty = 0 if text else empty + 1  # a blank line, or the zeros that a crash leaves at the end of a file
         if empty > MAX_EMPTY_LINES or len(line) == MAX_RECORD_BYTES:
             what = f"more than {MAX_EMPTY_LINES:,} empty lines" if empty else f"a line of more than {MAX_RECORD_BYTES:,} bytes"
@@ -332,18 +371,45 @@ def _array(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[
     try:
         text = stream.read().removeprefix(_BOM).rstrip(b"\0 \t\r\n").decode()
         try:
-            rows = json.loads(text)
+            rows = json.loads(text, object_pairs_hook=_marked)
         except RecursionError:
             rows = _parse_deep(text)
-    except UnicodeDecodeError as error:
-        text = f"byte 0x{error.object[error.start]:02x} at byte {error.start} is not UTF-8; of Latin-1: {LATIN1}"
-        raise UserError(text, file=shown, fix=fix) from None
     except json.JSONDecodeError as error:
         text = f"not JSON: {error.msg} at column {error.colno}"
         raise UserError(text, file=f"{shown}:{error.lineno}", fix=fix) from None
+    except UnicodeDecodeError:
+        raise
     except (RecursionError, ValueError) as error:
         raise UserError(f"not JSON: {error}", file=shown, fix=fix) from None
-    yield from ((_at(location, number, number), _object(row)) for number, row in enumerate(rows, 1))
+    except BadRow as bad:  # of deep rows
+        raise UserError(bad.detail, file=shown, fix=fix) from None
+    yield from ((_at(location, number, number), _checked(row)) for number, row in enumerate(rows, 1))
+
+
+class _Repeated(dict[str, Any]):
+    """An object of JSON in which a key stands twice, :attr:`key`."""
+
+    key = ""
+
+
+def _marked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        made = _Repeated(made)
+        made.key = _repeated(pairs)
+    return made
+
+
+def _checked(row: Any) -> dict[str, Any] | BadRow:
+    """The row of an array, whose parser can only mark an object with a key that stands in it twice."""
+    waiting = [row]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, _Repeated):
+            return BadRow("repeated-key", f"the key {excerpt(value.key)} stands twice in an object")
+        if isinstance(value, dict | list):
+            waiting += value.values() if isinstance(value, dict) else value
+    return _object(row)
 
 
 def _table(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[Record]:
@@ -379,8 +445,7 @@ def _table(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[
         if len(values) != len(names):
             yield at, BadRow("wrong-column", f"{len(values)} values, the first line names {len(names)} columns")
         elif escaped := next(filter(None, map(_ESCAPED_BYTE.search, values)), None):
-            why = f"byte 0x{ord(escaped.group()) - 0xDC00:02x} in the row; of Latin-1: {LATIN1} {shlex.quote(shown)} > utf8.csv"
-            yield at, BadRow("not-utf8", why)
+            yield at, BadRow("not-utf8", f"byte 0x{ord(escaped.group()) - 0xDC00:02x} in the row")
         else:
             yield at, dict(zip(names, (value or None for value in values), strict=True))
 

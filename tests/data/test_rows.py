@@ -95,3 +95,21 @@ def test_the_limit_is_in_bytes_and_the_message_below_it_is_kept(run, row):
     got = run([row("p1", None), row("a1", "p1", above, rank=0), row("a2", "p1", below, rank=1)])
     assert got.texts["t"][1] == below
     assert got.rejected == {"message-too-long": 1}
+
+
+TWICE = [
+    b'{"prompt": "a", "prompt": "b", "completion": "c"}',
+    b'{"prompt": [{"role": "user", "content": "a", "content": "b"}], "completion": "c"}',
+    b'{"prompt": "a", "completion": "c", "tools": "[{\\"name\\": 1, \\"name\\": 2}]"}',
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@pytest.mark.parametrize("twice", TWICE)
+def test_a_key_that_stands_twice_makes_a_row_a_bad_one(run, twice, suffix):
+    """Parsers keep the last one: which of the two was meant, no reader knows."""
+    good = b'{"prompt": "a", "completion": "c"}'
+    content = b"[" + good + b", " + twice + b", " + good + b"]" if suffix == ".json" else b"\n".join([good, twice, good])
+    got = run(content, suffix, format="prompt-completion")
+    assert got.rejected == {"repeated-key": 1} and len(got.conversations) == 2
+    assert [entry["line"] for entry in got.lines("rejected")] == [2]
