@@ -19,7 +19,7 @@ import pytest
 from clustertune.data.encodings import wide_encoding
 from clustertune.errors import UserError
 
-WESTERN = "Où est le nœud « deux » ? 3 €"
+WESTERN = "Où est le nœud \u00ab deux \u00bb ? 3 \u20ac"
 EASTERN = "Где второй узел? 第二个节点在哪里"
 ROWS = [{"prompt": f"{number} TEXT", "completion": f"Réponse {number}"} for number in range(40)]
 
