@@ -112,8 +112,10 @@ def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], contai
     problems += find_idle_schedule(plan.resolved) if plan.trains else []
     wrong = bundle.find_problems(plan.resolved)
     problems += wrong
-    if plan.trains and plan.cluster.container.runtime == "none" and plan.resolved.recipe.megatron is None:
-        problems += container.lacking_here(plan.resolved.train_args, gpus=False)
+    if plan.trains and plan.resolved.recipe.megatron is None:
+        here = plan.cluster.container.runtime == "none"
+        args = plan.resolved.train_args
+        problems += container.lacking_here(args, gpus=False) if here else container.not_built(args)
     nearest = next(path for path in (plan.path, *plan.path.parents) if path.exists())
     fix = "give another --run-dir, or correct storage.runs in the cluster file"
     if not nearest.is_dir():

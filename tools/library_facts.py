@@ -126,6 +126,9 @@ def trl_facts() -> dict[str, Any]:
         "dpo": _difference(fields, field_facts(DPOConfig)),
         "grpo": _difference(fields, field_facts(GRPOConfig)),
         "optimizers": optimizer_facts(),
+        "optimizer_modules": optimizer_modules(),
+        "trackers": tracker_names(),
+        "compilers": compiler_names(),
     }
 
 
@@ -154,6 +157,33 @@ def optimizer_facts() -> dict[str, list[str] | None]:
         keys = re.findall(r"optim_args(?:\.get\(|\.pop\(|\[)\"(\w+)\"", source)
         by_optimizer[name.value] = list(dict.fromkeys([*keys, *(key for loop in loops for key in re.findall(r"\w+", loop))]))
     return by_optimizer
+
+
+def optimizer_modules() -> dict[str, str]:
+    """By optimizer: the module that transformers imports it from, where that is neither torch nor transformers."""
+    from transformers import trainer_optimizer
+
+    by_optimizer = {}
+    for name, handler in trainer_optimizer._OPTIMIZER_HANDLERS.items():
+        found = re.findall(r"from (\w+)[\w.]* import", inspect.getsource(handler))
+        if foreign := [module for module in found if module not in ("torch", "transformers")]:
+            by_optimizer[name.value] = foreign[0]
+    return by_optimizer
+
+
+def tracker_names() -> list[str]:
+    """What ``report_to`` may name: transformers' callbacks, and its words for all and none of them."""
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    return [*INTEGRATION_TO_CALLBACK, "all", "none"]
+
+
+def compiler_names() -> list[str]:
+    """The backends of torch.compile that accelerate takes and the installed torch has."""
+    import torch
+    from accelerate.utils import DynamoBackend
+
+    return sorted({one.value.lower() for one in DynamoBackend} & set(torch._dynamo.list_backends(())))
 
 
 def peft_facts() -> dict[str, Any]:

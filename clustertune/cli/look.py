@@ -20,11 +20,13 @@ def show(
     recipe: RecipeArgument, overrides: Overrides = None, tiny: Tiny = False, ranks: Ranks = None, as_json: AsJson = False
 ) -> None:
     """Each value is shown with its origin: base, recipe, override, derived (and from what), or default."""
+    from clustertune.launch import container
     from clustertune.plan import schedule
     from clustertune.resolve import resolve, view
 
     resolved = resolve.resolve(recipe, overrides or [], tiny=tiny, ranks=ranks)
-    raise_if(schedule.find_idle_schedule(resolved))
+    lacking = container.not_built(resolved.train_args) if ranks is None and resolved.recipe.megatron is None else []
+    raise_if([*schedule.find_idle_schedule(resolved), *lacking])
     resolved.warnings.extend(schedule.check_schedule_end(resolved))
     reply(as_json, view.as_json(resolved), lambda: view.render(resolved, console.stdout))
 

@@ -106,6 +106,11 @@ class PackageLock:
         return PackageLock(self.name, self.python, self.platform, self.before, merged, sources, self.on_top_of)
 
 
+def locked_packages() -> frozenset[str]:
+    """The names of all packages that an image of this checkout can hold: those of every lock."""
+    return frozenset(name for path in FOLDER.glob("*.lock") for name, _, _ in _PACKAGE.findall(path.read_text()))
+
+
 def parse(text: str, file: str) -> PackageLock:
     """A lock's text. Raises UserError where it is not, line by line, as ``make lock`` writes it.
 

@@ -23,7 +23,7 @@ from typing import Any
 from clustertune.cluster.schema import Cluster, Container
 from clustertune.cluster.schema import Container as Settings
 from clustertune.console import byte_progress, say
-from clustertune.containers import pins
+from clustertune.containers import package_lock, pins
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
 from clustertune.launch import cluster_paths
 from clustertune.launch.inventory import MARK, inventory
@@ -358,6 +358,21 @@ def lacking(stack: Stack, train: Mapping[str, Any], image: str, *, gpus: bool) -
         if not any(name.lower() in stack.packages for name in packages):
             text = f"{value} needs {' or '.join(packages)}, and {image} has none"
             problems.append(Problem(text, key=key, fix=f"install {packages[0]} there, or leave {key} out"))
+    return problems
+
+
+def not_built(train: Mapping[str, Any]) -> list[Problem]:
+    """The packages that a recipe's ``train`` section asks for, and that neither an image of this checkout can have nor this
+    Python has: what is known before the queue, where the image itself is first asked in the job."""
+    if not (asked := list(kernels.needed(train, gpus=True))):
+        return []
+    known, here = package_lock.locked_packages(), own().packages
+    problems = []
+    for key, value, packages in asked:
+        if not known.intersection(packages) and not any(name.lower() in here for name in packages):
+            text = f"{value} needs {' or '.join(packages)}, which no lock in containers/ has"
+            fix = f"leave {key} out or take another value; or install {packages[0]} in the image, and in this Python too"
+            problems.append(Problem(text, key=key, fix=fix))
     return problems
 
 

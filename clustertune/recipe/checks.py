@@ -406,21 +406,26 @@ def check_lora(lora: Mapping[str, Any], architecture: Mapping[str, Any] | None) 
 
 
 def _check_embeddings(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> Iterator[Found]:
-    """The input embedding as a target, which the merge does not take, and copies of embeddings that are one tensor with the
-    head (peft #2777): the one copy would be trained alone, and FSDP2 of accelerate 1.15 ends in a KeyError."""
-    target, excluded = lora["target_modules"], lora["exclude_modules"]
+    """The input embedding as a target, which the merge does not take, and either end of a model whose embeddings are one tensor
+    with the head (peft #2018, #2777): the one copy would be trained alone, and whole copies end FSDP2 of accelerate 1.15 in a
+    KeyError."""
     named = [name for name in adapter_modules(architecture) if _INPUT.search(name)] or [_EMBEDDING]
-    by_layer = lora["layers_to_transform"] not in (None, [])  # PEFT then takes layers alone
-    if target and is_pattern(target) and not is_all_linear(target) and not by_layer:
-        for name in named:
-            if matches(target, name) and not (excluded and is_pattern(excluded) and matches(excluded, name)):
-                text = f"{show_value(target)} takes in {name}: LoRA on the input embedding cannot be merged"
-                yield ("lora", "target_modules"), text, f"leave {name} out, or name it in modules_to_save"
+    target, tied = lora["target_modules"], Values(architecture).flag("tie_word_embeddings")
+    for name in named:
+        if is_targeted(lora, name):
+            text = f"{show_value(target)} takes in {name}: LoRA on the input embedding cannot be merged"
+            other = "" if tied else ", or name it in modules_to_save"
+            yield ("lora", "target_modules"), text, f"leave {name} out{other}"
+    for name in head_names(architecture) if tied else ():
+        if is_targeted(lora, name):
+            text = f"{show_value(target)} takes in {name}: input embedding and head are one tensor of this model"
+            fix = f"leave {name} out, or take a model whose embeddings are not tied"
+            yield ("lora", "target_modules"), f"{text} (tie_word_embeddings), and the adapter would change the head alone", fix
     saved = lora["modules_to_save"]
-    if isinstance(saved, list) and Values(architecture).flag("tie_word_embeddings"):
-        tied = [name for name in (*named, *head_names(architecture)) if matches(saved, name)]
-        if tied:
-            text = f"{', '.join(tied)}: input embedding and head are one tensor of this model (tie_word_embeddings)"
+    if isinstance(saved, list) and tied:
+        both = [name for name in (*named, *head_names(architecture)) if matches(saved, name)]
+        if both:
+            text = f"{', '.join(both)}: input embedding and head are one tensor of this model (tie_word_embeddings)"
             yield ("lora", "modules_to_save"), text, "leave them out, or take a model whose embeddings are not tied"
 
 
@@ -441,7 +446,8 @@ def _check_targets(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> 
         for name in names if isinstance(names := lora[key], list) else ():
             if not any(matches([name], module) for module in modules):
                 yield ("lora", key), f"{kind} has no module {show_value(name)}", did_you_mean(name, last)
-    targeted = [name for name in modules if is_all_linear(target) or matches(target, name)]
+    ends = {*head_names(architecture), *(name for name in modules if _INPUT.search(name))}
+    targeted = [name for name in modules if (name not in ends if is_all_linear(target) else matches(target, name))]
     targeted += [name for name, _ in adapted_experts(architecture, lora)]
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in lora[key]:
@@ -477,6 +483,24 @@ def _check_parameters(lora: Mapping[str, Any], architecture: Mapping[str, Any] |
         if not any(matches([name], one) for one, _ in known):
             text = f"{kind} has no experts' parameter {show_value(name)}; it has {', '.join(sorted(ends))}"
             yield path, text, did_you_mean(str(name), ends)
+
+
+def is_targeted(lora: Mapping[str, Any], name: str) -> bool:
+    """Whether PEFT puts an adapter on the embedding or the head of this full name (peft 0.20, ``check_target_module_exists``).
+
+    all-linear leaves both out; ``layers_to_transform`` keeps a list of names to the layers.
+    """
+    target, excluded = lora["target_modules"], lora["exclude_modules"]
+    saved = [one for one in lora["modules_to_save"] or () if is_pattern(str(one))]
+    if not target or is_all_linear(target) or not is_pattern(target):
+        return False
+    if excluded and is_pattern(excluded) and matches(excluded, name):
+        return False
+    if any(re.match(rf"(^|.*\.){one}($|\..*)", name) for one in saved):  # trained whole, without an adapter
+        return False
+    if not isinstance(target, str) and lora["layers_to_transform"] not in (None, []):
+        return name in target  # a whole name is taken in any layer
+    return matches(target, name)
 
 
 def is_all_linear(target: object) -> bool:
@@ -532,6 +556,10 @@ def check_strategy(
         if kind in ("MULTI_GPU", "NO", "DEEPSPEED") and axis in sizes:
             text = f"{sizes[axis]}, with {acc.TYPE}: {kind}: only FSDP2 is combined with it here"
             yield _mesh(axis), text, acc.USE_FSDP2
+    if kind == "FSDP" and (why := sharded_optimizer(str(train["optim"]))):
+        whole = f"accelerate.{acc.TYPE}=MULTI_GPU accelerate.fsdp_config=null, with the whole model on every GPU"
+        fix = f"train.optim=adamw_torch_fused; or {whole}"
+        yield ("train", "optim"), f"{train['optim']}: {why}", fix
     config = quantization.of(train)
     if kind in ("FSDP", "DEEPSPEED") and config is not None:
         yield from _quantized(config, train, accelerate, zero)
@@ -541,6 +569,20 @@ def check_strategy(
         yield from _experts(train, accelerate)
     if kind == "FSDP" and "cp" in sizes:
         yield from _context(sizes["cp"], train, architecture)
+
+
+def sharded_optimizer(name: str) -> str | None:
+    """Why an optimizer does not step, or cannot be saved, under FSDP2; None where it does both, or was not tried.
+
+    All of transformers 5.23 that the pinned stack can make took three steps on two ranks, with and without LoRA:
+    docs/results/optimizers.md.
+    """
+    if facts("trl")["optimizer_modules"].get(name) == "bitsandbytes":
+        return "bitsandbytes' kernels take no DTensor, and FSDP2's parameters are DTensors: the first step would fail"
+    return {
+        "adafactor": "transformers' Adafactor mixes tensors with FSDP2's DTensors: the first step would fail",
+        "adagrad": "torch makes Adagrad's state ahead of the sharding: no checkpoint could be saved",
+    }.get(name)
 
 
 def _mesh(axis: str) -> KeyPath:

@@ -7,8 +7,9 @@ from typing import Any
 
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
-from clustertune.recipe.findings import Found
-from clustertune.recipe.library_facts import model_facts
+from clustertune.recipe.findings import Found, show_value
+from clustertune.recipe.layers import did_you_mean
+from clustertune.recipe.library_facts import facts, model_facts
 from clustertune.recipe.native_rules import row_tokens
 from clustertune.recipe.parameters import Values, count
 from clustertune.resolve.resolved import Derived, Distribution
@@ -78,13 +79,27 @@ def attention(train: Mapping[str, Any], architecture: Mapping[str, Any] | None) 
     return Derived(f"train.{_KEY}", "eager", f"transformers has no scaled_dot_product_attention for {kind}")
 
 
-TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "mlflow": ("mlflow", "mlflow-skinny"), "trackio": ("trackio",)}
-"""Trackers whose callback raises where its package is missing (transformers/integrations/integration_utils.py); a rank
-continues without W&B."""
+TRACKERS = {
+    "tensorboard": ("tensorboard", "tensorboardX"), "mlflow": ("mlflow", "mlflow-skinny"), "azure_ml": ("azureml-core",),
+    "comet_ml": ("comet-ml",), "flyte": ("flytekit",),
+}  # fmt: skip
+"""Packages of trackers that are not named like them. Each callback but W&B's, without which a rank continues, raises where its
+package is missing (transformers/integrations/integration_utils.py)."""
+_BUILT_IN = ("wandb", "all", "none", "kubeflow")
+"""Words of ``report_to`` that need nothing, take what is there, or, kubeflow, write to a server that the job's environment
+names."""
+_DISTRIBUTIONS = {"optimi": "torch-optimi"}
+"""Packages of optimizers that are not named like their module."""
 
-
-_LOADERS = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "fbgemm_fp8": "fbgemm-gpu", "gptq": "gptqmodel"}
-"""What transformers loads a quantised base with."""
+_LOADERS = {
+    "bitsandbytes": ("bitsandbytes",), "torchao": ("torchao",), "fbgemm_fp8": ("fbgemm-gpu",), "gptq": ("gptqmodel",),
+    "awq": ("gptqmodel",), "fp8": ("kernels",), "mxfp4": ("kernels",),
+}  # fmt: skip
+"""What transformers loads a quantised base with, and computes with it."""
+_COMPILERS = {"tvm": ("apache-tvm",)}
+"""Packages of compilers beside torch's own (``torch_compile_backend``)."""
+_CACHES = {"quantized": ("optimum-quanto", "hqq")}
+"""The same of ``cache_implementation`` (transformers/cache_utils.py, QuantizedCache)."""
 
 
 def needed(train: Mapping[str, Any], *, gpus: bool) -> Iterator[tuple[str, str, tuple[str, ...]]]:
@@ -92,16 +107,29 @@ def needed(train: Mapping[str, Any], *, gpus: bool) -> Iterator[tuple[str, str, 
     named = attention_of(train)
     if named.startswith("flash_attention") and gpus:
         # transformers loads a compiled kernel from the Hub by the package kernels where flash-attn is not installed.
-        yield f"train.{_KEY}", named, ("flash-attn", "kernels")
+        yield f"train.{_KEY}", named, ("flash-attn-3" if named.endswith("_3") else "flash-attn", "kernels")
     if train["use_liger_kernel"] and gpus:
         yield "train.use_liger_kernel", "true", ("liger-kernel",)
     config = quantization.of(train)
-    if config and (loader := _LOADERS.get(method := quantization.method(config))):
-        yield "train.model_init_kwargs.quantization_config", method, (loader,)
-    trackers = train["report_to"]
-    for tracker in [trackers] if isinstance(trackers, str) else trackers or []:
-        if tracker in TRACKERS:
-            yield "train.report_to", tracker, TRACKERS[tracker]
+    if config and (loaders := _LOADERS.get(method := quantization.method(config))) and (gpus or "kernels" not in loaders):
+        yield "train.model_init_kwargs.quantization_config", method, loaders
+    if module := facts("trl")["optimizer_modules"].get(optimizer := str(train["optim"])):
+        yield "train.optim", optimizer, (_DISTRIBUTIONS.get(module, module.replace("_", "-")),)
+    if (compiler := str(train["torch_compile_backend"]).lower()) in _COMPILERS:
+        yield "train.torch_compile_backend", compiler, _COMPILERS[compiler]
+    if train.get("use_vllm"):
+        yield "train.use_vllm", "true", ("vllm",)
+    if (cache := train.get("cache_implementation")) in _CACHES:
+        yield "train.cache_implementation", str(cache), _CACHES[str(cache)]
+    for tracker in trackers(train):
+        if tracker not in _BUILT_IN:
+            yield "train.report_to", tracker, TRACKERS.get(tracker, (tracker,))
+
+
+def trackers(train: Mapping[str, Any]) -> list[str]:
+    """The words of ``report_to``."""
+    named = train["report_to"]
+    return [str(one) for one in ([named] if isinstance(named, str) else named or [])]
 
 
 def find_problems(
@@ -109,6 +137,15 @@ def find_problems(
 ) -> Iterator[Found]:
     """What the libraries refuse at the start of the ranks, or leave out without a message. ``file``: the accelerate file."""
     attention = ("train", *_KEY.split("."))
+    known = facts("trl")["trackers"]
+    for tracker in trackers(train):
+        if tracker not in known:
+            text = f"{show_value(tracker)} is no tracker of transformers: {', '.join(known)}"
+            yield ("train", "report_to"), text, did_you_mean(tracker, known)
+    compilers, compiler = facts("trl")["compilers"], train["torch_compile_backend"]
+    if compiler is not None and compiler.lower() not in compilers:
+        text = f"{show_value(compiler)} is none of the pinned torch's compilers that accelerate takes: {', '.join(compilers)}"
+        yield ("train", "torch_compile_backend"), text, did_you_mean(compiler, compilers)
     kind = str((architecture or {}).get("model_type", ""))
     if train["use_liger_kernel"] and kind and kind not in LIGER_MODELS:
         yield ("train", "use_liger_kernel"), f"Liger has no kernels for {kind}", "leave it out"

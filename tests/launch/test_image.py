@@ -15,6 +15,7 @@ from clustertune.cluster.schema import Container
 from clustertune.containers import pins
 from clustertune.errors import UserError
 from clustertune.launch import container
+from clustertune.recipe.native_rules import train_defaults
 from clustertune.submission import SubmissionPlan, check, plan_submission, send
 from tests.command import REPO, run
 
@@ -161,3 +162,32 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(comma
     assert done.code == 2 and not (tmp_path / "run" / "data").exists()
     assert [problem["key"] for problem in done.json["problems"]] == ["train.report_to"] * 2
     assert "mlflow" in done.json["problems"][0]["message"]
+
+
+NEEDS = {
+    "train.optim=adamw_torch_4bit": "torchao", "train.optim=schedule_free_sgd": "schedulefree",
+    "train.optim=lomo": "lomo-optim", "train.optim=stable_adamw": "torch-optimi", "train.report_to=swanlab": "swanlab",
+    "train.report_to=[comet_ml]": "comet-ml",
+    "train.model_init_kwargs={attn_implementation: flash_attention_3}": "flash-attn-3",
+    "train.model_init_kwargs={attn_implementation: flash_attention_2}": "flash-attn or kernels",
+    "train.torch_compile_backend=tvm": "apache-tvm",
+}  # fmt: skip
+"""Values that name what neither a lock of containers/ nor this Python has, and its package."""
+
+
+@pytest.mark.parametrize("command", [["show"], ["submit", "--dry-run", "--cluster", "dgx-h100"]])
+@pytest.mark.parametrize("value", NEEDS)
+def test_what_the_image_cannot_have_is_refused_before_the_queue(command: list[str], value: str) -> None:
+    done = run(command[0], "recipes/tiny-oasst2", *command[1:], value, "--json")
+    found = {(problem["key"], NEEDS[value] in problem["message"]) for problem in done.json["problems"]}
+    key = value.partition("=")[0]
+    assert done.code == 2 and found == {(key + ".attn_implementation" * key.endswith("init_kwargs"), True)}
+
+
+def test_what_the_image_can_have_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what only an optional layer holds, and what the user's own Python has."""
+    args = train_defaults() | {"use_liger_kernel": True, "optim": "adamw_bnb_8bit", "report_to": ["wandb"]}
+    assert not container.not_built(args)
+    assert container.not_built(args | {"report_to": ["tensorboard"]})
+    monkeypatch.setattr(container, "own", lambda: container.Stack("3.12", {"tensorboardx": "2"}))
+    assert not container.not_built(args | {"report_to": ["tensorboard"]})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clustertune.recipe import native_rules
-from clustertune.recipe.checks import check_lora
+from clustertune.recipe.checks import check_lora, is_targeted
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
@@ -46,3 +46,41 @@ def test_what_cannot_be_merged_is_refused(key: str) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_lora_on_the_input_embedding_is_refused(target: object, tied: bool) -> None:
     assert "target_modules" in keys({"target_modules": target}, LLAMA | {"tie_word_embeddings": tied})
+
+
+HEADS: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj", "lm_head"]}, {"target_modules": "lm_head"}, {"target_modules": r".*_head"},
+    {"target_modules": r".*(q_proj|lm_head)"}, {"target_modules": r".*(proj|head|tokens)", "exclude_modules": r".*tokens"},
+    {"target_modules": ["q_proj", "lm_head"], "layers_to_transform": [1]},
+    {"target_modules": ["q_proj", "lm_head"], "exclude_modules": ["v_proj"], "rank_pattern": {"lm_head": 2}},
+]  # fmt: skip
+BESIDE: list[dict[str, Any]] = [
+    {"target_modules": "all-linear"}, {"target_modules": ["q_proj", "lm_head"], "exclude_modules": ["lm_head"]},
+    {"target_modules": r".*(q_proj|lm_head)", "exclude_modules": r".*_head"}, {"target_modules": r".*\.self_attn\..*"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("lora", HEADS)
+def test_lora_on_a_tied_head_is_refused_however_it_is_named(lora: dict[str, Any]) -> None:
+    assert keys(lora, LLAMA | {"tie_word_embeddings": True}) == {"target_modules"} and not keys(lora)
+
+
+@pytest.mark.parametrize("lora", BESIDE)
+def test_lora_beside_a_tied_head_is_taken(lora: dict[str, Any]) -> None:
+    assert not keys(lora, LLAMA | {"tie_word_embeddings": True})
+
+
+@pytest.mark.parametrize("lora", [*HEADS, *BESIDE])
+def test_the_head_is_adapted_where_peft_adapts_it(lora: dict[str, Any]) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
+    adapted = {name for name, _ in get_peft_model(model, LoraConfig(**lora)).named_modules() if name.endswith(".lora_A")}
+    assert is_targeted(native_rules.lora_defaults() | lora, "lm_head") == any("lm_head" in name for name in adapted)
+
+
+def test_a_rank_of_what_all_linear_leaves_out_has_no_effect() -> None:
+    assert keys({"target_modules": "all-linear", "rank_pattern": {"lm_head": 4}}) == {"rank_pattern"}

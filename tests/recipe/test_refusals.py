@@ -312,6 +312,8 @@ REFUSED = (
     ("train.lr_scheduler_type=inverse_sqrt", "train.lr_scheduler_kwargs={timescale: 0}"),
     ("train.lr_scheduler_type=warmup_stable_decay", "train.lr_scheduler_kwargs={num_decay_steps: -3}"),
     ("train.lr_scheduler_type=constant", "train.lr_scheduler_kwargs={min_lr: 1e-6}"),
+    "train.optim=adafactor", "train.optim=adagrad", "train.optim=adamw_bnb_8bit", "train.optim=paged_lion_32bit",
+    "train.report_to=wandbb", "train.report_to=[wandb,tensorbord]", "train.torch_compile_backend=onnxrt",
 )  # fmt: skip
 TAKEN = (
     "lora.rank_pattern={q_proj: 4}", "lora.rank_pattern={'layers.[01].self_attn.q_proj': 4}",
@@ -320,7 +322,9 @@ TAKEN = (
     "accelerate.dynamo_config.dynamo_backend=INDUCTOR", "accelerate.dynamo_config.dynamo_backend=no", "slurm.time='90'",
     "slurm.time=36:00:00", "slurm.time=2-12", ("train.optim=sgd", "train.optim_args='momentum=0.9, nesterov=true'"),
     ("train.save_strategy=best", "train.metric_for_best_model=eval_loss"), "train.dataloader_num_workers=8",
-    ("train.optim=rmsprop_bnb", "train.optim_args=anything=1"),
+    ("accelerate.distributed_type=MULTI_GPU", "accelerate.fsdp_config=null", "train.optim=rmsprop_bnb", "train.optim_args=a=1"),
+    "train.optim=rmsprop",
+    "train.report_to=[wandb,tensorboard]", "train.report_to=all", "train.torch_compile_backend=inductor",
     ("train.lr_scheduler_type=cosine_with_min_lr", "train.lr_scheduler_kwargs={min_lr_rate: 0.1}"),
     ("train.lr_scheduler_type=warmup_stable_decay", "train.lr_scheduler_kwargs={num_decay_steps: 3, decay_type: linear}"),
     ("train.lr_scheduler_type=polynomial", "train.lr_scheduler_kwargs={lr_end: 0, power: 2}"),
