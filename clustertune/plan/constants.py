@@ -24,28 +24,41 @@ class Constants:
         default_factory=lambda: {
             "volta": 0.60,
             "turing": 0.60,
-            "ampere": 0.78,
+            "ampere": 0.83,
             "ada": 0.70,
-            "hopper": 0.65,
-            "blackwell": 0.455,
+            "hopper": 0.596,
+            "blackwell": 0.442,
             "blackwell-gddr": 0.80,
         }
     )
     """Share of the dense peak that matrix products reach in training. Fitted for ampere, hopper and blackwell; blackwell-gddr
     (compute capability 12) below the 417 of 480 TFLOP/s of a bare product of 8192 x 8192
     (github.com/zzc0721/torch-performance-test-data, issue 162); the others assumed between."""
-    attention_share: float = 0.42
+    attention_share: float = 0.443
     """Speed of the attention kernel, as a share of what matrix products reach. Fitted: 270 TFLOP/s on an H100."""
-    fp8_share: float = 1.0
-    """Speed of float8 products with their casts and scales, as a share of what bfloat16 reaches of its own peak. Fitted."""
+    fp8_share: Mapping[str, float] = field(
+        default_factory=lambda: {
+            "volta": 1.0,
+            "turing": 1.0,
+            "ampere": 1.0,
+            "ada": 1.0,
+            "hopper": 0.98,
+            "blackwell": 1.32,
+            "blackwell-gddr": 1.0,
+        }
+    )
+    """Speed of float8 products with their casts and scales, as a share of what bfloat16 reaches of its own peak. Fitted for
+    hopper and blackwell, whose bfloat16 runs are of one program; the others assumed alike."""
     hbm_share: float = 0.90
     """Share of the memory's data-sheet bandwidth that a long kernel reaches. Assumed: 92 to 93 % are measured for copies."""
-    compiled_hidden: float = 250.0
+    compiled_hidden: float = 233.0
     """Elements of the hidden size that kernels other than matrix products read and write per token and layer, forward and
     backward, compiled or fused. Fitted; it holds launch gaps and copies of the sharding as well."""
-    eager_hidden: float = 560.0
+    engine_hidden: float = 91.0
+    """The same of Megatron-Core with Transformer Engine. Fitted."""
+    eager_hidden: float = 546.0
     """The same where each operation is a kernel of its own. Fitted."""
-    lora_passes: float = 3.0
+    lora_passes: float = 2.4
     """Elements that LoRA's thin products, dropout and the sum with the base read and write, forward and backward, per input and
     output element of each adapted module. Fitted, at the lower end of what is possible: the tables' kernels are fused."""
     loss_bytes: float = 30.0
@@ -56,7 +69,7 @@ class Constants:
     operation: decay 8, first moment 12, second 8 + 12, root 8, division 8, epsilon 8, update 16."""
     fused_optimizer_bytes: float = 40.0
     """The same where AdamW is one kernel (adamw_torch_fused): clipping, then 16 read and 12 written."""
-    overlap_loss: float = 0.13
+    overlap_loss: float = 0.082
     """Share of the shorter of two things at once (computing, communicating) that still adds to the time. Fitted."""
     kept_compiled_hidden: float = 6.3
     """Elements of the hidden size that a layer keeps per token for backward, compiled; beside them queries, keys, values and
@@ -90,14 +103,15 @@ class Constants:
     def value(self, name: str) -> float:
         """A constant by name; ``gemm_share.hopper`` for one of the shares."""
         key, _, generation = name.partition(".")
-        return self.gemm_share[generation] if generation else float(getattr(self, key))
+        return float(getattr(self, key)[generation] if generation else getattr(self, key))
 
     def with_values(self, values: Mapping[str, float]) -> Constants:
-        """The same with some of them replaced. ``gemm_share`` is given as ``gemm_share.hopper``."""
-        shares = dict(self.gemm_share)
-        shares |= {key.partition(".")[2]: value for key, value in values.items() if key.startswith("gemm_share.")}
-        rest: dict[str, Any] = {key: value for key, value in values.items() if "." not in key}
-        return replace(self, gemm_share=shares, **rest)
+        """The same with some of them replaced. One of the shares is given as ``gemm_share.hopper``."""
+        changed: dict[str, Any] = {}
+        for name, value in values.items():
+            key, _, generation = name.partition(".")
+            changed[key] = {**changed.get(key, getattr(self, key)), generation: value} if generation else value
+        return replace(self, **changed)
 
 
 # --- one quantity of a plan with the arithmetic that gave it ----------------------------------------------------------

@@ -9,6 +9,7 @@ from clustertune.cluster.hardware import Price
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
 from clustertune.host.system import GIB
+from clustertune.plan import evidence
 from clustertune.plan.advise import Advice, reasons
 from clustertune.plan.constants import Term, number, quantity
 from clustertune.plan.machine import Link
@@ -18,7 +19,8 @@ from clustertune.plan.step import flops
 from clustertune.recipe.layers import did_you_mean
 
 RANGE = (
-    "range: 80 % of published runs fell inside it. It covers the step time only, not loading, evaluations or checkpoints, and "
+    "range: made for 80 % of runs, and of published ones at least as many fell inside it where nothing like them was known "
+    "(docs/results/planner.md). It covers the step time only, not loading, evaluations or checkpoints, and "
     "assumes the bandwidth above: a slower link or other jobs' traffic can exceed it"
 )
 
@@ -107,6 +109,9 @@ def assumptions(plan: Plan) -> list[str]:
     else:
         texts.append(f"{plan.schedule.steps:,} steps: {plan.schedule.steps_why}")
     texts.append(f"storage: {machine.storage_note}")
+    kind = evidence.words(plan.shape, machine)
+    is_calibrated = "compute_scale" in constants.calibrated
+    texts.append("range: this cluster's own runs, for runs of their kind" if is_calibrated else evidence.sentence(kind))
     return [*texts, _recomputed(plan), RANGE, *machine.notes, *plan.notes]
 
 
@@ -282,6 +287,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
             for w in plan.step.wires
         ],
         "calibrated": list(plan.constants.calibrated),
+        "evidence": {
+            "kind": list(kind := evidence.words(plan.shape, plan.machine)),
+            "published_runs": evidence.KINDS.get(evidence.key(kind), 0),
+        },
         "assumptions": assumptions(plan),
     }
 
@@ -301,7 +310,7 @@ def advice_json(
             {
                 "strategy": o.candidate.family,
                 "fits": o.fits,
-                "engine": "megatron" if o.strategy.kind == "Megatron" else "trl",
+                "engine": "megatron" if o.strategy.is_megatron else "trl",
                 "starts_here": o.starts(cluster),
                 "step_s": o.step_s if o.fits else None,
                 "hours": o.hours,

@@ -143,8 +143,15 @@ class SavedActivations:
         """All that one layer keeps where nothing is recomputed."""
         plan, hidden = self.shape.strategy, self.shape.counted.hidden
         if plan.compiled:
-            outside = HALF * self.constants.kept_compiled_hidden * hidden
-            inside = self.width * (self.heads(kind) + self.constants.kept_compiled_inner * kind.inner)
+            rows, wide = self.constants.kept_compiled_hidden, self.constants.kept_compiled_inner
+            if plan.is_megatron:
+                # Of each of two norms its input and its result, which the next product keeps, and of the gate both halves and
+                # their product; what products keep is in the type that they read, float8 as well (transformer_engine/pytorch/
+                # module, layernorm_linear.py, layernorm_mlp.py, linear.py).
+                read = 0.5 if plan.compute == "fp8" else 1.0
+                rows, wide = 2 + 2 * read, 2 + read
+            outside = HALF * rows * hidden
+            inside = self.width * (self.heads(kind) + wide * kind.inner)
             outside, inside = outside - self._unread((0, 2), hidden), inside - self._unread((3,), kind.inner)
         else:
             wide_inputs, inputs = self.inputs(kind)
@@ -184,7 +191,7 @@ class SavedActivations:
         (:mod:`clustertune.training.parallelism`)."""
         attention = kind.attention
         plan = self.shape.strategy
-        if plan.cp > 1:
+        if plan.cp > 1 and not plan.is_megatron:
             return attention.heads * ((1 + plan.cp) * attention.qk_dim + (2 + plan.cp) * attention.v_dim)
         copies = 2 if self.shape.cudnn_attention and plan.attention == "sdpa" and (plan.compiled or self.masked) else 1
         wide = attention.heads * (attention.qk_dim + attention.v_dim * copies)
@@ -305,7 +312,9 @@ class SavedActivations:
         adapted = plan.lora and any(linear.name.endswith(GROUPS[2]) and self.adapts(linear) for linear in kind.linears)
         wide = (6 if joined else 4) if adapted else 4 if joined else 3
         elements = self.heads(kind)
-        if plan.cp > 1:  # this rank's keys and values, the gathered and ordered values, and the outputs before they are one
+        if (
+            plan.cp > 1 and not plan.is_megatron
+        ):  # this rank's keys and values, the gathered and ordered values, and the outputs before they are one
             elements += attention.kv_heads * (attention.qk_dim + (1 + 2 * plan.cp) * attention.v_dim)
             elements += attention.heads * attention.v_dim
         rows, row = self.expert_rows(kind), self.stream * self.shape.counted.hidden
@@ -349,9 +358,20 @@ class SavedActivations:
         """Share of the layers' products that recomputation repeats, of those that are recomputed at all."""
         spared = weights = 0.0
         for kind in self.shape.counted.layers:
-            weights += kind.count * sum(p.weights for p in products(self.shape, kind) if not p.adapter)
-            spared += kind.count * sum(p.weights for p in self.saved(kind) if not p.adapter)
+            matmuls = [product for product in products(self.shape, kind) if not product.adapter]
+            left = [product for product in self.saved(kind) if not product.adapter]
+            left += matmuls[-1:] if self.ends_early(kind) and matmuls[-1] not in left else []
+            weights += kind.count * sum(product.weights for product in matmuls)
+            spared += kind.count * sum(product.weights for product in left)
         return 1 - spared / weights
+
+    def ends_early(self, kind: LayerKind) -> bool:
+        """Whether recomputation leaves the layer's last product out. torch stops as soon as it has what backward needs
+        (torch/utils/checkpoint.py, ``_StopRecomputationError``), and that is down's input and not its result. LoRA on down
+        needs what comes behind the base's product, the weighing of experts needs their result; Megatron-Core's own
+        function (tensor_parallel/random.py, ``CheckpointFunction``) repeats the whole layer."""
+        experts = any(linear.copies > 1 for linear in kind.linears)
+        return not (self.shape.strategy.is_megatron or experts or self.adapts(kind.linears[-1]))
 
     @property
     def attention_again(self) -> float:
@@ -499,7 +519,7 @@ class _Memory(SavedActivations):
 
     def at_loss(self) -> list[list[Term]]:
         """All activations are there: once with the loss going forward, once with its gradient going back."""
-        around = [self.accumulated(1.0), self.buckets(), *self.activations(1.0, self.last_norm())]
+        around = [self.accumulated(1.0), self.buckets(), *self.activations(1.0, self.last_norm(), at_end=True)]
         forward = [self.cast_weights(1.0), self.cast_head(1), *self.gathered_at_loss(), self.whole_head(back=False)]
         forward.append(self.logits(back=False))
         back = [*self.gathered_at_loss(back=True), self.whole_head(back=True), self.logits(back=True), self.head_gradient()]
@@ -801,15 +821,26 @@ class _Memory(SavedActivations):
         counted = self.shape.counted
         return max(self.layer(kind) for kind in counted.layers) + self.rank() / counted.num_layers
 
-    def activations(self, share: float, last: float = 0.0) -> list[Term]:
+    def in_stage(self, *, last: bool) -> float:
+        """Micro batches whose activations the first, or the last, stage of a pipeline holds at once.
+
+        1F1B: as many as stages, and one. Interleaved: of parts of a stage (megatron/core/pipeline_parallel/schedules.py,
+        num_warmup_microbatches) v p + p - 1, and (v - 1) p + 1.
+        """
+        plan = self.shape.strategy
+        if plan.pp == 1:
+            return 1.0
+        many = min(plan.accumulation, plan.pp)
+        if plan.virtual == 1:
+            return 1.0 if last else many
+        parts = (plan.virtual - 1) * plan.pp + 1 if last else plan.virtual * plan.pp + plan.pp - 1
+        return many * parts / (plan.virtual * plan.pp)
+
+    def activations(self, share: float, last: float = 0.0, *, at_end: bool = False) -> list[Term]:
         """What a share of the layers keeps for backward, and ``last`` bytes per token behind them, which are gone when layers
-        go back. Of a pipeline the first stage keeps that of as many micro batches as there are stages."""
+        go back; ``at_end``: in the last stage of a pipeline, which has the loss."""
         plan, shape = self.shape.strategy, self.shape
-        inflight = 1.0
-        if plan.pp > 1:
-            inflight = min(plan.accumulation, plan.pp) * (
-                1 + (plan.pp - 1) / (plan.pp * plan.virtual) if plan.virtual > 1 else 1
-            )
+        inflight = self.in_stage(last=at_end)
         kept = (1 - plan.recompute.share) * share
         per_token = self.saved_activations * kept + last
         row = self.stream * shape.counted.hidden / (plan.tp if plan.sequence_parallel else 1)
@@ -964,7 +995,7 @@ def save_copy(shape: ModelShape) -> Term | None:
 def _loading(resolved: Resolved, shape: ModelShape) -> Term:
     """Weights in host memory at once: a few parts (FSDP2 and ZeRO-3), all in one rank (FSDP1), or all in every rank."""
     plan, size = shape.strategy, 2.0 * shape.counted.total
-    if plan.kind == "Megatron":
+    if plan.is_megatron:
         return Term("loading", size / plan.world_size * plan.ranks_per_node, BYTES, "each rank reads its own shard", {})
     if resolved.distribution.reads_parts:
         largest, each = shape.counted.largest, row_bytes(resolved)

@@ -8,7 +8,7 @@ from typing import Any
 
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.host.system import GIB
-from clustertune.plan import generation_cost, memory
+from clustertune.plan import evidence, generation_cost, memory
 from clustertune.plan.constants import Constants, Term, total
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.memory import COPY_SHARE, host_parts, save_copy
@@ -310,39 +310,40 @@ def check_room(resolved: Resolved, used: Strategy, machine: PlanMachine) -> None
     raise_if(problems)
 
 
-SPREAD = {
-    "compute": 0.10, "fp8": 0.22, "experts": 0.40, "intra": 0.15, "inter": 0.25, "measured": 0.06, "calibrated": 0.03,
-    "offload": 0.25, "host": 0.20,
-}  # fmt: skip
-"""Standard deviation of what each part of the model may be off, as a share: the errors of docs/results/planner.md by class,
-rounded up; ``fp8`` (and Megatron-Core) and ``experts`` replace ``compute``, ``measured`` and ``calibrated`` the nominal ones
-where a figure is known. ``offload`` is assumed, as the speeds are that it is of; ``host``: two steps of an H200."""
-QUANTILE = 1.28
-"""Of the normal distribution: 80 % lie within."""
+SPREAD = {"intra": 0.15, "inter": 0.25, "measured": 0.06, "calibrated": 0.03, "offload": 0.25, "host": 0.20}
+"""Standard deviation of what a link, host memory and the host's launches may be off, as a share: nominal bandwidth, one that
+was measured, a factor that a cluster's own runs gave; ``offload`` is assumed, ``host``: two steps of an H200."""
 
 
 def step_range(shape: ModelShape, machine: PlanMachine, constants: Constants, one: Step) -> tuple[float, float]:
-    """Shares of a step's seconds: each part moved by its own uncertainty, the effects added as independent."""
-    seconds, plan = one.seconds, shape.strategy
-    experts = any(linear.copies > 1 for kind in shape.counted.layers for linear in kind.linears)
-    kind = "experts" if experts else "fp8" if plan.compute == "fp8" or plan.kind == "Megatron" else "compute"
+    """Shares of a step's seconds between which four of five runs are expected. What is like no published run has a wider
+    one."""
+    share, links = deviations(shape, machine, constants, one)
+    kind = evidence.spread(evidence.words(shape, machine))
+    if "compute_scale" in constants.calibrated:
+        kind = max(SPREAD["calibrated"], constants.deviation.get("compute_scale", 0.0))
+    if any(term.name == LAUNCHING for term in one.compute):  # the whole step is the host's then, not what it adds alone
+        kind = math.hypot(kind, SPREAD["host"])
+    wide = math.exp(evidence.QUANTILE * math.hypot(share * kind, links))
+    return 1 / wide, wide
+
+
+def deviations(shape: ModelShape, machine: PlanMachine, constants: Constants, one: Step) -> tuple[float, float]:
+    """The share of a step that what its kind may be off moves, and the standard deviation that links and host memory add."""
+    seconds = one.seconds
     spread = {
-        "compute_scale": SPREAD[kind],
         "intra_scale": SPREAD["measured" if machine.intra.source == "measured" else "intra"],
         "inter_scale": SPREAD["measured" if machine.inter.source == "measured" else "inter"],
     }
     for key in spread.keys() & set(constants.calibrated):
         spread[key] = max(SPREAD["calibrated"], constants.deviation.get(key, 0.0))
-    host = sum(term.value for term in one.compute if term.name == LAUNCHING)
-    up = down = (SPREAD["offload"] * _offloading(shape, one) / seconds) ** 2
-    if host:  # the whole step is the host's then, not what it adds alone
-        up = down = SPREAD["host"] ** 2
-    for key, share in spread.items():
-        for sign in (1, -1):
-            moved = replace(constants, **{key: getattr(constants, key) * (1 + share) ** sign})
-            change = step(shape, machine, moved).seconds / seconds - 1
-            up, down = (up + change**2, down) if change > 0 else (up, down + change**2)
-    return max(0.05, 1 - QUANTILE * math.sqrt(down)), 1 + QUANTILE * math.sqrt(up)
+    parts = [SPREAD["offload"] * _offloading(shape, one) / seconds]
+    for key, deviation in spread.items():
+        slower = replace(constants, **{key: getattr(constants, key) / (1 + deviation)})
+        parts.append(math.log(step(shape, machine, slower).seconds / seconds))
+    slower = replace(constants, compute_scale=constants.compute_scale * 1.1)
+    computing = math.log(step(shape, machine, slower).seconds / seconds) / math.log(1.1)
+    return min(1.0, max(0.0, computing) + one.waiting / seconds), math.hypot(*parts)
 
 
 def _offloading(shape: ModelShape, one: Step) -> float:

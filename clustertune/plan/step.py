@@ -55,14 +55,14 @@ def micro_batch(shape: ModelShape, machine: PlanMachine, constants: Constants) -
     ]
     if shape.strategy.lora:
         forward.append(work.adapters(1))
-        backward.append(work.adapters(2))
+        backward.append(work.adapters(2 + again))
         forward.append(work.expert_updates(1))
         backward.append(work.expert_updates(2 + again))
     if name := shape.strategy.second_forward:
         forward += [*work.products(1, name), work.attention(1, name), work.elements(1, name), work.loss(1)]
     if shape.quantised and shape.strategy.compute != "fp8":
         forward.append(work.dequantising(2 if shape.strategy.second_forward else 1))
-        backward.append(work.dequantising(1 + again))
+        backward.append(work.dequantising(1 + again * SavedActivations(shape, constants).products_again))
     if shape.strategy.weight_bytes == 4 and shape.strategy.weight_shards > 1:
         forward.append(work.casts(1))
         backward.append(work.casts(2 if shape.strategy.reshard else 1))
@@ -89,7 +89,7 @@ def flops(shape: ModelShape, *, hardware: bool) -> float:
     per_token = 0.0
     for kind in counted.layers:
         per_token += kind.count * (2 * kind.active_matmul * passes + _attention_flops(kind, plan, masks=hardware) * looks)
-    per_token += 2 * shape.head_weights * ((2 if plan.lora else 3) + second) + 6 * shape.per_token
+    per_token += 2 * shape.head_weights * ((2 if plan.lora else 3) + second) + (6 + 2 * again) * shape.per_token
     return per_token * shape.step_tokens
 
 
@@ -121,10 +121,16 @@ class _KernelTimes:
         peak = machine.peak_flops * constants.gemm(machine.generation)
         compute = self.shape.strategy.compute
         if compute == "fp8" and machine.peak_flops_fp8:
-            peak = machine.peak_flops_fp8 * constants.gemm(machine.generation) * constants.fp8_share
+            peak = machine.peak_flops_fp8 * constants.gemm(machine.generation) * constants.fp8_share[machine.generation]
         if compute == "fp32":
             peak /= 2  # TF32: half of bfloat16 on every generation that has both
         return peak / constants.compute_scale
+
+    @property
+    def dense_speed(self) -> float:
+        """FLOP/s of products that stay in 16 bits where the base computes in float8: adapters, attention."""
+        machine, constants = self.machine, self.constants
+        return machine.peak_flops * constants.gemm(machine.generation) / constants.compute_scale
 
     @property
     def memory(self) -> float:
@@ -148,8 +154,7 @@ class _KernelTimes:
         """Scores and weighted sums of attention."""
         plan, shape = self.shape.strategy, self.shape
         per_token = sum(kind.count * _attention_flops(kind, plan) for kind in shape.counted.layers) / plan.pp / plan.tp
-        machine, constants = self.machine, self.constants
-        speed = machine.peak_flops * constants.gemm(machine.generation) * constants.attention_share / constants.compute_scale
+        speed = self.dense_speed * self.constants.attention_share
         value = passes * per_token * shape.tokens / speed
         values = {"passes": passes, "flops": per_token, "tokens": shape.tokens, "speed": speed}
         return Term(f"attention, {name}", value, SECONDS, "{passes} x {flops} FLOPs x {tokens} tokens / {speed} FLOP/s", values)
@@ -158,6 +163,7 @@ class _KernelTimes:
         """Norms, activations, residuals, rotary embeddings and casts: bytes over bandwidth."""
         plan, shape, constants = self.shape.strategy, self.shape, self.constants
         hidden = constants.compiled_hidden if plan.compiled or plan.liger else constants.eager_hidden
+        hidden = constants.engine_hidden if plan.is_megatron else hidden
         # A forward pass is a third of forward and backward together.
         width = shape.counted.num_layers * hidden * shape.counted.hidden / 3
         width /= plan.pp * (plan.tp if plan.sequence_parallel else 1)
@@ -185,7 +191,7 @@ class _KernelTimes:
     def loss(self, passes: float) -> Term:
         """Cross-entropy over the vocabulary: a third in the forward pass, two in the backward pass."""
         plan, shape = self.shape.strategy, self.shape
-        size = self.constants.loss_bytes / (3 if plan.fused_loss else 1)
+        size = self.constants.loss_bytes / (3 if plan.fused_loss or plan.is_megatron else 1)
         entries = shape.counted.vocabulary / plan.tp
         value = passes / 3 * size * entries * shape.tokens / self.memory
         values = {"passes": passes / 3, "bytes": size, "entries": entries, "tokens": shape.tokens, "speed": self.memory}
@@ -193,14 +199,19 @@ class _KernelTimes:
         return Term("cross-entropy", value, SECONDS, text, values)
 
     def adapters(self, passes: float) -> Term:
-        """LoRA's own products are too thin to be bound by FLOPs: the bytes of inputs and outputs count."""
+        """LoRA's own products: the bytes of inputs and outputs where the rank is small, the FLOPs where it is large."""
         shape = self.shape
-        per_token = (
-            self.constants.lora_passes / 3 * shape.per_token / max(1, shape.rank) / (shape.strategy.tp * shape.strategy.pp)
-        )
-        value = passes * per_token * 2 * shape.tokens / self.memory
-        values = {"passes": passes, "width": per_token, "tokens": shape.tokens, "speed": self.memory}
-        return Term("LoRA", value, SECONDS, "{passes} x {width} elements x 2 B x {tokens} tokens / {speed} B/s", values)
+        weights = shape.per_token / (shape.strategy.tp * shape.strategy.pp)
+        width = self.constants.lora_passes / 3 * weights / max(1, shape.rank)
+        moved, computed = width * 2 / self.memory, 2 * weights / self.dense_speed
+        values: dict[str, float | int | str] = {"passes": passes, "tokens": shape.tokens}
+        if computed > moved:
+            values |= {"weights": weights, "speed": self.dense_speed}
+            text = "{passes} x 2 FLOPs x {weights} weights x {tokens} tokens / {speed} FLOP/s"
+        else:
+            values |= {"width": width, "speed": self.memory}
+            text = "{passes} x {width} elements x 2 B x {tokens} tokens / {speed} B/s"
+        return Term("LoRA", passes * max(moved, computed) * shape.tokens, SECONDS, text, values)
 
     def expert_updates(self, passes: float) -> Term:
         """B A of every adapted expert, whatever tokens come: written, read with the weights, and their sum written."""
@@ -302,6 +313,10 @@ class Collective:
 
 
 ACTIVATION_BYTES = 2
+ASYNC_TP = 0.4
+"""Share of the tensor-parallel traffic that runs beside the products where it may. Of 70B on 256 H100 (torchtitan, pull request
+1299, and its benchmark of December 2024) asynchronous TP took 2.3 s in bfloat16 and 1.1 s in float8 off a step whose sums take
+4.2 s by this model: 55 and 25 %."""
 
 
 @dataclass(frozen=True)
@@ -353,7 +368,12 @@ def traffic(shape: ModelShape) -> Traffic:
     if plan.pp > 1:
         sent = shape.tokens * shape.counted.hidden * ACTIVATION_BYTES / (plan.tp if plan.sequence_parallel else 1)
         stages = RankGroup(plan.pp, plan.world_size // plan.pp)
-        result.exposed.append(Collective("pipeline send", "send", stages, 2 * sent * plan.virtual, 2 * plan.virtual))
+        one_way = Collective("pipeline send", "send", stages, sent * plan.virtual, plan.virtual)
+        if plan.overlap_pp:
+            result.forward.append(one_way)
+            result.backward.append(one_way)
+        else:
+            result.exposed.append(replace(one_way, size=2 * one_way.size, calls=2 * one_way.calls))
     return result
 
 
@@ -366,7 +386,7 @@ def _gradients(shape: ModelShape, result: Traffic) -> None:
     plan = shape.strategy
     size = shape.split_trained * plan.reduce_bytes
     every = plan.reduce_each or plan.kind in ("ZeRO-2", "ZeRO-3")
-    when = result.backward if every else result.last
+    when = result.backward if every else result.last if plan.overlap_dp else result.after
     layers = shape.layers + 1
     if plan.gradient_shards > 1:
         group = RankGroup(plan.gradient_shards, plan.tp)
@@ -385,8 +405,10 @@ def _gradients(shape: ModelShape, result: Traffic) -> None:
     if plan.state_shards > 1 and plan.weight_shards == 1:
         # ZeRO-1, ZeRO-2 and Megatron's distributed optimizer: each rank updates its share, then all need all of it.
         updated = shape.local_trained * ACTIVATION_BYTES
-        result.after.append(
-            Collective("all-gather of the updated weights", "gather", RankGroup(plan.state_shards, plan.tp), updated, 1)
+        beside = plan.overlap_dp and plan.is_megatron  # the first forward pass of the next step, which is as long as any other
+        group = RankGroup(plan.state_shards, plan.tp)
+        (result.last if beside else result.after).append(
+            Collective("all-gather of the updated weights", "gather", group, updated, 1)
         )
 
 
@@ -401,15 +423,19 @@ def _tensor(shape: ModelShape, result: Traffic) -> None:
     if plan.fused_loss and plan.tiled_loss:
         head_bytes = shape.head_weights * ACTIVATION_BYTES
         result.exposed.append(Collective("all-gather of the head over tensor parallelism", "gather", group, head_bytes, 1))
+    # torch's recomputation ends before a layer's last sum, which nothing of it needs; Megatron-Core's repeats the whole layer.
+    again = (2 if plan.is_megatron else 1) * plan.recompute.share
     if plan.overlap_tp:
-        forward, backward = 2 * shape.layers, shape.layers * (2 + 2 * plan.recompute.share)
-        result.forward.append(Collective(name, "reduce", group, forward * size, forward))
-        result.backward.append(Collective(name, "reduce", group, backward * size, backward))
+        for calls, beside in ((2 * shape.layers, result.forward), ((2 + again) * shape.layers, result.backward)):
+            hidden = Collective(f"{name}, asynchronous", "reduce", group, ASYNC_TP * calls * size, ASYNC_TP * calls)
+            beside.append(hidden)
+            left = 1 - ASYNC_TP
+            result.exposed.append(Collective(name, "reduce", group, left * calls * size, left * calls))
         return
-    calls = shape.layers * (4 + 2 * plan.recompute.share)
+    calls = shape.layers * (4 + again)
     if plan.kind == "FSDP2" and plan.tiled_loss:  # of this project's trainer
         # The embedding's sum; in backward one for each projection split by columns (training/parallelism.py, _SumGradient).
-        # Recomputation ends before a layer's last sum, which nothing of it needs. Found by simulating.
+        # Found by simulating.
         columns = sum(
             kind.count * sum(linear.name.rpartition(".")[2] not in WHOLE for linear in kind.linears)
             for kind in shape.counted.layers
@@ -549,6 +575,8 @@ class Step:
     offload: Offload
     generation: Term | None = None
     """Of the model's own answers; None where it makes none."""
+    waiting: float = 0.0
+    """Of :attr:`exposed`, seconds of collectives that the next product waits for."""
 
     @property
     def seconds(self) -> float:
@@ -590,6 +618,7 @@ def step(shape: ModelShape, machine: PlanMachine, constants: Constants) -> Step:
         timer.wires(moved, count),
         copies,
         generation_cost.of_step(shape, machine),
+        timer.all(moved.exposed) * count,
     )
 
 
@@ -682,13 +711,12 @@ class _Timer:
         return sum(map(self.one, collectives))
 
     def wires(self, moved: Traffic, micro_batches: int) -> list[TimedCollective]:
-        """All collectives of a step with their times; those of one name together."""
-        by_name: dict[str, tuple[Collective, float]] = {}
+        """All collectives of a step with their times; equal ones together."""
+        alike: dict[Collective, int] = {}
         each = [(c, micro_batches) for c in (*moved.forward, *moved.backward, *moved.exposed)]
         for collective, count in [*each, *((c, 1) for c in (*moved.last, *moved.after))]:
-            known = by_name.get(collective.name, (collective, 0.0))
-            by_name[collective.name] = (collective, known[1] + count)
-        return [TimedCollective(c, self._term(c, count)) for c, count in by_name.values() if c.group.size > 1]
+            alike[collective] = alike.get(collective, 0) + count
+        return [TimedCollective(c, self._term(c, count)) for c, count in alike.items() if c.group.size > 1]
 
     def _term(self, collective: Collective, count: float) -> Term:
         one, latency = self.one(collective), collective.latency(self.machine)

@@ -213,6 +213,10 @@ FUSED_LOSS = (
     "trainers and TRL before its fused head keep them"
 )
 WHOLE_LOGITS = "plan.whole_logits: the program holds all logits through the backward pass, and embedding and head stay gathered"
+ENGINE = (
+    "Megatron-Bridge: Transformer Engine's kernels and fused gate, rotary embeddings and cross-entropy. Nothing is sent beside "
+    "the products, as its settings here ask for no overlap; plan.overlap_tp, overlap_dp and overlap_pp plan a run that does"
+)
 WHOLE_LOSS = (
     "train.label_smoothing_factor: TRL holds all logits at once, and computes each forward pass a second time for its metrics "
     "(trl/trainer/sft_trainer.py:1601)"
@@ -276,6 +280,10 @@ class Strategy(Distribution, Sizes):
     """Logits are never whole."""
     overlap_tp: bool = False
     """Tensor-parallel collectives run beside the products (asynchronous TP)."""
+    overlap_dp: bool = True
+    """Gradients are reduced beside the backward pass."""
+    overlap_pp: bool = False
+    """Stages of a pipeline send beside the products."""
     reduce_each: bool = False
     """Gradients are reduced after every micro batch, not only after the last of a step."""
     fused_optimizer: bool = False
@@ -356,6 +364,7 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
     compared = resolved.is_dpo or bool(resolved.is_grpo and args["beta"])  # with a reference
     notes += [TF32] if sizes.compute == "fp32" and not args["tf32"] else []
     notes += [WHOLE_LOGITS] if stated.whole_logits else []
+    notes += [] if trl else [ENGINE]
     if stated.reduce_dtype is not None:
         size = FULL if stated.reduce_dtype == "fp32" else HALF
         # Megatron-Core holds gradients in the type that it reduces them in (DistributedDataParallelConfig.grad_reduce_in_fp32).
@@ -364,6 +373,8 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
         "notes": tuple(dict.fromkeys(notes)),
         "compute": "fp8" if stated.fp8 else sizes.compute,
         "sequence_parallel": split.sequence_parallel or stated.sequence_parallel,
+        # Megatron-Bridge fuses by hand what a compiler would: gate, norms, rotary embeddings, cross-entropy.
+        "compiled": split.compiled or not trl,
     }  # fmt: skip
     return Strategy(
         **values,
@@ -375,6 +386,8 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
         lora=resolved.lora is not None,
         fused_loss=tiles and not stated.whole_logits,
         overlap_tp=stated.overlap_tp,
+        overlap_dp=trl or stated.overlap_dp,
+        overlap_pp=stated.overlap_pp,
         reduce_each=stated.reduce_each,
         fused_optimizer="fused" in str(args["optim"]),
         # accelerate/utils/fsdp_utils.py, fsdp2_prepare_model. In TRL before 1.16 with its accelerate, and in loops like IDRIS's
@@ -435,7 +448,7 @@ def _recomputation_notes(resolved: Resolved) -> list[str]:
 
 def _find_problems(resolved: Resolved, split: Distribution) -> list[Problem]:
     """What tensor, context and sequence parallelism ask of the model and of the sequences."""
-    if split.kind == "Megatron":
+    if split.is_megatron:
         return []  # resolve() has checked them
     problems = []
     architecture = resolved.architecture

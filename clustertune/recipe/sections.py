@@ -413,6 +413,11 @@ class PlanFacts(Section):
     """Type in which gradients are reduced, where it is not the one that accelerate takes."""
     overlap_tp: bool = False
     """Tensor-parallel collectives run beside the products (asynchronous TP)."""
+    overlap_dp: bool = False
+    """Of Megatron-Core: gradients and updated weights are sent beside the products (overlap_grad_reduce, overlap_param_gather);
+    FSDP and DDP do so anyway."""
+    overlap_pp: bool = False
+    """Stages of a pipeline send beside the products (overlap_p2p_comm)."""
     sequence_parallel: bool = False
     """Norms and dropout are split over the tensor-parallel ranks; ``megatron`` has its own key for it."""
     reduce_each: bool = False

@@ -118,6 +118,10 @@ class Distribution:
         return self.kind in ("FSDP1", "FSDP2")
 
     @property
+    def is_megatron(self) -> bool:
+        return self.kind == "Megatron"
+
+    @property
     def is_deepspeed(self) -> bool:
         return self.kind.startswith("ZeRO")
 

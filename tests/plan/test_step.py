@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from tests.plan.world import (
     LAYERS,
     LORA,
     MATMUL,
+    PEAK,
     RANK,
     TOTAL,
     VOCABULARY,
@@ -65,7 +67,9 @@ def seconds(of: ModelShape, prefix: str = "") -> dict[str, float]:
 
 DENSE = 6 * (LAYERS * MATMUL + HEAD) + LAYERS * 3.5 * SCORES
 """6 for each weight that is multiplied (the embedding row is not), and 3.5 times attention's forward pass."""
-AGAIN = 2 * LAYERS * MATMUL + LAYERS * SCORES
+DOWN = INNER * HIDDEN
+AGAIN = 2 * LAYERS * (MATMUL - DOWN) + LAYERS * SCORES
+"""Recomputation ends before a layer's last product, which backward needs no result of."""
 ACTIVE = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * 32 + HIDDEN * 8 + 2 * 3 * HIDDEN * INNER
 """Of a mixture: attention, the router, and two of eight experts."""
 
@@ -76,6 +80,11 @@ ACTIVE = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * 32 + HIDDEN * 8 + 2 * 3 * HIDDEN * I
         (shape(), False, DENSE),
         (shape(checkpointed=1.0), True, DENSE + AGAIN),
         (shape(checkpointed=0.5), True, DENSE + AGAIN / 2),
+        (
+            shape(checkpointed=1.0, kind="Megatron"),
+            True,
+            DENSE + AGAIN + 2 * LAYERS * DOWN,
+        ),  # its own function: the whole layer
         (shape(checkpointed=1.0), False, DENSE),  # MFU does not count what is done again
         (shape(**LORA), False, 4 * (LAYERS * MATMUL + HEAD) + 6 * ADAPTERS + LAYERS * 3.5 * SCORES),
         (shape(mixture()), False, 6 * (LAYERS * ACTIVE + HEAD) + LAYERS * 3.5 * SCORES),
@@ -89,20 +98,25 @@ def test_flops_of_a_token(of: ModelShape, hardware: bool, expected: float) -> No
 
 
 def test_lora_multiplies_backward_as_often_as_forward() -> None:
-    """The gradient of the input alone; the thin products are bound by what they read and write."""
+    """The gradient of the input alone; thin products are bound by what they read and write, those of a large rank by FLOPs."""
     found = seconds(shape(**LORA))
     assert found["matrix products, backward"] == pytest.approx(found["matrix products, forward"])
-    elements = 3.0 * ADAPTERS / RANK  # lora_passes x (inputs + outputs of all adapted modules)
+    elements = constants().lora_passes * ADAPTERS / RANK  # of inputs and outputs of all adapted modules
     assert found["LoRA"] == pytest.approx(elements * 2 * TOKENS / HBM)
     assert "LoRA" not in seconds(shape())
+    wide = replace(shape(**LORA), adapters=100 * ADAPTERS, rank=100 * RANK)
+    assert seconds(wide)["LoRA"] == pytest.approx(6 * 100 * ADAPTERS * TOKENS / (PEAK / 2)), "2 forward and 4 backward"
+    again = seconds(replace(wide, strategy=shape(**LORA, checkpointed=1.0).strategy))
+    assert again["LoRA"] == pytest.approx(8 / 6 * seconds(wide)["LoRA"]), "and once more where the layer is recomputed"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_recomputation_repeats_layers_and_not_the_head(share: float) -> None:
-    """A recomputed layer runs forward again: products, attention, element-wise kernels; the loss is not in a layer."""
+    """A recomputed layer runs forward again: all products but one, attention, element-wise kernels; the loss is in no layer."""
     without, with_it = seconds(shape()), seconds(shape(checkpointed=share))
     more = sum(with_it.values()) - sum(without.values())
     layer = sum(value for name, value in without.items() if name.endswith(", forward") and not name.startswith("output head"))
+    layer -= without["matrix products, forward"] * DOWN / MATMUL
     assert more == pytest.approx(share * layer)
 
 
@@ -112,7 +126,7 @@ def test_a_quantised_base_is_written_out_at_each_use() -> None:
     body = LAYERS * (MATMUL + 2 * HIDDEN)
     for share in (0.0, 1.0):
         found = seconds(shape(**nf4, checkpointed=share), "dequant")
-        assert found["dequantising"] == pytest.approx((2 + share) * body * 2.5 / HBM)
+        assert found["dequantising"] == pytest.approx((2 + share * (1 - DOWN / MATMUL)) * body * 2.5 / HBM)
     assert not seconds(shape(**LORA), "dequant")
     assert not seconds(shape(**nf4, compute="fp8"), "dequant"), "products in float8 read float8"
 

@@ -10,6 +10,7 @@ from jinja2 import Environment, StrictUndefined
 from clustertune.plan.constants import Constants, number
 from tools.planner_grade.data import case, published_runs
 from tools.planner_grade.grade import RUN, alternatives, floors, flows
+from tools.planner_grade.held_out import GROUPS, coverage, fitted_values, shipped
 
 _TEMPLATE = Path(__file__).with_name("page.md.jinja")
 
@@ -21,6 +22,7 @@ def page() -> str:
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         flows=flows(), floor=floors(), options=alternatives(),
         step_s=case(published_runs()[RUN]).step(Constants()).seconds,
+        groups=list(GROUPS), coverage=coverage(), shipped=shipped(), fitted=fitted_values(), constants=Constants(),
     )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ pydantic's error.
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,14 +18,16 @@ from pydantic import Field, model_validator
 
 from clustertune.cluster.load import read_cluster
 from clustertune.plan import memory
-from clustertune.plan.constants import Constants
+from clustertune.plan.constants import Constants, total
 from clustertune.plan.machine import PlanMachine, machine
+from clustertune.plan.predict import make_plan
 from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import ModelShape, Strategy
 from clustertune.recipe.layers import Document, read_yaml
 from clustertune.recipe.native_rules import filled, lora_defaults
 from clustertune.recipe.parameters import count, lora_parameter_count
 from clustertune.recipe.sections import NAME, Count, Number, Positive, Section
+from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Recompute
 
 FOLDER = Path(__file__).resolve().parent
@@ -99,7 +103,8 @@ class PublishedRun(Section):
 
     id: Key
     set: Key
-    """The set that it is counted in: idris-csv, idris-other, idris-nemo, nutanix, nebius, dllm, table, table-moe, table-fp8."""
+    """The set that it is counted in: idris-csv, idris-other, idris-nemo, nutanix, nebius, dllm, table, table-moe, table-fp8,
+    megatron, megatron-moe, fms."""
     source: Text
     place: Text
     """Where in the source."""
@@ -315,9 +320,17 @@ class Case:
         """Bytes of the largest moment."""
         return max(moment.bytes for moment in memory.moments(self.shape, constants))
 
+    def fits(self, constants: Constants) -> bool:
+        """Whether the plan says that its GPUs hold it."""
+        peak = self.peak(constants)
+        return peak + total(memory.reserved(peak, constants)) <= self.machine.usable_bytes
+
 
 def case(run: PublishedRun) -> Case:
-    """Turn a row into what the model computes with."""
+    """Turn a row into what the model computes with. What Megatron-Core ran is planned from a recipe, as a user's is."""
+    if run.kind == "Megatron":
+        hardware = _machine(run)
+        return Case(run, _planned(run, hardware), hardware)
     architecture = published_models()[run.model].architecture
     counted = count(architecture)
     assert counted is not None, run.model
@@ -325,6 +338,45 @@ def case(run: PublishedRun) -> Case:
     hardware = _machine(run)
     shape = ModelShape(counted, _strategy(run), adapters or counted.total, adapters, rank, targets)
     return Case(run, replace(shape, cudnn_attention=hardware.has_cudnn_attention), hardware)
+
+
+def _planned(run: PublishedRun, hardware: PlanMachine) -> ModelShape:
+    """The divided model that :func:`clustertune.plan.predict.make_plan` computes with for the recipe of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / "published"
+        recipe.mkdir()
+        for name, body in (("recipe.yaml", recipe_of(run)), ("model.json", published_models()[run.model].architecture)):
+            (recipe / name).write_text(json.dumps(body), encoding="utf-8")  # JSON is YAML
+        return make_plan(resolve(str(recipe)), hardware, sure=False).shape
+
+
+def recipe_of(run: PublishedRun) -> dict[str, Any]:
+    """The recipe.yaml of a run of Megatron-Core: its sizes in the section ``megatron``, what its program does otherwise than
+    this project's settings in ``plan``."""
+    parts = run.pp * run.virtual
+    uneven = published_models()[run.model].architecture["num_hidden_layers"] % parts != 0
+    megatron: dict[str, Any] = {
+        "tensor_model_parallel_size": run.tp, "pipeline_model_parallel_size": run.pp, "context_parallel_size": run.cp,
+        "expert_model_parallel_size": run.ep, "sequence_parallel": run.sequence_parallel,
+        "virtual_pipeline_model_parallel_size": run.virtual if run.virtual > 1 else None,
+        "account_for_embedding_in_pipeline_split": uneven, "account_for_loss_in_pipeline_split": uneven,
+        "recompute_granularity": "full" if run.checkpointed == 1 else None,
+        "fp8": "hybrid" if run.compute_dtype == "fp8" else None,
+    }  # fmt: skip
+    return {
+        "model": {"name": "published", "weights": "random"},
+        "data": {"name": "published", "input": "rows.jsonl", "format": "messages"},
+        "train": {
+            "global_batch_size": run.global_batch, "per_device_train_batch_size": run.micro_batch, "max_length": run.sequence,
+            "packing": True, "model_init_kwargs": {"dtype": "bfloat16"}, "optim": "adamw_torch_fused", "max_steps": 100,
+        },
+        **({"lora": {"lora_alpha": 32, **run.lora}} if run.lora else {}),
+        "megatron": megatron,
+        "plan": {
+            "overlap_tp": run.overlap_tp, "overlap_dp": True, "overlap_pp": run.virtual > 1, "reduce_dtype": run.reduce_dtype,
+        },
+        "slurm": {"nodes": run.nodes, "gpus_per_node": run.gpus_per_node},
+    }  # fmt: skip
 
 
 def _lora(run: PublishedRun, architecture: dict[str, Any]) -> tuple[int, int, tuple[str, ...]]:

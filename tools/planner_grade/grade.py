@@ -113,6 +113,8 @@ def row(one: Case, constants: Constants, note: str = "") -> GradeRow:
     assert published is not None
     peak = one.peak(constants) / 2**30 if one.run.peak_gib is not None else None
     predicted = one.step(constants)
+    if one.run.kind == "Megatron" and not one.fits(constants):
+        note = "; ".join([*([note] if note else []), "planned as too large for its GPUs"])
     low, high = (predicted.seconds * share for share in step_range(one.shape, one.machine, constants, predicted))
     return GradeRow(one.run, predicted.seconds, published, peak, one.run.peak_gib, (low, high), note)
 
@@ -140,8 +142,16 @@ def flows() -> list[Flow]:
         Flow("one model left out", other, _model_out(csv), 0.04),
         Flow("larger model", larger, _as_shipped("idris-other"), 0.07),
         Flow("throughput tables", "as shipped", _as_shipped("table"), None),
-        Flow("float8 and Megatron-Core", "as shipped", _as_shipped("table-fp8"), None),
-        Flow("mixtures of experts", "as shipped", _as_shipped("table-moe"), None),
+        Flow("float8 and Megatron-Core", "as shipped; Megatron-Core from `megatron:` recipes", _as_shipped("table-fp8"), None),
+        Flow("Megatron-Core, more tables", "as shipped, from `megatron:` recipes", _as_shipped("megatron"), None),
+        Flow("mixtures of experts", "as shipped; never fitted", _as_shipped("table-moe"), None),
+        Flow(
+            "mixtures under Megatron-Core",
+            "as shipped, from `megatron:` recipes; never fitted",
+            _as_shipped("megatron-moe"),
+            None,
+        ),
+        Flow("FSDP1 on A100", "as shipped; never fitted", _as_shipped("fms"), None),
         Flow("NeMo's HFAutoModel", "as shipped", _as_shipped("idris-nemo"), None),
         Flow("Ethernet", own, _as_shipped("nebius"), None),
     ]
