@@ -385,6 +385,7 @@ def _print_summary(document: dict[str, Any]) -> None:
             text += f", {one['tokens']:,} tokens, {one['labelled']:,} of them trained, in {one['sequences']:,} sequences"
             text += f"; {one['cut']:,} cut at max_length, which leaves out {one['cut_tokens']:,} tokens" if one["cut"] else ""
             text += f", {one['dropped']:,} left out without a label in it" if one["dropped"] else ""
+            text += f", {one['equal']:,} pairs left out that are equal in it" if one["equal"] else ""
         say(text)
     for part in document.get("sources", ()):
         say(f"{part['name']}: {part['conversations']:,} conversations of {part['rows']:,} rows")

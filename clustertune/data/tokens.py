@@ -73,7 +73,7 @@ from clustertune.manifest import (
 KIND = "tokens"
 FOLDER = "tokens"
 """Below the folder of the conversations."""
-FORMAT = 2
+FORMAT = 3
 """Version of what this code makes out of the same input. Raise it with any change of a rule: older tokens are recreated."""
 CHUNK = 8 << 20
 """Bytes of a JSON Lines file for one shard: cut by the file alone, never by the number of processes."""
@@ -125,21 +125,46 @@ def make(
     made there first. Rows are always the dataset's own.
 
     Returns ``{"tokens", "sequences", "labelled_share", "tokens_per_s", "tokens_per_cpu_s", "processes", "reused",
-    "splits": {split: {"conversations", "tokens", "labelled", "sequences", "cut", "cut_tokens", "dropped"}}}``: ``tokens`` as
-    the chat template gives them, before ``max_length``; ``sequences`` the rows; ``labelled_share`` of the tokens; rates of what
-    was tokenised when they were made (None: all shards were there). Of each split, ``cut`` counts the conversations that lose
-    what is beyond ``max_length``, ``cut_tokens`` the tokens that they lose, and ``dropped`` those left out because they have no
-    label within it. A preference is one conversation and two sequences.
-    Raises UserError.
+    "splits": {split: {"conversations", "tokens", "labelled", "sequences", "cut", "cut_tokens", "dropped", "equal",
+    "max_length_for_half", "max_length_for_all"}}}``: ``tokens`` as the chat template gives them, before ``max_length``;
+    ``sequences`` the rows; ``labelled_share`` of the tokens; rates of what was tokenised when they were made (None: all shards
+    were there). Of each split, ``cut`` counts the conversations that lose what is beyond ``max_length``, ``cut_tokens`` the
+    tokens that they lose, and ``dropped`` those left out because they have no label within it. A preference is one
+    conversation and two sequences. ``equal`` counts the pairs that are left out because both sequences are the same within
+    ``max_length``. The last two are the lengths with which half and all of what is left out would stay; None: nothing is left
+    out, or no length helps.
+    Raises UserError, also where nothing is left to train on (exit code 1).
     """
     what = made_from(dataset, tokenizer, train_args)
     out = dataset / FOLDER
     try:
         out.mkdir(exist_ok=True)
         with locked(out):
-            return _make(dataset, out, tokenizer, what, chunk, shared)
+            made = _make(dataset, out, tokenizer, what, chunk, shared)
     except OSError as error:
         raise storage_error(error, "writing the tokens", error.filename or out) from error
+    _tell_left_out(dataset, made["splits"], what["rows"]["max_length"])
+    return made
+
+
+def _tell_left_out(dataset: Path, splits: Mapping[str, Mapping[str, Any]], size: int | None) -> None:
+    """Say what ``max_length`` leaves out, and which would keep it. Raises UserError where nothing is left to train on."""
+    for split in SPLITS:
+        one = splits[split]
+        parts = [f"{one['dropped']:,} have no trained token within {size}"] if one["dropped"] else []
+        within = f" within {size}" if size else ""
+        parts += [f"{one['equal']:,} pairs have two answers of the same tokens{within}"] if one["equal"] else []
+        half, every = one["max_length_for_half"], one["max_length_for_all"]
+        fix = (
+            f"train.max_length={every} keeps all of them{f', {half} half of them' if half != every else ''}" if every else None
+        )
+        text = f"{split}: {' and '.join(parts)}, of {one['conversations']:,} conversations"
+        if split == "train" and one["conversations"] and not one["sequences"]:
+            fix = fix or "no max_length changes that: give pairs of answers that differ"
+            text = f"nothing is left to train on: {text}"
+            raise UserError(text, ExitCode.FAILED, file=str(dataset), key="train.max_length", fix=fix)
+        if parts:
+            say(f"warning: {text}: they are left out{f'; {fix}' if fix else ''}")
 
 
 def _make(dataset: Path, out: Path, tokenizer: Any, what: dict[str, Any], chunk: int, shared: Path | None) -> dict[str, Any]:
@@ -342,14 +367,18 @@ def _write_rows(out: Path, meta: dict[str, Any], settings: dict[str, Any], recor
     names = []
     for split in SPLITS:
         index = np.load(out / f"{split}.index.npy", mmap_mode="r")
-        count = partial(count_labels, [out / f"{split}-{n:05}.u32" for n in range(len(meta["splits"][split]["parts"]))])
-        pieces, begins = make_rows(index, split, settings, count)
+        files = [out / f"{split}-{n:05}.u32" for n in range(len(meta["splits"][split]["parts"]))]
+        count, each = partial(count_labels, files), 2 if settings.get("pairs") else 1
+        differ = first_differences(files, index) if each == 2 else None
+        alike = _alike(index, differ, settings["max_length"])
+        pieces, begins = make_rows(index[~np.repeat(alike, each)], split, settings, count)
         for name, array in zip(row_files(split, settings), (pieces, begins), strict=True):
             np.save(out / name, array)
             names.append(name)
         size = None if settings["packing"][split] in SPLITTING else settings["max_length"]
         over = np.maximum(index["length"].astype(np.int64) - size, 0) if size is not None else np.zeros(0, int)
-        each = 2 if settings.get("pairs") else 1
+        left = ~_trained(index, pieces).reshape(-1, each).all(axis=1)
+        helps = _lengths_that_help(index, differ, settings["truncation_mode"])[left]
         splits[split] = {
             "conversations": meta["splits"][split]["conversations"] // each,
             "tokens": meta["splits"][split]["tokens"],
@@ -357,7 +386,9 @@ def _write_rows(out: Path, meta: dict[str, Any], settings: dict[str, Any], recor
             "sequences": (len(begins) - 1) * each,
             "cut": int((over > 0).sum()),
             "cut_tokens": int(over.sum()),
-            "dropped": int((~_trained(index, pieces).reshape(-1, each).all(axis=1)).sum()),
+            "dropped": int(left.sum() - alike.sum()),
+            "equal": int(alike.sum()),
+            **_quantiles(helps[helps > 0]),
         }
     records |= record_files(out, names)
     tokens, labelled, sequences = (sum(s[key] for s in splits.values()) for key in ("tokens", "labelled", "sequences"))
@@ -429,6 +460,53 @@ def _trained(index: npt.NDArray[Any], pieces: Pieces) -> npt.NDArray[np.bool_]:
     """Whether any token of a conversation is in a row."""
     owners = np.searchsorted(index["offset"], pieces["offset"], side="right") - 1
     return np.bincount(owners, minlength=len(index)) > 0
+
+
+def first_differences(parts: Sequence[Path], index: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """The place of the first token in which the two sequences of each pair differ, int64; -1 where they are equal.
+
+    ``parts``: the files of tokens, one behind the other; no sequence is cut by the end of a file.
+    """
+    sizes = [path.stat().st_size // 4 for path in parts]
+    maps = [np.memmap(path, "<u4", "r") if size else np.empty(0, np.uint32) for path, size in zip(parts, sizes, strict=True)]
+    starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+
+    def read(one: Any) -> npt.NDArray[Any]:
+        part = int(np.searchsorted(starts, one["offset"], side="right")) - 1
+        begin = int(one["offset"]) - int(starts[part])
+        ids: npt.NDArray[Any] = maps[part][begin : begin + int(one["length"])] & ~LABEL
+        return ids
+
+    places = np.full(len(index) // 2, -1, np.int64)
+    for number in range(len(places)):
+        one, other = read(index[2 * number]), read(index[2 * number + 1])
+        shared = _common(one, other)
+        places[number] = -1 if shared == len(one) == len(other) else shared
+    return places
+
+
+def _alike(index: npt.NDArray[Any], differ: npt.NDArray[np.int64] | None, size: int | None) -> npt.NDArray[np.bool_]:
+    """The pairs of which both sequences are the same tokens within ``size``, although answers are in it: their loss is log 2
+    and their gradient 0. None are where no pairs are (``differ`` is None)."""
+    if differ is None:
+        return np.zeros(len(index), bool)
+    within = True if size is None else (index["first_label"].reshape(-1, 2) < size).all(axis=1)
+    alike: npt.NDArray[np.bool_] = ((differ < 0) | (differ >= (np.inf if size is None else size))) & within
+    return alike
+
+
+def _lengths_that_help(index: npt.NDArray[Any], differ: npt.NDArray[np.int64] | None, mode: str) -> npt.NDArray[np.int64]:
+    """The smallest ``max_length`` with which each conversation, or pair, stays; 0 where no length helps."""
+    if differ is not None:
+        return differ + 1
+    first: npt.NDArray[np.int64] = index["first_label"].astype(np.int64) + 1
+    return index["length"].astype(np.int64) - index["last_label"] if mode == "keep_end" else first
+
+
+def _quantiles(lengths: npt.NDArray[np.int64]) -> dict[str, int | None]:
+    """The lengths that help half and all."""
+    half, every = (int(np.quantile(lengths, share, method="inverted_cdf")) if len(lengths) else None for share in (0.5, 1))
+    return {"max_length_for_half": half, "max_length_for_all": every}
 
 
 def make_rows(
