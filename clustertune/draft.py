@@ -23,6 +23,8 @@ from clustertune.plan.advise import CostedCandidate, advise
 from clustertune.plan.calibration import CalibratedCluster, find_calibrated
 from clustertune.plan.predict import fewest_nodes
 from clustertune.plan.schedule import FEW_STEPS, PACKED_SHARE, Lengths, of_counts
+from clustertune.plan.strategy import unconverted
+from clustertune.recipe import quantization
 from clustertune.recipe.accelerate_file import ALONE, REPLICATED, SHARDED
 from clustertune.recipe.layers import RECIPES, did_you_mean, laid_over, read_overrides
 from clustertune.recipe.native_rules import filled, train_defaults
@@ -207,6 +209,7 @@ def draft(model: FoundModel, method: str, data: MeasuredData | None, nodes: int,
         train["packing_strategy"] = "bfd_split"  # a document goes on in another piece, where TRL's default drops the rest
     if method != "full":
         train["model_init_kwargs"] = loading(method)
+        assumed += [note] if (note := _left_by_quantisation(model.architecture, train["model_init_kwargs"])) else []
         names, what = targets(model.architecture)
         recipe["lora"] = {"target_modules": names} | ({"lora_dropout": 0.0} if pairs else {})  # which DPOConfig turns off
         rate = LORA_RATE / (2 if (parameter_count(model.architecture) or 0) > LARGE else 1)
@@ -224,6 +227,12 @@ def draft(model: FoundModel, method: str, data: MeasuredData | None, nodes: int,
     assumed += [enough[1]] if enough else []
     lengths = of_counts(list(data.tokens.items()), data.source) if data and data.tokens else None
     return Draft(recipe, SHARDED if world > 1 else ALONE, model.architecture, assumed, lengths)
+
+
+def _left_by_quantisation(architecture: Mapping[str, Any], init: Mapping[str, Any]) -> str:
+    """What a quantised base keeps in 16 bits beyond embeddings, head and norms, as a sentence; empty: nothing."""
+    config = quantization.of({"model_init_kwargs": init})
+    return unconverted(quantization.read(config, int(architecture["hidden_size"])), count(architecture)) if config else ""
 
 
 def _batch(least: int, world: int) -> int:
@@ -341,6 +350,8 @@ def choose(made: Draft, folder: Path, calibrated: CalibratedCluster, method: str
         enough = fewest_nodes(source.resolved, calibrated.constants, machine.usable_bytes, cudnn=machine.has_cudnn_attention)
         fix = f"FSDP2 fits on {enough} such nodes" if enough and enough > nodes else "take larger GPUs"
         fix += {"full": ", or --method lora", "lora": ", or --method qlora", "qlora": ""}[method]
+        if left := _left_by_quantisation(made.architecture, source.resolved.train_args["model_init_kwargs"] or {}):
+            why = f"{why}; {left}"
         raise NothingFits(f"nothing fits on {machine.name}: {why}", file="command line", key="--gpus", fix=fix)
     arguments = chosen.candidate.arguments(source.resolved)
     document, _, _ = read_overrides(arguments)

@@ -333,7 +333,8 @@ def _why_in_one_process(resolved: Resolved, cluster: Cluster, size: ModelSize | 
             return f"how large a {resolved.architecture.get('model_type')} model is cannot be counted"
         return f"how large the GPUs of {cluster.name} are is not known (compute.gpu)"
     if shape is None:
-        room = f"{compute.gpus * len(cluster.compute_nodes)} GPUs of {cluster.name}"
+        number = compute.gpus * len(cluster.compute_nodes)
+        room = f"{number} GPU{'s' if number > 1 else ''} of {cluster.name}"
         return f"too large for vLLM: {size.weights / 1e9:,.0f} GB of weights and {FEWEST} answers do not fit the {room}"
     return ""
 

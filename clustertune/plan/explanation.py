@@ -112,7 +112,7 @@ def assumptions(plan: Plan) -> list[str]:
     kind = evidence.words(plan.shape, machine)
     is_calibrated = "compute_scale" in constants.calibrated
     texts.append("range: this cluster's own runs, for runs of their kind" if is_calibrated else evidence.sentence(kind))
-    return [*texts, _recomputed(plan), RANGE, *machine.notes, *plan.notes]
+    return list(dict.fromkeys([*texts, _recomputed(plan), RANGE, *machine.notes, *plan.notes]))
 
 
 def _recomputed(plan: Plan) -> str:

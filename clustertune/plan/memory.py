@@ -390,13 +390,13 @@ class _Memory(SavedActivations):
     def weights(self) -> Term:
         """The base model as it rests between uses. Of a quantised one the block scales may stay whole on every rank."""
         plan, shape = self.shape.strategy, self.shape
-        unsharded = shape.body * plan.whole_bytes
+        unsharded = shape.packed * plan.whole_bytes
         size = 0.0 if plan.offload_params != "none" else (shape.stored - unsharded) / plan.weight_shards + unsharded
         values = {"held": shape.parameters, "bytes": plan.weight_bytes, "shards": plan.weight_shards}
         text = "{held} parameters x {bytes} B / {shards} ranks"
         if shape.quantised:
-            values |= {"held": shape.body, "bytes": plan.weight_bytes - plan.whole_bytes, "whole": unsharded}
-            values |= {"ends": shape.ends, "half": plan.other_bytes}
+            values |= {"held": shape.packed, "bytes": plan.weight_bytes - plan.whole_bytes, "whole": unsharded}
+            values |= {"ends": shape.parameters - shape.packed, "half": plan.other_bytes}
             text = "({held} quantised parameters x {bytes} B + {ends} others x {half} B) / {shards} ranks + {whole} B of scales"
         return Term("weights", size, BYTES, text, values)
 
@@ -584,7 +584,9 @@ class _Memory(SavedActivations):
         # Of two layers that are there one is the buffer, with its padding.
         both = (shape.local_trained + shape.split_trained) / 2
         own = both / shape.layers * self.width if plan.lora and plan.kind == "FSDP2" else 0.0
-        return shape.largest * (plan.gather_bytes + (HALF if plan.gather_bytes < HALF else 0) / 2) + own
+        packed = plan.gather_bytes + (HALF if plan.gather_bytes < HALF else 0) / 2
+        kinds = [(shape.packed_of(kind), shape.layer(kind)) for kind in shape.counted.layers]
+        return max(inside * packed + (size - inside) * shape.end_bytes for inside, size in kinds) + own
 
     @property
     def end_bytes(self) -> float:
@@ -654,8 +656,9 @@ class _Memory(SavedActivations):
     def _all_gathered(self, left: float, ends: float) -> list[Term]:
         """Kept from forward to backward; a layer that is through with its backward pass gives its weights back."""
         shape = self.shape
-        size = shape.body * shape.strategy.gather_bytes * left + ends * shape.end_bytes
-        values = {"left": left, "body": shape.body, "bytes": shape.strategy.gather_bytes, "ends": ends, "half": shape.end_bytes}
+        size = shape.gathered_body * left + ends * shape.end_bytes
+        each = shape.gathered_body / shape.body
+        values = {"left": left, "body": shape.body, "bytes": each, "ends": ends, "half": shape.end_bytes}
         text = "{left} x {body} parameters of layers x {bytes} B + {ends} others x {half} B"
         return [Term("gathered layers", size, BYTES, text, values)]
 

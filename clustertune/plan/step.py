@@ -184,9 +184,9 @@ class _KernelTimes:
         (bitsandbytes/autograd/_functions.py, MatMul4Bit)."""
         shape = self.shape
         size = shape.strategy.weight_bytes + 2
-        values = {"passes": passes, "count": shape.body, "bytes": size, "speed": self.memory}
+        values = {"passes": passes, "count": shape.packed, "bytes": size, "speed": self.memory}
         text = "{passes} x {count} parameters x {bytes} B / {speed} B/s"
-        return Term("dequantising", passes * shape.body * size / self.memory, SECONDS, text, values)
+        return Term("dequantising", passes * shape.packed * size / self.memory, SECONDS, text, values)
 
     def loss(self, passes: float) -> Term:
         """Cross-entropy over the vocabulary: a third in the forward pass, two in the backward pass."""

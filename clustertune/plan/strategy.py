@@ -16,6 +16,7 @@ from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
 from clustertune.recipe.native_rules import MAX_PROMPT, row_tokens
 from clustertune.recipe.parameters import LayerKind, ParameterCount
+from clustertune.recipe.parameters import count as count_parameters
 from clustertune.recipe.quantization import Quantized
 from clustertune.recipe.sections import Recipe
 from clustertune.resolve import kernels
@@ -69,6 +70,8 @@ class Sizes:
     """A parameter that a quantised base leaves as it is: embeddings, head, norms."""
     whole_bytes: float = 0.0
     """Of ``weight_bytes``, what stays whole on every rank where weights are split (bitsandbytes' block scales)."""
+    base: Quantized | None = None
+    """How the base is quantised; None: it is not."""
     compute: str = "bf16"
     """What matrix products are computed in: ``bf16``, ``fp16``, ``fp32`` or ``fp8``."""
     notes: tuple[str, ...] = ()
@@ -96,7 +99,7 @@ def read_sizes(resolved: Resolved, split: Distribution) -> Sizes:
     else:
         sizes = _torch(split, loaded, optim, compute, base, lora=resolved.lora is not None)
     sizes = replace(sizes, notes=(*sizes.notes, *_optim_notes(optim)))
-    return sizes if base is None else _quantized(sizes, base, split, config or {})
+    return sizes if base is None else _quantized(sizes, base, split, config or {}, count_parameters(resolved.architecture))
 
 
 def moments(optim: str, number: float) -> float:
@@ -180,9 +183,13 @@ def _alike(size: float, **others: Any) -> Sizes:
     return Sizes(**dict.fromkeys(names, size) | others)
 
 
-def _quantized(sizes: Sizes, base: Quantized, split: Distribution, config: Mapping[str, Any]) -> Sizes:
-    """A quantised base: what is not a linear layer of a block stays as loaded."""
+def _quantized(
+    sizes: Sizes, base: Quantized, split: Distribution, config: Mapping[str, Any], counted: ParameterCount | None
+) -> Sizes:
+    """A quantised base: what is not a linear layer of a block stays as loaded, and so do the matrices that the method leaves
+    out (:meth:`clustertune.recipe.quantization.Quantized.converts`)."""
     notes = [f"a quantised parameter takes {base.formula} = {base.bytes:.4f} B; embeddings, head and norms are not quantised"]
+    notes += [note] if (note := unconverted(base, counted)) else []
     unsharded, gather = 0.0, base.packed
     if split.is_fsdp and split.weight_shards > 1 and base.method == "bitsandbytes":
         unsharded = base.scales
@@ -195,7 +202,23 @@ def _quantized(sizes: Sizes, base: Quantized, split: Distribution, config: Mappi
         notes.append("bnb_4bit_compute_dtype is float32 by default: write bfloat16, or the products are slow")
     if base.method in ("fp8", "fbgemm_fp8"):
         notes.append("an 8-bit base is taken to be gathered in 8 bits")
-    return replace(sizes, weight_bytes=base.bytes, gather_bytes=gather, whole_bytes=unsharded, notes=(*sizes.notes, *notes))
+    stored = replace(sizes, weight_bytes=base.bytes, gather_bytes=gather, whole_bytes=unsharded, base=base)
+    return replace(stored, notes=(*sizes.notes, *notes))
+
+
+def unconverted(base: Quantized, counted: ParameterCount | None) -> str:
+    """What of the layers' matrices a quantisation leaves in 16 bits or more, as a sentence; empty: nothing."""
+    matrices = [(kind.count * one.weights, one) for kind in (counted.layers if counted else ()) for one in kind.linears]
+    left = [(size, one) for size, one in matrices if not base.converts(one)]
+    if not left:
+        return ""
+    size, total = sum(size for size, _ in left), sum(size for size, _ in matrices)
+    what = "fused experts and routers" if any(one.copies > 1 for _, one in left) else "matrices"
+    names = ", ".join(sorted({one.name.rpartition(".")[2] if one.copies == 1 else one.name for _, one in left}))
+    return (
+        f"{base.method} leaves {size / 1e9:,.3g} of the layers' {total / 1e9:,.3g} billion weights as they are loaded: {what} "
+        f"({names}) are none of the modules that it converts in the pinned transformers"
+    )
 
 
 def _megatron(compute: str) -> Sizes:
@@ -548,19 +571,37 @@ class ModelShape:
 
     @property
     def quantised(self) -> bool:
-        """The layers' weights are stored in less than 16 bits; embedding, head and norms are not."""
+        """Weights of the layers are stored in less than 16 bits; embedding, head and norms are not."""
         return self.strategy.weight_bytes < 2
+
+    def packed_of(self, kind: LayerKind) -> float:
+        """Quantised parameters of one layer on one rank: matrices that the method converts, without their biases."""
+        plan, base = self.strategy, self.strategy.base
+        converted = [linear for linear in kind.linears if base is not None and base.converts(linear)]
+        return sum(linear.weights / plan.tp / (plan.ep if linear.copies > 1 else 1) for linear in converted)
+
+    @cached_property
+    def packed(self) -> float:
+        """The same of all layers on one rank; 0 where nothing is quantised."""
+        return sum(kind.count * self.packed_of(kind) for kind in self.counted.layers) / self.strategy.pp
+
+    @property
+    def gathered_body(self) -> float:
+        """Bytes of the layers' weights in an all-gather."""
+        return self.packed * self.strategy.gather_bytes + (self.body - self.packed) * self.end_bytes
 
     @property
     def stored(self) -> float:
         """Bytes of the base model on one rank, before any data-parallel split."""
         plan = self.strategy
-        return self.body * plan.weight_bytes + self.ends * (plan.other_bytes if self.quantised else plan.weight_bytes)
+        return self.packed * plan.weight_bytes + (self.parameters - self.packed) * (
+            plan.other_bytes if self.quantised else plan.weight_bytes
+        )
 
     @property
     def gathered(self) -> float:
         """Bytes of all weights in an all-gather."""
-        return self.body * self.strategy.gather_bytes + self.ends * self.end_bytes
+        return self.gathered_body + self.ends * self.end_bytes
 
     @property
     def end_bytes(self) -> float:

@@ -147,6 +147,13 @@ class Linear:
     """How many of the copies one token passes through (experts per token)."""
     bare: bool = False
     """A bare parameter, not a linear module: the fused experts and the routers of transformers 5."""
+    derived: bool = False
+    """A class of transformers' own that inherits from nn.Linear: Llama 4's router, all of Falcon's."""
+
+    @property
+    def weights(self) -> int:
+        """Elements of the matrices of all copies, biases left out."""
+        return self.copies * self.inputs * self.outputs
 
     @property
     def size(self) -> int:
@@ -314,7 +321,7 @@ def experts(
     """The router and the experts, whose gate and up projections transformers 5 keeps in one 3-dimensional parameter."""
     hidden, chosen = values.hidden, values.integer("num_experts_per_tok")
     linears = (
-        Linear(f"{prefix}.{router}", hidden, number, bias, bare=bare_router),
+        Linear(f"{prefix}.{router}", hidden, number, bias, bare=bare_router, derived=not bare_router),
         Linear(f"{prefix}.experts.gate_up_proj", hidden, 2 * inner, bias, number, chosen, bare=True),
         Linear(f"{prefix}.experts.down_proj", inner, hidden, bias, number, chosen, bare=True),
     )
@@ -537,7 +544,8 @@ def _falcon_layer(values: Values, _: int) -> LayerKind:
     groups = int(values.get("num_kv_heads") or 0) if new else int(values.flag("multi_query"))
     width = int(values.get("ffn_hidden_size") or 4 * values.hidden)
     two = not values.flag("parallel_attn") or (values.get("num_ln_in_parallel_attn") or (2 if new else 1)) == 2
-    return _one_matrix(values, names, width, 4 if two else 2, bias=bias, mlp_bias=bias, groups=groups)
+    kind = _one_matrix(values, names, width, 4 if two else 2, bias=bias, mlp_bias=bias, groups=groups)
+    return replace(kind, linears=tuple(replace(linear, derived=True) for linear in kind.linears))
 
 
 _PLAIN = _Dense()

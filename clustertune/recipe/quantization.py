@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from clustertune.recipe.findings import show_value
 from clustertune.recipe.layers import did_you_mean
+from clustertune.recipe.parameters import Linear
 
 BASE = "base_quantization"
 """Key of the manifests of adapters and merged models: how the base was stored that the adapter was trained on."""
@@ -44,11 +46,37 @@ class Quantized:
     formula: str
     splits: bool = True
     """FSDP can split it: its storage is a floating type."""
+    skipped: tuple[str, ...] = ()
+    """Patterns of modules that stay as they are (``llm_int8_skip_modules``, ``modules_to_not_convert``)."""
 
     @property
     def bytes(self) -> float:
         """Bytes of a parameter with its share of the scales."""
         return self.packed + self.scales
+
+    def converts(self, linear: Linear) -> bool:
+        """Whether transformers 5.23 stores this matrix of a layer quantised.
+
+        bitsandbytes replaces modules whose type is nn.Linear (or GPT-2's Conv1D) itself: no class that inherits from it, and no
+        bare parameter, which fused experts and routers are (integrations/bitsandbytes.py, replace_with_bnb_linear). fp8 has a
+        class for fused experts (integrations/finegrained_fp8.py), fbgemm_fp8 for Llama 4's, mxfp4 for nothing but them.
+        """
+        name, experts = f"model.layers.0.{linear.name}", linear.bare and linear.copies > 1
+        if any(_is_skipped(name, pattern) for pattern in self.skipped):
+            return False
+        if self.method == "mxfp4":
+            return experts
+        if experts:
+            return self.method == "fp8" or (self.method == "fbgemm_fp8" and linear.name.startswith("feed_forward."))
+        return not linear.bare and not (linear.derived and self.method in ("bitsandbytes", "fp8"))
+
+
+def _is_skipped(name: str, pattern: str) -> bool:
+    """transformers' rule (quantizers/quantizers_utils.py, should_convert_module)."""
+    try:
+        return name.endswith(pattern) or re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", name) is not None
+    except re.error:
+        return False
 
 
 def of(train: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -122,6 +150,11 @@ def find_problems(config: object) -> Iterator[tuple[tuple[str, ...], str, str | 
 
 def read(config: Mapping[str, Any], hidden: int) -> Quantized:
     """The size of a checked ``quantization_config``; ``hidden`` is the row length that a scale per row is spread over."""
+    skipped = config.get("llm_int8_skip_modules" if method(config) == "bitsandbytes" else "modules_to_not_convert")
+    return replace(_read(config, hidden), skipped=tuple(map(str, skipped)) if isinstance(skipped, list) else ())
+
+
+def _read(config: Mapping[str, Any], hidden: int) -> Quantized:
     named = method(config)
     if named == "bitsandbytes" and config.get("load_in_4bit"):
         splits = str(config.get("bnb_4bit_quant_storage", "uint8")) != "uint8"

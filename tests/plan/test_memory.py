@@ -21,6 +21,8 @@ from tests.plan.world import (
     LAYERS,
     LORA,
     LORA_SECTION,
+    MATMUL,
+    NF4,
     TOTAL,
     VOCABULARY,
     ZERO3,
@@ -31,7 +33,8 @@ from tests.plan.world import (
 
 TOKENS = 2 * 512
 BODY, ROOT = LAYERS * LAYER, 2 * ENDS + HIDDEN
-QUANTISED = {**LORA, "weight_bytes": 0.5, "gather_bytes": 0.5}
+MATRICES = LAYERS * MATMUL
+QUANTISED = {**LORA, "weight_bytes": 0.5, "gather_bytes": 0.5, "base": NF4}
 FORWARD, LOSS, BACKWARD, UPDATE = -4, -3, -2, -1
 
 
@@ -90,11 +93,11 @@ def test_an_evaluation_has_its_own_batch() -> None:
 
 
 def test_a_quantised_base_leaves_embedding_and_head() -> None:
-    """Only the layers' matrices are quantised; bitsandbytes' scales stay whole on every rank."""
+    """Only the layers' matrices are quantised, no norm; bitsandbytes' scales stay whole on every rank."""
     found = parts(shape(**QUANTISED), UPDATE)
-    assert found["weights"] == pytest.approx((BODY * 0.5 + ROOT * 2) / 16)
+    assert found["weights"] == pytest.approx((MATRICES * 0.5 + (TOTAL - MATRICES) * 2) / 16)
     scaled = parts(shape(**{**QUANTISED, "weight_bytes": 0.6}, whole_bytes=0.1), UPDATE)
-    assert scaled["weights"] == pytest.approx((BODY * 0.5 + ROOT * 2) / 16 + BODY * 0.1)
+    assert scaled["weights"] == pytest.approx((MATRICES * 0.5 + (TOTAL - MATRICES) * 2) / 16 + MATRICES * 0.1)
     assert found["weights"] < parts(shape(**LORA), UPDATE)["weights"]
 
 

@@ -11,6 +11,7 @@ from clustertune.plan.constants import Constants
 from clustertune.plan.machine import Link, PlanMachine
 from clustertune.plan.strategy import ModelShape, Strategy
 from clustertune.recipe.parameters import Attention, LayerKind, Linear, ParameterCount
+from clustertune.recipe.quantization import Quantized
 from clustertune.resolve.resolved import Recompute
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 64, 128, 4, 1000
@@ -70,6 +71,7 @@ def strategy(**changes: Any) -> Strategy:
 WHOLE = {"weight_shards": 1, "gradient_shards": 1, "state_shards": 1}
 """Nothing is split."""
 LORA = {"lora": True, "weight_bytes": 2.0}
+NF4 = Quantized("bitsandbytes", 0.5, 0.0, "0.5")
 ADAPTERS, RANK = 4096, 8
 
 
