@@ -364,7 +364,7 @@ class Chain:
         from clustertune.data import sequences, tokens
         from clustertune.data.prepare import prepare
         from clustertune.data.tokenizer import load_tokenizer
-        from clustertune.training import base_model
+        from clustertune.training import base_model, base_weights
 
         recipe = self.resolved.recipe
         folder = Path(self.resolved.folder)
@@ -382,6 +382,7 @@ class Chain:
             megatron_files.make(self.resolved, self.run.path, self.run.data, from_where)
             return counts
         base_model.check(*from_where, self.resolved)
+        base_weights.check(*from_where, self.resolved)
         tokenizer = load_tokenizer(*from_where, self.resolved.chat_template, train_args, chats=recipe.data.has_chats)
         made = tokens.make(self.run.data, tokenizer, train_args, shared=self.run.shared_tokens)
         if self.resolved.is_grpo:

@@ -279,6 +279,27 @@ def _enough_steps(data: MeasuredData, world: int, longest: int, *, pairs: bool) 
     return keys, text + ("; more data, or fewer GPUs, would make more" if steps(chosen) < STEPS else "")
 
 
+def look_at_weights(model: FoundModel, stated: Mapping[str, Any]) -> list[str]:
+    """Sentences on weights of a local model that were not looked at. ``stated``: keys of the recipe that hold in any case.
+
+    Raises UserError where files of weights are there and are not those of the architecture in ``config.json``: missing tensors
+    would be random numbers.
+    """
+    section = {**model.section, **(stated.get("model") or {})}
+    if section.get("weights") == "random" or not section.get("path"):
+        return []
+    folder = Path(str(section["path"])).expanduser()
+    if find_spec("transformers") is None:
+        return [f"the weights were not looked at: transformers is not installed ({how_to_install('train')})"]
+    from clustertune.training import base_weights
+
+    if base_weights.is_named(folder) or any(folder.glob("*.gguf")) or any(folder.glob("*.safetensors")):
+        raise_if(base_weights.check_tensors(folder))
+    elif pickled := base_weights.pickles(folder):
+        return [f"the weights are pickled ({pickled[0]}): they train, and merge refuses them; save_pretrained converts"]
+    return []
+
+
 def look_at_tokenizer(model: FoundModel, data: MeasuredData, stated: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """What a recipe must say so that ``prepare`` accepts these conversations with the tokenizer of a local model, and sentences
     on it. ``stated``: keys of the recipe that hold whatever is found.

@@ -610,6 +610,34 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
                 yield event
 
 
+MAX_JSON_BYTES = 64 << 20
+"""The index of a model of 400,000 tensors has 40 MB."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises UserError with the file in it, also where a key stands in it twice."""
+    try:
+        if path.exists() and not path.is_file():
+            raise UserError("is not a plain file", file=str(path))
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise UserError(f"more than {MAX_JSON_BYTES >> 20} MiB: this is no configuration", file=str(path))
+        body = json.loads(path.read_bytes(), object_pairs_hook=once, parse_constant=_constant)
+    except FileNotFoundError:
+        raise UserError("missing", file=str(path)) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"unreadable: {error}", file=str(path)) from None
+    if not isinstance(body, dict):
+        raise UserError("not a JSON object", file=str(path))
+    return body
+
+
+def _constant(name: str) -> float:
+    """Infinity stands in files of real models (Mamba's ``time_step_limit``); NaN is a fault of what wrote the file."""
+    if name == "NaN":
+        raise ValueError("NaN is no value")
+    return float(name)
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object that a file holds; empty where there is no such file, or something else in it."""
     try:

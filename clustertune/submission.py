@@ -165,13 +165,14 @@ def _not_reached(plan: SubmissionPlan) -> list[Problem]:
 
 def _base_problems(plan: SubmissionPlan) -> list[Problem]:
     """What of a base that lies here is not what the recipe says: its first job would end with it."""
-    from clustertune.training import base_model
+    from clustertune.training import base_model, base_weights
 
     path = plan.resolved.recipe.model.path
     if path is None or plan.resolved.tiny or "prepare" not in plan.stages or not is_there(folder := expand_home(path)):
         return []
     try:
         base_model.check(str(folder), None, plan.resolved)
+        base_weights.check(str(folder), None, plan.resolved)
     except UserError as error:
         return list(error.problems)
     return []

@@ -14,7 +14,7 @@ from clustertune.cli.app import main
 from clustertune.data.rows import MAX_EMPTY_LINES
 from clustertune.errors import UserError
 from clustertune.launch import agent
-from clustertune.merge.base import read_json
+from clustertune.manifest import read_json
 from clustertune.tensorfile import read_header
 from tests.data.conftest import run as run  # noqa: PLC0414 - the fixture
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +180,13 @@ LOCAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def with_weights(model: Path) -> None:
+    """Random ones, of the architecture of ``config.json``."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(model))).save_pretrained(model)
+
+
 @pytest.mark.parametrize("case", LOCAL)
 def test_what_new_writes_for_a_local_model_is_what_prepare_takes(case: str, tmp_path: Path) -> None:
     from clustertune.data.local_model import train_tokenizer
@@ -190,7 +199,9 @@ def test_what_new_writes_for_a_local_model_is_what_prepare_takes(case: str, tmp_
         setattr(tokenizer, key, value)
     tokenizer.save_pretrained(model)
     small = {"num_hidden_layers": 2, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    small |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     (model / "config.json").write_text(json.dumps({**find_model("Qwen/Qwen3-8B").architecture, **small}))
+    with_weights(model)
     data = rows(tmp_path / "mine.jsonl", ROWS["messages"], 300)
     done = run("new", tmp_path / "mine", "--model", model, "--data", data, "--gpus", "1x2xh100-sxm", "--json", stack=True)
     assert done.code == 0, done.err
@@ -358,3 +369,102 @@ def test_a_recipe_for_gpus_trains_a_small_model_on_cpus_and_refuses_a_large_one(
     assert run("new", tmp_path / "large", "--model", "Qwen/Qwen3-8B", *words, "model.revision=" + 40 * "a").code == 0
     refused = run("run", tmp_path / "large", "--dry-run", "--run-dir", tmp_path / "run")
     assert refused.code == 2 and "8 GPUs" in refused.err and "--tiny" in refused.err
+
+
+def under_another_name(model: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = model / "model.safetensors"
+    save_file({f"language_model.{name}": value for name, value in load_file(file).items()}, file, {"format": "pt"})
+
+
+def with_more_layers(model: Path) -> None:
+    body = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**body, "num_hidden_layers": 5}))
+
+
+def cut(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("damage", [under_another_name, with_more_layers, cut], ids=lambda one: one.__name__)
+def test_weights_that_would_be_random_are_refused_before_a_rank_starts(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    """By new, which writes no recipe; by prepare and run, where the folder changed since; by eval. One sentence each."""
+    data, model = rows(tmp_path / "mine.jsonl", ROWS["messages"], 60), small_model(tmp_path / "hf")
+    words = ("--model", model, "--data", data)
+    assert run("new", tmp_path / "before", *words, stack=True).code == 0
+    body = json.loads((tmp_path / "before" / "model.json").read_text())
+    damage(model)
+    if damage is with_more_layers:  # and the recipe says as much
+        (tmp_path / "before" / "model.json").write_text(json.dumps({**body, "num_hidden_layers": 5}))
+    for command in (
+        ("new", tmp_path / "after", *words),
+        ("prepare", tmp_path / "before", "--out", tmp_path / "data"),
+        ("run", tmp_path / "before", "--run-dir", tmp_path / "run"),
+        ("eval", model, "--limit", "1", "--max-gen-toks", "8", "--no-apply-chat-template"),
+    ):
+        done = run(*command, stack=True)
+        assert done.code != 0 and str(model) in done.err and done.err.count("error:") == 1, (command[0], done.err)
+        assert "Traceback" not in done.err, done.err
+    assert not (tmp_path / "after").exists() and not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_folder_without_weights_is_said_and_is_not_trained(tmp_path: Path) -> None:
+    """A recipe can be written before the weights are there; what needs them says so."""
+    data, model = rows(tmp_path / "mine.jsonl", ROWS["messages"], 60), small_model(tmp_path / "hf")
+    (model / "model.safetensors").unlink()
+    made = run("new", tmp_path / "mine", "--model", model, "--data", data, "--json", stack=True)
+    assert made.code == 0 and any("no weights" in line for line in made.json["assumed"]), made.err
+    done = run("prepare", tmp_path / "mine", "--out", tmp_path / "data", stack=True)
+    assert done.code == 2 and str(model) in done.err and "safetensors" in done.err
+
+
+def snapshot_of(model: Path, cache: Path, commit: str = 40 * "b") -> Path:
+    """A model as the Hub's client keeps it: links into a folder of blobs."""
+    snapshot, blobs = cache / "models--acme--Tiny-1M" / "snapshots" / commit, cache / "models--acme--Tiny-1M" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in model.iterdir():
+        blob = blobs / hashlib.sha256(file.read_bytes()).hexdigest()
+        shutil.move(file, blob)
+        (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
+    return snapshot
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("given", ["snapshot", "config.json", "link"])
+def test_a_snapshot_of_the_hubs_cache_is_read_where_it_is(given: str, tmp_path: Path) -> None:
+    """The path that ``hf download`` prints: weights, tokenizer and template lie beside the link, and the commit is known."""
+    snapshot = snapshot_of(small_model(tmp_path / "hf"), tmp_path / "hub")
+    (tmp_path / "mine").symlink_to(snapshot)
+    named = {"snapshot": snapshot, "config.json": snapshot / "config.json", "link": tmp_path / "mine"}[given]
+    data = rows(tmp_path / "mine.jsonl", ROWS["messages"], 60)
+    (tmp_path / "data.jsonl").symlink_to(data)
+    done = run("new", tmp_path / "r", "--model", named, "--data", tmp_path / "data.jsonl", "--json", stack=True)
+    assert done.code == 0, done.err
+    recipe = yaml.safe_load((tmp_path / "r" / "recipe.yaml").read_text())
+    assert recipe["model"].items() >= {"name": "acme/Tiny-1M", "revision": 40 * "b"}.items()
+    assert Path(recipe["model"]["path"]) == (named if given == "link" else snapshot)
+    assert recipe["data"]["input"] == str(tmp_path / "data.jsonl")
+    made = run("prepare", tmp_path / "r", "--out", tmp_path / "out", "--json", stack=True)
+    assert made.code == 0 and made.json["tokens"], made.err
+    whole = run("new", tmp_path / "s", "--model", snapshot.parent.parent, "--data", data)
+    assert whole.code == 2 and str(snapshot) in whole.err
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_folder_of_links_has_its_own_template(tmp_path: Path) -> None:
+    """Not that of the folder to which config.json leads."""
+    other, own = small_model(tmp_path / "other"), tmp_path / "own"
+    own.mkdir()
+    for file in other.iterdir():
+        if file.name != "chat_template.jinja":
+            (own / file.name).symlink_to(file)
+    (own / "chat_template.jinja").write_text(CHATML.replace("im_start", "mine_start"))
+    data = rows(tmp_path / "mine.jsonl", ROWS["messages"], 60)
+    done = run("new", tmp_path / "r", "--model", own, "--data", data, stack=True)
+    assert done.code == 0, done.err
+    made = run("prepare", tmp_path / "r", "--out", tmp_path / "out", "--show", "1", "--json", stack=True)
+    assert made.code == 0 and "mine_start" in json.dumps(made.json["samples"]), made.err

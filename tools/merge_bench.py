@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from clustertune.console import emit_json, say
-from clustertune.merge.base import INDEX
 from clustertune.merge.lora import CONFIG, WEIGHTS
 from clustertune.merge.pieces import plan_shards
 from clustertune.tensorfile import Tensor, byte_size, read_header
+from clustertune.training.base_weights import INDEX
 
 _OURS = """
 import json, sys, time

@@ -328,7 +328,9 @@ def write_recipe(args: NewArguments) -> None:
     )
     if not (stated.get("model") or {}).keys() & {"revision", "path"}:
         made_of = models.pinned(made_of)
+    unseen = draft.look_at_weights(made_of, stated)
     keys, notes = draft.look_at_tokenizer(made_of, measured, stated)
+    notes += unseen
     stated = layers.laid_over(keys, stated)
     shown = folder.name if "/" not in name else name
     if at.assumed and args.method != "qlora" and tiny.is_small(made_of.architecture):

@@ -352,6 +352,7 @@ def _tokenizer(resolved: Resolved, dataset: Path) -> Iterator[Any]:
     """The tokenizer that a run of the recipe has. Raises _TokenizerUnavailable, UserError."""
     from clustertune.data.tokenizer import load_tokenizer
     from clustertune.staging import needs
+    from clustertune.training import base_weights
 
     recipe = resolved.recipe
     if recipe.megatron is not None:
@@ -365,6 +366,7 @@ def _tokenizer(resolved: Resolved, dataset: Path) -> Iterator[Any]:
             yield load_tokenizer(folder, None, resolved.chat_template, resolved.train_args, chats=recipe.data.has_chats)
         return
     source = needs.base_of(resolved, None).source
+    base_weights.check(*source, resolved)
     try:
         tokenizer = load_tokenizer(*source, resolved.chat_template, resolved.train_args, chats=recipe.data.has_chats)
     except UserError as error:

@@ -481,7 +481,7 @@ def measure(name: str, stated: Mapping[str, Any] | None = None) -> MeasuredData:
     stated = dict(stated or {})
     path = Path(name).expanduser()
     if path.exists():
-        return _count({"name": _plain(path.name.split(".")[0]), "input": str(path.resolve()), **stated})
+        return _count({"name": _plain(path.name.split(".")[0]), "input": str(path.absolute()), **stated})
     known = {str(section["name"]): section for section in _of_recipes()}
     if name in known:
         return MeasuredData({key: value for key, value in known[name].items() if key not in ("bad_rows", "limit")} | stated)

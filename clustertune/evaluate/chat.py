@@ -10,12 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from clustertune import merge as merging
 from clustertune.console import say
 from clustertune.errors import UserError, raise_if
 from clustertune.evaluate import model as models
 from clustertune.evaluate import run as evaluation
 from clustertune.evaluate import servers
+from clustertune.training.base_weights import check_tensors
 
 END = ("/exit", "/quit")
 
@@ -81,7 +81,7 @@ class Talk:
 def server_command(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
     """The server's command and what it needs in its environment. Raises UserError where there is no server."""
     known = facts(folder, 1)
-    raise_if(merging.check_tensors(folder))
+    raise_if(check_tensors(folder))
     if program := servers.find_program():
         job = servers.job_here(known)
         cache = f"{tempfile.gettempdir()}/clustertune-vllm-{os.getuid()}"

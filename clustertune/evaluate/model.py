@@ -17,11 +17,12 @@ from clustertune.console import say
 from clustertune.data.tokenizer import BoundedTokenizer, open_tokenizer, render_turn
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems
 from clustertune.export import companions
-from clustertune.export.companions import read_json
-from clustertune.merge.base import read_base, read_weights
+from clustertune.manifest import read_json
+from clustertune.merge.base import read_base
 from clustertune.recipe import quantization
 from clustertune.recipe.architecture import implausible
 from clustertune.training import base_model
+from clustertune.training.base_weights import read_weights
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from clustertune.recipe.eval_tasks import Seeds
 from clustertune.recipe.sections import OWN_PROMPTS, Eval
 from clustertune.replaced import replaced
 from clustertune.resolve.resolved import EVAL_DATA
+from clustertune.training.base_weights import check_tensors, reported
 
 KIND = "evaluation"
 SAMPLES, TASK = "samples.jsonl", "task"
@@ -464,10 +465,6 @@ def _read_finished(out: Path, identity: Mapping[str, Any], settings: Eval) -> di
 # What answers lm-eval's requests: its own ``HFLM`` here, refusing what transformers lets pass with a warning; or servers.
 
 
-_NAMED = 5
-"""How many tensors an error names."""
-
-
 def describe(name: str, model: ModelFacts, adapter: Path | None = None) -> Backend:
     """The backend called ``name`` (``hf`` or ``vllm``) for a model, before it is loaded. Raises UserError."""
     if name == "hf":
@@ -524,6 +521,7 @@ def load_lm(folder: Path, device: str, batch_size: int, adapter: Path | None = N
 
     placing = {"parallelize": True} if device == "auto" else {"device": device}
     own = tokenizer is None or tokenizer == folder
+    raise_if(check_tensors(folder))
     parts = {"peft": adapter and str(adapter), "tokenizer": None if own else str(tokenizer)}
     with out_of_memory(folder), _watched() as reports:
         try:
@@ -534,26 +532,11 @@ def load_lm(folder: Path, device: str, batch_size: int, adapter: Path | None = N
             raise
         # Whatever a foreign configuration makes a library raise: KeyError, ImportError, ZeroDivisionError, AssertionError, ...
         except Exception as error:
-            _judge(folder, reports)
+            raise_if(problem for report in reports for problem in reported(str(folder), report))
             raise refused(error, folder, "transformers does not load it") from error
-        _judge(folder, reports)
+        raise_if(problem for report in reports for problem in reported(str(folder), report))
         check_answers(lm.model, folder)
     return lm
-
-
-def _judge(folder: Path, reports: list[Any]) -> None:
-    problems = []
-    for report in reports:
-        kinds = {
-            "missing": sorted(report.missing_keys),
-            "of another shape than the configuration says": sorted(str(entry[0]) for entry in report.mismatched_keys),
-        }
-        for what, names in kinds.items():
-            if names:
-                more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-                text = f"{len(names)} tensors are {what}: {', '.join(names[:_NAMED])}{more}"
-                problems.append(Problem(text, file=str(folder), fix="copy or merge the model again"))
-    raise_if(problems)
 
 
 @contextlib.contextmanager

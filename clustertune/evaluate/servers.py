@@ -33,10 +33,10 @@ from clustertune.launch.node import first_port, free_port
 from clustertune.launch.server_requests import ask, load_adapter, unload_adapter
 from clustertune.launch.serving import ModelSize, Serving, deadline_seconds, serving, start_seconds
 from clustertune.manifest import write_durably
-from clustertune.merge.base import check_tensors
 from clustertune.process import Stopped, captured, die_with_parent, stop_signals
 from clustertune.recipe.sections import Eval
 from clustertune.tensorfile import FLOATS, read_header
+from clustertune.training.base_weights import check_tensors
 
 PROGRAM = "CLUSTERTUNE_VLLM"
 """The variable that names vLLM's program where it is not on the PATH: vLLM asks for another numpy than training."""

@@ -270,7 +270,7 @@ class TaskRows:
             "include": str(locate_upstream(self.task)),
             "task": self.task.task,
             "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"train": str(rows.resolve())}},
+            "dataset_kwargs": {"data_files": {"train": str(rows.absolute())}},
             "generation_kwargs": {**self.task.generation_kwargs.model_dump(), **limits},
         }
         file.write_text(yaml.safe_dump(body, sort_keys=False))

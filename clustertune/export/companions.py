@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError, raise_if
-from clustertune.manifest import agree, find_problem, find_records, once
+from clustertune.manifest import agree, find_problem, find_records, read_json
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
@@ -45,34 +45,6 @@ def matching(folder: Path, patterns: Iterable[str]) -> dict[str, Path]:
 
 
 _NO_FILE, _COPY = "is not a plain file, or a link to nothing", "copy the file there, or remove the name"
-
-
-MAX_JSON_BYTES = 64 << 20
-"""The index of a model of 400,000 tensors has 40 MB."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises UserError with the file in it, also where a key stands in it twice."""
-    try:
-        if path.exists() and not path.is_file():
-            raise UserError("is not a plain file", file=str(path))
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise UserError(f"more than {MAX_JSON_BYTES >> 20} MiB: this is no configuration", file=str(path))
-        body = json.loads(path.read_bytes(), object_pairs_hook=once, parse_constant=_constant)
-    except FileNotFoundError:
-        raise UserError("missing", file=str(path)) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"unreadable: {error}", file=str(path)) from None
-    if not isinstance(body, dict):
-        raise UserError("not a JSON object", file=str(path))
-    return body
-
-
-def _constant(name: str) -> float:
-    """Infinity stands in files of real models (Mamba's ``time_step_limit``); NaN is a fault of what wrote the file."""
-    if name == "NaN":
-        raise ValueError("NaN is no value")
-    return float(name)
 
 
 def copy_tokenizer(base: Path, stage: Path, extra: Iterable[str] = ()) -> dict[str, Path]:

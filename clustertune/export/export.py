@@ -37,6 +37,7 @@ from clustertune.manifest import (
     fsync_path,
     hash_file,
     list_files,
+    read_json,
     read_manifest,
     seal,
 )
@@ -541,12 +542,12 @@ class _ModelExport:
         made = json.loads(self.config.to_json_string())
         config, generation = dict(made), None
         if self.base is not None and os.path.lexists(self.base / "config.json"):
-            own = companions.read_json(self.base / "config.json")
+            own = read_json(self.base / "config.json")
             config = own if "model_type" in own else {**made, **own}
             config |= {key: made[key] for key in ("architectures", "dtype")}
             config.pop("torch_dtype", None)
         if (stage / companions.GENERATION).is_file():
-            generation = companions.read_json(stage / companions.GENERATION)
+            generation = read_json(stage / companions.GENERATION)
         config, aligned = companions.aligned_configs(config, generation, ids)
         (stage / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         if aligned != generation:
@@ -597,7 +598,7 @@ def read_types(base: Path) -> tuple[str | None, dict[str, str]]:
     """
     file = base / "config.json"
     try:
-        config = companions.read_json(file) if os.path.lexists(file) else {}
+        config = read_json(file) if os.path.lexists(file) else {}
         types = dict[str, str]()
         for file in sorted(base.glob("*.safetensors")):
             types |= {tensor.name: tensor.dtype for tensor in read_header(file).tensors}

@@ -99,9 +99,19 @@ def paths_of(resolved: Resolved, run_path: Path) -> list[Path]:
     recipe = resolved.recipe
     shared = RunDir(run_path).shared_tokens
     named = [resolved.folder, recipe.staged, recipe.model.path, *resolved.inputs.values()]
-    absolute = [Path(path).absolute() for path in named if path]
+    absolute = [seen for path in named if path for seen in _with_targets(Path(path).absolute())]
     run = run_path.resolve() if shared is None else shared.parent.resolve()
     return [run, *(path for path in absolute if not path.is_relative_to(ROOT))]
+
+
+def _with_targets(path: Path) -> list[Path]:
+    """A path, and the folders to which links in it lead: those of the Hub's snapshots lie beside them."""
+    try:
+        entries = [path, *path.iterdir()] if path.is_dir() else [path]
+        behind = {entry.resolve().parent for entry in entries if entry.is_symlink()} - {path.resolve()}
+    except OSError:  # not there yet
+        return [path]
+    return [path, *sorted(behind)]
 
 
 def unbindable(paths: Sequence[str | Path]) -> list[Problem]:

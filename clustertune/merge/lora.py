@@ -13,8 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from clustertune import bounded
 from clustertune.errors import Problem, UserError, collect_problems, raise_if
-from clustertune.export.companions import read_json
-from clustertune.manifest import MANIFEST, SHA256, FileRecord, find_problems, hash_file, read_manifest
+from clustertune.manifest import MANIFEST, SHA256, FileRecord, find_problems, hash_file, read_json, read_manifest
 from clustertune.merge.base import EMBEDDINGS, Base, identity
 from clustertune.recipe.findings import Found, as_problems, schema_findings
 from clustertune.recipe.layers import Document
@@ -201,9 +200,10 @@ class _Fit:
 
     def check_provenance(self, base: Base) -> None:
         """The base that the adapter names: another revision is an error, another name a warning."""
-        folder, revision, named = base.folder.resolve(), self.settings.revision, self.settings.base_name
+        given, revision, named = base.folder.absolute(), self.settings.revision, self.settings.base_name
+        folder = given.resolve()
         known = folder.name if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name) else None
-        names = {folder.name, str(base.config.get("_name_or_path", "")).rstrip("/").rpartition("/")[2]}
+        names = {given.name, folder.name, str(base.config.get("_name_or_path", "")).rstrip("/").rpartition("/")[2]}
         names |= {part.rpartition("--")[2] for part in folder.parts if part.startswith("models--")}
         if known and revision and _COMMIT.fullmatch(revision) and revision != known:
             fix = "give the base of that revision"

@@ -38,11 +38,12 @@ from clustertune.manifest import (
     hash_file,
     list_files,
     parse_record,
+    read_json,
     read_manifest,
     seal,
     write_durably,
 )
-from clustertune.merge.base import INDEX, Base, check_tensors, identity, read_base
+from clustertune.merge.base import Base, identity, read_base
 from clustertune.merge.lora import Adapter, read_adapter
 from clustertune.merge.pieces import (
     BUFFERS,
@@ -58,6 +59,7 @@ from clustertune.merge.pieces import (
     plan_shards,
 )
 from clustertune.recipe import quantization
+from clustertune.training.base_weights import INDEX, check_tensors
 
 
 def _damaged(records: dict[str, FileRecord], places: dict[str, Path], workers: int) -> list[str]:
@@ -482,7 +484,13 @@ def prepare(base_folder: Path, adapter_folder: Path, out: Path, shard_size: str 
     with collect_problems(problems):
         base = read_base(base_folder)
     with collect_problems(problems):
-        adapter = read_adapter(adapter_folder, base)
+        try:
+            adapter = read_adapter(adapter_folder, base)
+        except UserError:
+            if base is not None:  # what the adapter lacks in the base may lack in the base's own architecture
+                with ArchitectureCheck(base_folder) as architecture:
+                    architecture.finish()
+            raise
     if problems or base is None or adapter is None:
         raise UserError(problems)
     shards = plan_shards(list(base.tensors.values()), limit)
@@ -589,7 +597,7 @@ def companion_files(base: Base, adapter: Adapter) -> tuple[dict[str, Path], dict
     raise_if(companions.problems_of(files))
     if not trained:
         return files, {}
-    held = companions.read_json(generation[companions.GENERATION]) if generation else None
+    held = read_json(generation[companions.GENERATION]) if generation else None
     config, aligned = companions.aligned_configs(base.config, held, companions.stop_ids(tokenizer))
     changed = {companions.GENERATION: aligned} if aligned != held else {}
     changed |= {"config.json": config} if config != base.config else {}

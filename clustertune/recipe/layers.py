@@ -423,11 +423,12 @@ def find_folder(recipe: str | Path) -> tuple[Path, str]:
         known = sorted({entry.parent.name for below in (Path("recipes"), RECIPES) for entry in below.glob("*/recipe.yaml")})
         looked = ", ".join(dict.fromkeys(str(place.parent.absolute()) for place in places[1:] or places))
         raise _refused(f"there is no recipe {name!r} (looked in {looked})", did_you_mean(path.name, known))
-    if not re.fullmatch(NAME, folder.resolve().name):
-        text = f"the folder name {folder.resolve().name!r} becomes a path and a job name and may hold only letters, digits, "
+    place = folder.resolve() if ".." in folder.parts else folder.absolute()  # a link keeps the name that it was given
+    if not re.fullmatch(NAME, place.name):
+        text = f"the folder name {place.name!r} becomes a path and a job name and may hold only letters, digits, "
         text += "'.', '_' and '-' (64 at most, the first a letter or digit)"
         raise UserError(Problem(text, file=str(folder), fix="rename the folder"))
-    return folder.resolve(), str(folder)
+    return place, str(folder)
 
 
 def _refused(text: str, fix: str | None = None) -> UserError:

@@ -30,7 +30,7 @@ from clustertune.recipe.layers import (
 from clustertune.recipe.library_facts import config_fields, model_facts
 from clustertune.recipe.parameters import Values, parameter_count
 from clustertune.recipe.sections import NAME, HubCommit, HubName, Positive, Section
-from clustertune.resolve.resolved import Resolved
+from clustertune.resolve.resolved import Resolved, expand_home
 from clustertune.tree import ROOT, how_to_install
 
 MODELS = ROOT / "ops" / "models.yaml"
@@ -115,11 +115,11 @@ def find_model(name: str) -> FoundModel:
     A Hub id that is neither a recipe's nor in the list, nor the base or instruct model of one that is, is asked of the Hub, or
     of its cache. Of such a base or instruct model no commit is known: :func:`pinned`. Raises UserError.
     """
-    path = Path(name)
+    path = expand_home(name)
     of_model = path.is_dir() and not os.path.lexists(path / "recipe.yaml")
     file = path / CONFIG if of_model else path
     if file.suffix == ".json" and os.path.lexists(file):  # what is no plain file is refused as it is read
-        return _of_config(file.resolve())
+        return _of_config(file.absolute())
     if (entry := read_models().get(name)) is not None:
         notes = tuple(_obstacles(name, entry))
         return FoundModel({"name": name, "revision": entry.revision}, entry.config, entry.pad_token, notes)
@@ -135,7 +135,9 @@ def find_model(name: str) -> FoundModel:
             return replace(sibling, section={"name": name}, notes=(*sibling.notes, note))
         return _of_config(_from_the_hub(name), name)
     if of_model and not (RECIPES / name / "recipe.yaml").exists():
-        raise UserError(f"holds neither {CONFIG} nor recipe.yaml", file=name, fix="name the folder of a model, or a recipe")
+        snapshots = sorted(path.parent for path in path.glob(f"snapshots/*/{CONFIG}"))
+        fix = f"name a snapshot of it: {snapshots[-1]}" if snapshots else "name the folder of a model, or a recipe"
+        raise UserError(f"holds neither {CONFIG} nor recipe.yaml", file=name, fix=fix)
     return _of_recipe(name)
 
 
@@ -221,9 +223,24 @@ def _of_config(file: Path, name: str | None = None) -> FoundModel:
         notes.append(f"the weights are next to {file}; {of_hub}")
     else:
         notes.append(f"no weights stand next to {file}: they must before the run, or {of_hub}")
-    return FoundModel({"name": _name_of(file.parent, body, lifted), "path": str(file.parent)}, lifted, notes=tuple(notes))
+    named = {"name": _name_of(file.parent, body, lifted)}
+    if (cached := _in_the_hubs_cache(file.parent)) is not None:
+        named = dict(zip(("name", "revision"), cached, strict=True))
+        notes[-1] = f"{cached[0]} of the Hub at its commit {cached[1]}; {notes[-1].partition(';')[0]}"
+    return FoundModel({**named, "path": str(file.parent)}, lifted, notes=tuple(notes))
 
 
+def _in_the_hubs_cache(folder: Path) -> tuple[str, str] | None:
+    """The Hub id and the commit of a snapshot in the Hub's cache, by its path: the one that ``hf download`` prints."""
+    for snapshot in (folder, folder.resolve()):  # the folder may be a link to it; its files are read by the path that was given
+        repository = snapshot.parent.parent.name
+        if snapshot.parent.name == "snapshots" and repository.startswith("models--") and _COMMIT.fullmatch(snapshot.name):
+            name = repository.removeprefix("models--").replace("--", "/")
+            return (name, snapshot.name) if re.fullmatch(f"{NAME}/{NAME}", name) else None
+    return None
+
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SAYS_NOTHING = re.compile(
     r"(hf|huggingface|models?|weights|base|checkpoints?|final|last|best|latest|merged|output|out|tmp|temp|data|home|root|main|"
     r"snapshots?|downloads?|cache|hub|files?|new|test|full|bf16|fp16|safetensors|transformers|export(ed)?|local|"

@@ -461,7 +461,7 @@ class Resolved:
             if path is not None and not is_address(path):
                 expanded = expand_home(path)
                 beside = Path(self.folder, expanded)
-                paths[key] = beside.resolve() if is_there(beside) else expanded.absolute()
+                paths[key] = beside if is_there(beside) else expanded.absolute()
         return paths
 
     def with_staged(self, folder: Path) -> Resolved:

@@ -337,15 +337,15 @@ def load_model(resolved: Resolved) -> str:
     from transformers import AutoConfig
 
     from clustertune.data.tokenizer import open_tokenizer
-    from clustertune.evaluate.model import check_weights
     from clustertune.merge.base import read_base
+    from clustertune.training.base_weights import check_tensors
 
     folder = model_folder(Path(str(resolved.recipe.staged)))
     if folder is None:
         raise UserError("contains no model", file=str(resolved.recipe.staged), fix="stage the recipe again")
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     open_tokenizer(str(folder))
-    raise_if(check_weights(folder))
+    raise_if(check_tensors(folder))
     if resolved.lora is None:
         return f"{config.model_type}, weights are complete"
     base = read_base(folder)

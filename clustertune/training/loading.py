@@ -35,6 +35,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,11 +44,12 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import agree
 from clustertune.recipe import accelerate_file as acc
 from clustertune.replaced import replaced
 from clustertune.resolve.resolved import IN_FLIGHT, Distribution
+from clustertune.training.base_weights import reported
 from clustertune.training.collectives import Group
 from clustertune.training.figures import Startup
 from clustertune.training.loading_sources import SHOWN, ParameterSource, RowReader, Sources, Unfollowed, find, survey
@@ -93,6 +95,8 @@ class Loading:
             self._unfit = "this transformers loads models in another way"
         here = self._replaced.enter_context
         here(replaced(PreTrainedModel, _load_pretrained_model=staticmethod(self._loader(load))))
+        finalize = PreTrainedModel._finalize_model_loading
+        here(replaced(PreTrainedModel, _finalize_model_loading=staticmethod(self._finalizer(finalize))))
         here(replaced(fsdp_utils, fsdp2_load_full_state_dict=self._filler(fill)))
         here(replaced(accelerator, fsdp2_prepare_model=self._preparer(prepare)))
         self._sending.enter_context(send_nothing_empty())
@@ -116,11 +120,13 @@ class Loading:
             efficient, take = (True, self._take_parts) if parted else (self._efficient, self._hold)
             reason = self._reason(state_dict, checkpoint_files, load_config) or (why_not_parts(model) if parted else None)
             with self.startup.part("reading"):
-                if efficient and reason is None:
-                    try:
-                        return take(model, [Path(file) for file in checkpoint_files or ()], load_config), None
-                    except Unfollowed as error:
-                        reason = str(error)
+                files = [Path(file) for file in checkpoint_files or ()]
+                try:
+                    if efficient and reason is None:
+                        return take(model, files, load_config), None
+                    self._compare(model, files, load_config)
+                except Unfollowed as error:
+                    reason = reason or str(error)
                 size = sum(Path(file).stat().st_size for file in checkpoint_files or ())
                 if efficient and dist.is_initialized():  # one process has nothing to part
                     who = "rank 0, which sends it" if parted else "each rank"
@@ -166,6 +172,34 @@ class Loading:
         likes = {name: named[name] for name in _once({name: id(named[name]) for name in sources.by_name})}
         self._each({name: sources.by_name[name] for name in likes}, likes, lambda name, part: fill_part(likes[name], part))
         return self._record(model, sources)
+
+    def _compare(self, model: Any, files: list[Path], load_config: Any) -> None:
+        """Hold the files' headers against the model before transformers reads them. What is quantised in the files, or is in
+        no safetensors files, is judged once transformers has loaded it (:meth:`_finalizer`).
+        """
+        quantiser = load_config.hf_quantizer
+        if self._unfit or not files or not all(file.suffix == ".safetensors" for file in files):
+            return
+        if quantiser is not None and quantiser.pre_quantized:
+            return
+        named = model.state_dict(keep_vars=True)
+        shapes = {n: torch.empty(getattr(v, "ds_shape", v.shape), dtype=v.dtype, device="meta") for n, v in named.items()}
+        # Its rules note that they were used: transformers is to find its own as they were.
+        self._find(model, files, SimpleNamespace(sharded_metadata=load_config.sharded_metadata, weight_mapping=None), shapes)
+
+    def _finalizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def finalize(model: Any, load_config: Any, loading_info: Any) -> Any:
+            source = str(load_config.pretrained_model_name_or_path)
+            try:
+                info = original(model, load_config, loading_info)
+            except RuntimeError as error:  # its words for other shapes
+                if problems := reported(source, loading_info):
+                    raise UserError(problems) from error
+                raise
+            raise_if(reported(source, info))
+            return info
+
+        return finalize
 
     def _find(self, model: Any, files: list[Path], load_config: Any, expected: Mapping[str, torch.Tensor]) -> Sources:
         """What :func:`find` says, agreed on: a node's own copy of the files may differ, and no rank may continue alone."""

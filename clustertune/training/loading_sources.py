@@ -22,6 +22,7 @@ import torch
 from clustertune.checkpoint.shards import DTYPES
 from clustertune.errors import Problem, UserError, raise_if, storage_error
 from clustertune.tensorfile import FETCH, CutShort, OpenFiles, Tensor, read_headers
+from clustertune.training.missing_weights import SAME_COPY, by_cause
 
 _NO_WEIGHTS = {"C64", "U16", "U32", "U64"}
 """Types of a checkpoint's values that weights do not have: packed integers would be read as numbers."""
@@ -29,13 +30,15 @@ SHOWN = 3
 """Names of tensors that a note shows; an error shows all."""
 
 
-def survey(paths: Iterable[Path], index: Mapping[str, str] | None = None) -> dict[str, Tensor]:
+def survey(paths: Iterable[Path], index: Mapping[str, str] | None = None, *, packed: bool = False) -> dict[str, Tensor]:
     """Every tensor of the files, by name, from their headers alone.
 
-    ``index``: tensor name -> file name, of the checkpoint's own index. Raises UserError with all that is wrong with them.
+    ``index``: tensor name -> file name, of the checkpoint's own index. ``packed``: they are quantised, so that any type may
+    stand there. Raises UserError with all that is wrong with them.
     """
     tensors = {tensor.name: tensor for header in read_headers(paths, index).values() for tensor in header.tensors}
-    odd = [tensor for tensor in tensors.values() if tensor.dtype not in DTYPES or tensor.dtype in _NO_WEIGHTS]
+    weights = [] if packed else tensors.values()
+    odd = [tensor for tensor in weights if tensor.dtype not in DTYPES or tensor.dtype in _NO_WEIGHTS]
     raise_if(Problem(f"has the dtype {t.dtype}", file=str(t.file), key=t.name, fix="another copy") for t in odd)
     return tensors
 
@@ -183,7 +186,8 @@ def find(
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     expected = model.state_dict() if expected is None else expected
-    rules = (get_model_conversion_mapping(model) if load_config is None else load_config.weight_mapping) or []
+    mapping = getattr(load_config, "weight_mapping", None)
+    rules = get_model_conversion_mapping(model) if mapping is None else mapping
     dtypes = getattr(load_config, "dtype_plan", None) or {}
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -203,14 +207,43 @@ def find(
             rule = deepcopy(by_pattern[pattern]) if pattern is not None else None
             sources[name] = ParameterSource(dtype, tuple(expected[name].shape), [], rule, name)
         sources[name].parts.append((pattern or original, original, tensors[original]))
-    problems = _misshapen(sources, expected, model)
+    vocabulary = _other_vocabulary(sources, expected, model)
+    problems = _misshapen(sources, expected, model) if vocabulary is None else [vocabulary]
     missing = set(expected) - set(sources)
     lacking, passed = _unexplained(model, missing, [name for name, _ in extra])
     problems += [_missing(name, tensors) for name in sorted(lacking)]
     if problems:
-        raise UserError(problems)
+        surplus = {tensor.name: tensor for _, tensor in extra}
+        layers = getattr(model.config, "num_hidden_layers", None)
+        raise UserError(by_cause(problems, lacking, surplus, sources, layers))
     used = [rule for rule in rules if rule.was_used()]
     return Sources(sources, missing, [tensor for name, tensor in extra if name in passed], used)
+
+
+def find_packed(model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """The same for weights that are quantised, of which the names alone say something: ``q_proj.qweight`` is ``q_proj``'s.
+
+    Raises UserError with every parameter of whose module the files hold nothing.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    expected = model.state_dict()
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamed = {name: rename_source_key(name, renamings, converters, model.base_model_prefix, expected)[0] for name in tensors}
+    by_module = {each.rpartition(".")[0] for each in renamed.values()}
+    # Also a module around those of the files: experts that the model stacks are stored one by one.
+    around = {".".join(parts[:at]) for each in by_module for parts in [each.split(".")] for at in range(1, len(parts) + 1)}
+    missing = {name for name in expected if name.rpartition(".")[0] not in around}
+    known = {name.rpartition(".")[0] for name in expected}
+    extra = {name: tensor for name, tensor in tensors.items() if renamed[name].rpartition(".")[0] not in known}
+    lacking, _ = _unexplained(model, missing, list(extra))
+    if lacking:
+        problems = [_missing(name, tensors) for name in sorted(lacking)]
+        layers = getattr(model.config, "num_hidden_layers", None)
+        raise UserError(by_cause(problems, lacking, extra, set(expected) - missing, layers))
 
 
 def _dtype(name: str, parameter: torch.Tensor, planned: Mapping[str, torch.dtype]) -> torch.dtype:
@@ -223,6 +256,27 @@ def _dtype(name: str, parameter: torch.Tensor, planned: Mapping[str, torch.dtype
         if match is not None and match.lastgroup is not None:
             return planned[by_group[match.lastgroup]]
     return parameter.dtype
+
+
+def _other_vocabulary(
+    sources: Mapping[str, ParameterSource], expected: Mapping[str, torch.Tensor], model: Any
+) -> Problem | None:
+    """The one reason, where embeddings of another number of rows are all that has another shape."""
+    size, rows = getattr(model.config, "vocab_size", None), set[int]()
+    differ = []
+    for name, source in sources.items():
+        have, want = tuple(source.parts[0][2].shape), tuple(expected[name].shape)
+        if source.converter is not None or have == want:
+            continue
+        if not have or not want or want[0] != size or have[1:] != want[1:]:
+            return None
+        rows.add(have[0])
+        differ.append(source.parts[0])
+    if len(rows) != 1:
+        return None
+    names = " and ".join(original for _, original, _ in differ)
+    text = f"{size}, and {names} of the files has {rows.pop()} rows"
+    return Problem(text, file=str(differ[0][2].file.with_name("config.json")), key="vocab_size", fix=SAME_COPY)
 
 
 def _misshapen(sources: dict[str, ParameterSource], expected: Mapping[str, torch.Tensor], model: Any) -> list[Problem]:
@@ -241,8 +295,7 @@ def _misshapen(sources: dict[str, ParameterSource], expected: Mapping[str, torch
                 continue
             if shape != tuple(expected[name].shape):
                 message = f"has shape {list(shape)}, the model's config asks for {list(expected[name].shape)}"
-                fix = "take config.json and weights from the same copy of the model"
-                problems.append(Problem(message, file=str(source.parts[0][2].file), key=source.parts[0][1], fix=fix))
+                problems.append(Problem(message, file=str(source.parts[0][2].file), key=source.parts[0][1], fix=SAME_COPY))
             if name != first:
                 sources[name] = ParameterSource(source.dtype, shape, source.parts, source.converter, first)
     return problems

@@ -138,7 +138,7 @@ def test_a_listed_model_runs_tiny(name: str, tmp_path: Path) -> None:
         ("Tiny-Chat-30M", {}, "Tiny-Chat-30M"),
         ("hf", {"_name_or_path": "acme/Tiny-30M-Instruct"}, "Tiny-30M-Instruct"),
         ("Tiny-7b/hf", {}, "Tiny-7b"),
-        (f"models--acme--Tiny/snapshots/{'a' * 40}", {}, "Tiny"),
+        (f"models--acme--Tiny/snapshots/{'a' * 40}", {}, "acme/Tiny"),
         ("somewhere/checkpoint-500", {}, "qwen3-"),
         ("hf", {"_name_or_path": "/tmp/hf"}, "qwen3-"),
     ],

@@ -233,6 +233,10 @@ GONE = "model.layers.1.mlp.up_proj.weight"
         ("fsdp2-slices", fp8, "fp8 weights: FSDP"),
         job("fsdp2", fp8, "fp8 weights: FSDP"),
         job("zero3", without, "no weight file holds it"),
+        ("alone", without, "no weight file holds it"),
+        ("alone", cut, "truncated"),
+        job("ddp", without, "no weight file holds it"),
+        job("fsdp2", without, "no weight file holds it"),
     ],
 )
 def test_what_cannot_be_trained_on_ends_the_run_before_anything_is_read(
@@ -241,11 +245,36 @@ def test_what_cannot_be_trained_on_ends_the_run_before_anything_is_read(
     """Every rank tells the same, with the file, and none waits for another in a collective."""
     path = bench.make(strategy) if strategy != "zero3" else zero(bench, 2, [])
     file = damage(path)
-    assert bench.go(path) == [2, 2], output_of(path)
-    for rank in (0, 1):
+    ranks = 1 if strategy == "alone" else 2
+    assert bench.go(path, ranks) == [2] * ranks, output_of(path)
+    for rank in range(ranks):
         [found, *_] = problems(path, rank)
         assert found["file"] == str(file) and message in found["message"] and found["fix"]
         assert damage is not without or found["key"] == GONE
+
+
+def in_4_bits(path: Path) -> None:
+    without(path)
+
+
+def pickled_without(path: Path) -> None:
+    """Files that have no header to read before they are loaded."""
+    without(path)
+    pickled(path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "more"), [(pickled_without, []), job(in_4_bits, quantised(double=False))], ids=["pickles", "4 bits"]
+)
+def test_what_transformers_would_draw_at_random_ends_the_run(
+    bench: Bench, damage: Callable[[Path], None], more: list[str]
+) -> None:
+    """Where no header says it, transformers' own report of the loading does."""
+    path = bench.make("alone", *more)
+    damage(path)
+    assert bench.go(path, 1) == [2], output_of(path)
+    [found, *_] = problems(path, 0)
+    assert GONE in found["message"] + str(found["key"]) and found["fix"]
 
 
 @pytest.mark.jobs
