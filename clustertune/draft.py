@@ -19,6 +19,7 @@ from clustertune.cluster.load import load_cluster, of_gpus
 from clustertune.data.prepare import MeasuredData, measure
 from clustertune.errors import Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.host.system import GIB
+from clustertune.manifest import read_object
 from clustertune.plan.advise import CostedCandidate, advise
 from clustertune.plan.calibration import CalibratedCluster, find_calibrated
 from clustertune.plan.predict import fewest_nodes
@@ -293,6 +294,12 @@ def look_at_weights(model: FoundModel, stated: Mapping[str, Any]) -> list[str]:
         return [f"the weights were not looked at: transformers is not installed ({how_to_install('train')})"]
     from clustertune.training import base_weights
 
+    around = read_object(folder / "config.json").get("model_type")
+    if around and around != model.architecture.get("model_type") and base_weights.is_named(folder):
+        classes = model.architecture.get("architectures") or ["text model"]
+        text = f"holds a {around}, a model with pictures or sound, of which the {classes[0]} inside can be trained"
+        fix = f"clustertune text-model {shlex.quote(str(folder))} OUT, and again with --model OUT"
+        raise UserError(text, file=str(folder), key="--model", fix=fix)
     if base_weights.is_named(folder) or any(folder.glob("*.gguf")) or any(folder.glob("*.safetensors")):
         raise_if(base_weights.check_tensors(folder))
     elif pickled := base_weights.pickles(folder):

@@ -56,6 +56,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "prepare": ("cli.stages:prepare", "Turn a recipe's data into conversations and tokens."),
         "export": ("cli.stages:export", "Write the adapter, or the whole model, from a checkpoint."),
         "merge": ("cli.stages:merge", "Merge an adapter into its base model."),
+        "text-model": ("cli.stages:text_model", "Save the text model of a checkpoint with pictures or sound."),
         "checkpoint": ("cli.stages:checkpoint_app", "Check checkpoints."),
     },
     "Cluster; images of containers are made by make: build-sif, build-image": {

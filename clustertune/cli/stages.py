@@ -133,6 +133,19 @@ def merge(
         _summarise(merging.merge(base, adapter, out, shard_size=shard_size, workers=workers), as_json)
 
 
+def text_model(
+    model: Annotated[Path, path_given("The folder of the checkpoint.", "MODEL")],
+    out: Annotated[Path, path_given("The output folder.", "OUT")],
+    as_json: AsJson = False,
+) -> None:
+    """Tensors are copied as they are, under the names of the text model; train on OUT. Such as Gemma 3, Qwen2.5-VL, Qwen3-VL,
+    Mistral 3 and Llama 4.
+    """
+    from clustertune.merge.text_model import save_text_model
+
+    _summarise(save_text_model(model, out), as_json)
+
+
 def evaluate(
     model: Annotated[
         Path | None, path_given("Run or model folder. Default: the newest merged model of a run.", "RUN|MODEL")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,11 @@ from clustertune.recipe.parameters import Values, count
 
 INTEGERS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 """What planning, tiny runs and adapter checks cannot do without."""
+SUPPORTED = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "llama4_text", "gpt_oss", "phi3",
+    "olmo2", "deepseek_v3",
+)  # fmt: skip
+"""Model types that a refusal names."""
 _OLD_KEYS = {"rope_theta", "rope_scaling", "torch_dtype", "_name_or_path", "auto_map", "quantization_config"}
 """Keys of published ``config.json`` files that are not fields of the installed configuration class."""
 _MAX_INTEGER = 10**9
@@ -96,8 +103,8 @@ def find_problems(body: dict[str, Any], shown: str) -> list[Problem]:
     kind = body.get("model_type")
     if not isinstance(kind, str) or kind not in model_types():
         missing = "missing", "as in the model's config.json, such as llama"
-        unknown = f"{kind!r} is not a model type of the pinned transformers' language models"
-        faults = [("model_type", *(missing if kind is None else (unknown, did_you_mean(str(kind), model_types()))))]
+        unknown = f"{_short(kind)} is not a model type of the pinned transformers' language models"
+        faults = [("model_type", *(missing if kind is None else (unknown, _supported(str(kind)))))]
     else:
         faults = list(_check_keys(body, kind))
         body = common_names(body)
@@ -113,12 +120,21 @@ def find_problems(body: dict[str, Any], shown: str) -> list[Problem]:
     return [Problem(text, file=shown, key=key, fix=fix) for key, text, fix in faults]
 
 
+def _supported(kind: str) -> str:
+    """What to write in the place of an unknown model type: the one that it is a misspelling of, else what is supported."""
+    close = difflib.get_close_matches(kind, model_types(), n=1, cutoff=0.85)
+    if close and abs(len(kind) - len(close[0])) <= 1 and re.sub(r"\D", "", kind) == re.sub(r"\D", "", close[0]):
+        return f"did you mean {close[0]}?"
+    known = [name for name in SUPPORTED if name in model_types()]
+    return f"the {len(model_types())} types of its AutoModelForCausalLM are trained, such as {', '.join(known)}"
+
+
 def _check_keys(body: dict[str, Any], kind: str) -> Iterator[Wrong]:
     names = config_fields(kind)
-    for key in body:
+    for key, value in body.items():
         if key not in names | _OLD_KEYS:
             yield key, f"{kind} has no such key", did_you_mean(key, names)
-        elif (other := model_facts(kind)["aliases"].get(key)) in body:
+        elif (other := model_facts(kind)["aliases"].get(key)) in body and body[other] != value:
             yield key, f"is the same as {other}", "write one of them"
     if body.get("auto_map") is not None:
         yield "auto_map", "code from a model repository is never run", "leave it out"

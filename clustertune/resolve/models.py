@@ -45,6 +45,25 @@ _OF_THE_PROGRAM = frozenset({
 """Keys of a ``config.json`` that describe no architecture, or layers that are not trained."""
 
 
+PLAIN_TEXT = {
+    "qwen2_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3",
+}  # fmt: skip
+"""Text models inside models with pictures that have no class of their own in transformers, and the one that computes the same:
+for text the three axes of their positions are equal, so that their rotary embedding is the usual one (Qwen2-VL,
+arXiv:2409.12191, section 2.1)."""
+
+
+def plain_rope(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The configuration of a text model of the type ``kind`` without what only pictures need of its rotary embedding."""
+    body = dict(config)
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = body.get(key)
+        if kind in PLAIN_TEXT and isinstance(rope, dict):
+            plain = {name: value for name, value in rope.items() if not name.startswith("mrope")}
+            body[key] = {name: "default" if value == "mrope" else value for name, value in plain.items()}
+    return body
+
+
 class KnownModel(Section):
     """A model of the list."""
 
@@ -120,6 +139,10 @@ def find_model(name: str) -> FoundModel:
     file = path / CONFIG if of_model else path
     if file.suffix == ".json" and os.path.lexists(file):  # what is no plain file is refused as it is read
         return _of_config(file.absolute())
+    if name.lower().endswith("gguf") or (of_model and not os.path.lexists(file) and any(path.glob("*.gguf"))):
+        text = "GGUF weights are made for llama.cpp, and are not trained on"
+        fix = "name the model that they were made from, OWNER/NAME or a folder with its safetensors; docs/after-training.md "
+        raise UserError(text, file=name, key="--model", fix=f"{fix}converts what was trained")
     if (entry := read_models().get(name)) is not None:
         notes = tuple(_obstacles(name, entry))
         return FoundModel({"name": name, "revision": entry.revision}, entry.config, entry.pad_token, notes)
@@ -164,8 +187,8 @@ def _obstacles(name: str, entry: KnownModel) -> Iterator[str]:
         yield f"the Hub's weights of {name} are stored in {entry.stored}: name a folder with a bfloat16 copy in model.path"
     if entry.wrapper:
         yield (
-            f"{name} is a {entry.wrapper}, whose other parts LoRA's names would match too: save its text model alone as "
-            f"{entry.config['architectures'][0]}, and name that folder in model.path"
+            f"{name} is a {entry.wrapper}, whose other parts LoRA's names would match too: hf download {name}, save its "
+            f"{entry.config['architectures'][0]} with clustertune text-model FOLDER OUT, and name OUT in model.path"
         )
 
 
@@ -277,8 +300,12 @@ def lift(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if isinstance(inner, dict) and inner.get("model_type"):
         shared = ("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
         body = {**{key: config[key] for key in shared if key in config}, **inner, "architectures": None}
+    if str(body.get("model_type")) in PLAIN_TEXT:  # also of a file that has no text_config, as Qwen2-VL's was published
+        kind = str(body["model_type"])
+        body = {**plain_rope(body, kind), "model_type": PLAIN_TEXT[kind], "architectures": None}
+    if body.get("model_type") != config.get("model_type"):
         notes.append(
-            f"text_config of {config.get('model_type')} is taken: save that text model alone, and name its folder in model.path"
+            f"the text model of {config.get('model_type')} is taken: clustertune text-model MODEL OUT saves it to train on"
         )
     kind = body.get("model_type")
     stored = config.get("quantization_config") or body.get("quantization_config")
@@ -293,8 +320,8 @@ def lift(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if body.get("architectures") is None:
         body["architectures"] = [name for name in classes if name.endswith(("ForCausalLM", "LMHeadModel"))][:1]
     known = {key: value for key, value in body.items() if key not in _OF_THE_PROGRAM}
-    read = {key: value for key, value in known.items() if key in fields | arch._OLD_KEYS}
-    if left := sorted(known.keys() - read.keys()):
+    read = arch.common_names({key: value for key, value in known.items() if key in fields | arch._OLD_KEYS})
+    if left := sorted(known.keys() - fields - arch._OLD_KEYS):
         notes.append(f"left out of config.json, which the pinned transformers does not read for {kind}: {', '.join(left)}")
     for key in (*arch.INTEGERS, "intermediate_size", "num_key_value_heads", "head_dim"):
         # Published text_configs leave out what is the class's default.

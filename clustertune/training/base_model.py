@@ -15,6 +15,7 @@ from clustertune.errors import Problem, UserError
 from clustertune.manifest import read_object
 from clustertune.recipe import quantization
 from clustertune.recipe.architecture import contradictions
+from clustertune.resolve.models import PLAIN_TEXT
 from clustertune.resolve.resolved import Resolved
 
 CONFIG = "config.json"
@@ -89,10 +90,14 @@ def names_what_is_not_here(config: Mapping[str, Any]) -> tuple[str, str] | None:
 def _refuse_wrapper(config: Mapping[str, Any], file: Path | None, resolved: Resolved) -> None:
     """A model with pictures around the recipe's text model: LoRA's names match modules of the outer parts too."""
     kind = config.get("model_type")
-    if isinstance(config.get("text_config"), dict) and kind and kind != resolved.architecture.get("model_type"):
+    around = isinstance(config.get("text_config"), dict) or kind in PLAIN_TEXT
+    if around and kind and kind != resolved.architecture.get("model_type"):
         outer = ", ".join(config.get("architectures") or [str(kind)])
         text = f"the base is a {outer}, and the recipe describes its text model"
-        fix = f"save that alone as {resolved.architecture['architectures'][0]}, and name the folder in model.path"
+        where = file.parent if file is not None else "FOLDER"
+        fix = (
+            f"clustertune text-model {where} OUT saves its {resolved.architecture['architectures'][0]}: name OUT in model.path"
+        )
         raise UserError(Problem(text, file=str(file), key="text_config", fix=fix))
 
 
