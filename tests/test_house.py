@@ -15,14 +15,14 @@ from tests import tree
 
 ORDER = (
     ("tree",),
-    ("errors", "process"),
+    ("errors", "process", "text"),
     ("bounded",),
     ("host",),
     ("console", "manifest", "replaced"),
     ("lock", "tensorfile"),
     ("recipe",),
-    ("check",),
     ("cluster",),
+    ("check",),
     ("resolve",),
     ("plan", "setup", "containers"),
     ("rundir",),

@@ -9,13 +9,15 @@ from typing import Any
 
 import yaml
 
-from clustertune.check.machines import LOGIN, Machine, first_part, gigabytes
-from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Rules, Seen, either, listed
+from clustertune.check.machines import Machine, first_part, gigabytes
+from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Rules, Seen, either
 from clustertune.host.credentials import has_login
 from clustertune.host.devices import gpus_of, has_nvlink
+from clustertune.host.facts import LOGIN
 from clustertune.host.mounts import lies_elsewhere
 from clustertune.host.system import GIB, MIB
 from clustertune.recipe.sections import parse_minutes
+from clustertune.text import listed
 
 RULES = Rules(MACHINE, __file__)
 

@@ -23,16 +23,12 @@ from clustertune.check.rule import (
     Seen,
     checks,
     either,
-    listed,
     rule_broken,
     run,
 )
-from clustertune.host.facts import HostFacts, Mount, Nic
+from clustertune.host.facts import CONTAINER, CONTAINER_STEP, LOGIN, STEP, HostFacts, Mount, Nic
 from clustertune.host.mounts import lies_below, lies_elsewhere, mount_of
-
-LOGIN, HERE, STEP, CONTAINER, CONTAINER_STEP = "login", "here", "step", "container", "container+step"
-PLACES = (LOGIN, HERE, STEP, CONTAINER, CONTAINER_STEP)
-"""Where a machine is looked at. ``here``: a machine of its own; ``step``: an srun step; ``container``: not in a step."""
+from clustertune.text import listed
 
 ONE_LINK = ("layer2", "layer2+3", "vlan+srcmac", "encap2+3")
 """Hashes of a bond that put all traffic between two nodes on one link (docs.kernel.org/networking/bonding.html)."""

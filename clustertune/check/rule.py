@@ -21,6 +21,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from clustertune.text import listed
+
 PASS, WARN, FAIL, UNKNOWN = "pass", "warn", "fail", "unknown"
 STATUSES = (PASS, UNKNOWN, WARN, FAIL)
 """From harmless to harmful. ``unknown``: what the rule looks at could not be seen here; what passed beside it decides."""
@@ -186,12 +188,6 @@ def as_json(findings: Iterable[Finding]) -> list[dict[str, str]]:
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
     """Sort findings, the worst first. Equal ones keep their order; a repeated finding is listed once."""
     return sorted(dict.fromkeys(findings), key=lambda item: -STATUSES.index(item.status))
-
-
-def listed(items: Iterable[str], most: int, between: str = ", ", last: str = " and") -> str:
-    """``a, b and 3 more``: the first ``most`` of the items, and how many more there are."""
-    texts = list(items)
-    return between.join(texts[:most]) + (f"{last} {len(texts) - most} more" if len(texts) > most else "")
 
 
 def printable(text: str) -> str:

@@ -11,19 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from clustertune.check.machines import LOGIN, PLACES, Expects, Machine, machine_findings
-from clustertune.check.rule import Finding, Report, as_json, exit_code, listed, worst
+from clustertune.check.ignored import check_rules, ignored
+from clustertune.check.machines import Expects, Machine, machine_findings
+from clustertune.check.rule import Finding, Report, as_json, exit_code, worst
 from clustertune.cli.options import DoctorArguments
 from clustertune.cluster import load, schema
 from clustertune.console import emit_json, escape, reply, say
 from clustertune.doctor import preflight, recipe_context
 from clustertune.errors import Problem, UserError, raise_if, storing
 from clustertune.host import collect
-from clustertune.host.facts import HostFacts
+from clustertune.host.facts import LOGIN, PLACES, HostFacts
 from clustertune.launch import allocation, cluster_paths, shape, stage_jobs
 from clustertune.manifest import require_replaceable, write_durably
 from clustertune.nccl_check import link_check as links
 from clustertune.rundir import default_run_dir
+from clustertune.text import listed
 from clustertune.tree import ROOT
 
 COMMAND_LINE = "command line"
@@ -58,9 +60,9 @@ def answer(args: DoctorArguments) -> int:
     if args.listing:
         return show_rules(args.out, args.as_json)
     raise_if(list(_contradictions(args)))
-    ignore = load.check_rules(args.ignore or [], COMMAND_LINE, "--ignore")
+    ignore = check_rules(args.ignore or [], COMMAND_LINE, "--ignore")
     cluster = load.load_cluster(args.cluster)
-    left_out = (*load.ignored(cluster), *ignore)
+    left_out = (*ignored(cluster), *ignore)
     if args.submit:
         return _submit(args, cluster)
     # The Slurm job in which this is called, whose nodes are looked at; none outside of one, and inside of a step.

@@ -17,6 +17,7 @@ import typer
 
 from clustertune import chain
 from clustertune import job as job_program
+from clustertune.check.ignored import ignored
 from clustertune.check.rule import EXIT
 from clustertune.cli.arguments import path_argument
 from clustertune.cli.options import NcclCheckArguments
@@ -43,7 +44,7 @@ def answer(args: NcclCheckArguments) -> int:
     if args.logs:
         return _judge_logs(args)
     cluster = load.load_cluster(args.cluster)
-    load.ignored(cluster)  # a name that is no rule is refused before anything is measured
+    ignored(cluster)  # a name that is no rule is refused before anything is measured
     target, options = _target(args, cluster)
     if args.dry_run:
         _show(target, options, args)
@@ -94,7 +95,7 @@ def _judge_logs(args: NcclCheckArguments) -> int:
                 Path(file).stat()
     raise_if(problems)
     cluster = load.load_cluster(args.cluster) if args.cluster is not None else None
-    left_out = load.ignored(cluster) if cluster else ()
+    left_out = ignored(cluster) if cluster else ()
     with storing("cannot be read", ", ".join(files)):
         log = nccl_log.read_files(files)
     if not log.lines and not log.faults and not log.versions:

@@ -1,7 +1,6 @@
 """Which cluster: a file of ``ops/clusters``, a file anywhere, or this machine as it is found by looking.
 
-What a file says is checked: facts that are missing, cannot be, or contradict each other, all of them at once. The rules that
-it leaves out (``doctor.ignore``) are one list for doctor, preflight, nccl-check and ``setup``.
+What a file says is checked: facts that are missing, cannot be, or contradict each other, all of them at once.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from clustertune.check.rule import checks
 from clustertune.cluster.hardware import HARDWARE, near_gpus, read_hardware
 from clustertune.cluster.local import LocalMachine, collect, judge
 from clustertune.cluster.schema import (
@@ -190,20 +188,6 @@ def _that_name(*hosts: str) -> list[Path]:
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 """One label of a host name (RFC 1123, 2.1)."""
 _BIND = re.compile(r"(/[^\s,:\x00-\x1f]*)(:/[^\s,:\x00-\x1f]*(:(ro|rw))?)?")
-
-
-def ignored(cluster: Cluster) -> tuple[str, ...]:
-    """The ids of the rules that the cluster file leaves out. Raises UserError for names that are not rules."""
-    return check_rules(cluster.doctor.ignore, cluster.source, "doctor.ignore")
-
-
-def check_rules(names: Sequence[str], file: str, key: str) -> tuple[str, ...]:
-    """``names`` if each is the id of a rule of any kind. Raises UserError with every other name, and the nearest id."""
-    known = [one.rule.id for one in checks()] if names else []
-    fixes = {name: did_you_mean(name, known) or "clustertune doctor --list" for name in names if name not in known}
-    if fixes:
-        raise UserError([Problem(f"there is no rule {name!r}", file=file, key=key, fix=fix) for name, fix in fixes.items()])
-    return tuple(names)
 
 
 def read_cluster(document: Document, *, name: str | None = None) -> Cluster:

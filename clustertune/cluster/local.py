@@ -17,14 +17,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from clustertune.check.machines import STEP
 from clustertune.cluster.hardware import read_hardware, recognise
 from clustertune.cluster.schema import HOST, Cluster, Compute, Host, Network, SlurmFacts, expand_hosts, same_host, shorten_hosts
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.host import system
 from clustertune.host.collect import decode, probe_command
 from clustertune.host.devices import gpus_of, has_nvlink, parse_csv
-from clustertune.host.facts import Gpu, HostFacts, Mount
+from clustertune.host.facts import STEP, Gpu, HostFacts, Mount
 from clustertune.host.mounts import lies_elsewhere
 from clustertune.host.system import Probe, ask
 from clustertune.recipe.sections import NAME

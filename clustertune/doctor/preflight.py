@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from clustertune.check.machines import CONTAINER_STEP, STEP, Expects, JobNodes, Machine, cluster_findings
+from clustertune.check.ignored import ignored
+from clustertune.check.machines import Expects, JobNodes, Machine, cluster_findings
 from clustertune.check.rule import FAIL, MACHINE, NODES, Finding, Report, checks, worst
-from clustertune.cluster.load import ignored
 from clustertune.cluster.schema import Cluster, same_host
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.host import collect
-from clustertune.host.facts import HostFacts
+from clustertune.host.facts import CONTAINER_STEP, STEP, HostFacts
 from clustertune.launch import srun
 from clustertune.launch.allocation import Allocation
 from clustertune.process import end

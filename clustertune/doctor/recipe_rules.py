@@ -36,7 +36,6 @@ from clustertune.check.rule import (
     Rules,
     Seen,
     checks,
-    listed,
     render_page,
     rule_of,
     run,
@@ -58,6 +57,7 @@ from clustertune.recipe.parameters import weight_bytes
 from clustertune.resolve.resolved import how_to_load, is_there
 from clustertune.secrets import SECRET
 from clustertune.staging import needs
+from clustertune.text import listed
 
 RULES = Rules(RECIPE, __file__)
 

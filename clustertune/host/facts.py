@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+LOGIN, HERE, STEP, CONTAINER, CONTAINER_STEP = "login", "here", "step", "container", "container+step"
+PLACES = (LOGIN, HERE, STEP, CONTAINER, CONTAINER_STEP)
+"""Where a machine is looked at. ``here``: a machine of its own; ``step``: an srun step; ``container``: not in a step."""
+
 
 @dataclass
 class Gpu:

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import console
+from clustertune.check.ignored import ignored
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, Report, as_json, describe
 from clustertune.cluster.hardware import HARDWARE, LinkFacts, NetworkFacts, read_hardware
-from clustertune.cluster.load import ignored
 from clustertune.cluster.schema import Cluster
 from clustertune.console import escape, make_table, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if

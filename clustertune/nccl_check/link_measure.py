@@ -74,13 +74,13 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import bounded, process
-from clustertune.check.rule import listed
 from clustertune.errors import Problem, UserError
 from clustertune.host.collect import collect
 from clustertune.launch.agent import await_object
 from clustertune.manifest import read_events, read_object, write_durably
 from clustertune.nccl_check.link_rules import COLLECTIVES
 from clustertune.process import kill_group
+from clustertune.text import listed
 
 SCHEMA = "clustertune.nccl-check/1"
 """The name and version of the document."""

@@ -30,7 +30,6 @@ from clustertune.check.rule import (
     either,
     grouped,
     in_order,
-    listed,
     render_page,
     rule_of,
     run,
@@ -39,6 +38,7 @@ from clustertune.check.rule import (
 from clustertune.host.devices import has_nvlink
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
 from clustertune.nccl_check.nccl_log import FOLLOWS, OTHER, TABLE, Log, LoggedDevice
+from clustertune.text import listed
 
 # --- what rules look at ---------------------------------------------------------------------------------------------------
 

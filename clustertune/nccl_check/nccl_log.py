@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 
 import yaml
 
-from clustertune.check.rule import listed
+from clustertune.text import listed
 
 TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 NODE_GPUS = 8

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import lock
-from clustertune.check.rule import listed
 from clustertune.cluster.schema import Staging
 from clustertune.console import say
 from clustertune.errors import ExitCode, UserError, storage_error, storing
 from clustertune.manifest import MANIFEST, XXH3_128, fsync_path, list_files, read_manifest, seal
 from clustertune.staging import hashed_copy
 from clustertune.staging.hashed_copy import STALL_SECONDS, SourceFile, amount
+from clustertune.text import listed
 
 KIND = "staged"
 SPARE = 64 << 20
