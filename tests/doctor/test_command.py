@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from clustertune.check import rule
+from clustertune.check.ignored import ignored
 from clustertune.check.rule import PASS, UNKNOWN, WARN, Finding, Rule, checks, finding
 from clustertune.cli.app import app
-from clustertune.cluster import load
 from clustertune.cluster.load import load_cluster
 from clustertune.doctor import recipe_rules
 from clustertune.host import collect
@@ -164,8 +164,8 @@ def test_a_cluster_file_may_leave_rules_out(tmp_path: Path) -> None:
     every = [one.rule.id for one in checks()]
     for names in (every[:90], every[90:]):
         path.write_text(text.replace("name: rno-rtxpro6000", "name: mine") + f"\ndoctor: {{ignore: [{', '.join(names)}]}}\n")
-        assert load.ignored(load_cluster(str(path))) == tuple(names)
+        assert ignored(load_cluster(str(path))) == tuple(names)
     path.write_text(re.sub(r"ignore: .*", "ignore: [gpu-presistence, mtu, nonsense]}", path.read_text()))
-    first, second = problems(load.ignored, load_cluster(str(path)))
+    first, second = problems(ignored, load_cluster(str(path)))
     assert "'gpu-presistence'" in first.message and "'nonsense'" in second.message
     assert (first.key, second.key) == ("doctor.ignore",) * 2 and "gpu-persistence" in first.fix and str(path) in first.file
