@@ -383,8 +383,10 @@ class Chain:
             return counts
         base_model.check(*from_where, self.resolved)
         base_weights.check(*from_where, self.resolved)
-        tokenizer = load_tokenizer(*from_where, self.resolved.chat_template, train_args, chats=recipe.data.has_chats)
+        kinds: dict[str, Any] = {"chats": recipe.data.has_chats, "system": recipe.data.system_messages}
+        tokenizer = load_tokenizer(*from_where, self.resolved.chat_template, train_args, **kinds)
         made = tokens.make(self.run.data, tokenizer, train_args, shared=self.run.shared_tokens)
+        sequences.check_ids(self.run.data, tokenizer, int(self.resolved.architecture["vocab_size"]))
         if self.resolved.is_grpo:
             sequences.check_prompts(self.run.data, self.resolved)
         return {**counts, **{key: made[key] for key in tokens.SUMMARY}}

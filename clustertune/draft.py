@@ -9,15 +9,16 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from clustertune.cluster.load import load_cluster, of_gpus
+from clustertune.data import system_messages
 from clustertune.data.prepare import MeasuredData, measure
-from clustertune.errors import Problem, UserError, collect_problems, raise_if, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.host.system import GIB
 from clustertune.manifest import read_object
 from clustertune.plan.advise import CostedCandidate, advise
@@ -307,31 +308,49 @@ def look_at_weights(model: FoundModel, stated: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def look_at_tokenizer(model: FoundModel, data: MeasuredData, stated: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What a recipe must say so that ``prepare`` accepts these conversations with the tokenizer of a local model, and sentences
-    on it. ``stated``: keys of the recipe that hold whatever is found.
+@dataclass(frozen=True)
+class Looked:
+    """What came of the first conversations with the tokenizer of a local model."""
 
-    Tried with the first conversations: whether there is a chat template and it takes them, whether the assistant's words can be
-    told apart, and whether an answer ends with the token that stops the model.
+    keys: dict[str, Any] = field(default_factory=dict)
+    """What a recipe must say so that ``prepare`` accepts them."""
+    notes: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    """Why ``prepare`` refuses the recipe all the same, and what to do first."""
+    helps: tuple[int, ...] = ()
+    """The smallest ``train.max_length`` with which each stays; 0: no length helps."""
+
+    @property
+    def sentences(self) -> list[str]:
+        """All of it for a person."""
+        return [*self.notes, *(f"clustertune prepare and run will refuse it: {one}" for one in self.refused)]
+
+
+def look_at_tokenizer(model: FoundModel, data: MeasuredData, stated: Mapping[str, Any]) -> Looked:
+    """Try the tokenizer of a local model with the first conversations. ``stated``: keys of the recipe that hold whatever is
+    found.
+
+    Whether there is a chat template and it takes them, also their system messages; whether the assistant's words can be told
+    apart, and whether an answer ends with the token that stops the model.
     """
     folder, chats = model.section.get("path"), data.section["format"] != "text"
     if not folder or not data.examples or (stated.get("model") or {}).get("chat_template"):
-        return {}, [
-            "the tokenizer has a chat template, as instruct models do; for a base model set model.chat_template"
-        ] * chats
+        note = "the tokenizer has a chat template, as instruct models do; for a base model set model.chat_template"
+        return Looked(notes=[note] * chats)
     if find_spec("transformers") is None:
-        return {}, [f"the tokenizer was not looked at: transformers is not installed ({how_to_install('train')})"]
+        return Looked(notes=[f"the tokenizer was not looked at: transformers is not installed ({how_to_install('train')})"])
+    from clustertune.data.sequences import NO_ROOM
     from clustertune.data.tokenizer import load_tokenizer
-    from clustertune.data.tokens import try_examples
+    from clustertune.data.tokens import OTHER_TEMPLATE, try_examples
 
     train = filled(train_defaults(), {"assistant_only_loss": True, **(stated.get("train") or {})})
     keys: dict[str, Any] = {}
-    notes: list[str] = []
+    notes, refused = list[str](), list[str]()
     try:
         tokenizer = load_tokenizer(str(folder), None, None, train, chats=False)
     except UserError as error:
         problem = error.problems[0]
-        return {}, [f"{problem.message}: clustertune prepare and run will refuse it; {problem.fix}"]
+        return Looked(refused=[f"{problem.message} -> {problem.fix}"])
     if chats and not tokenizer.chat_template:
         tokenizer.chat_template = (RECIPES / "_base" / PLAIN_TEMPLATE).read_text(encoding="utf-8")
         keys["model"] = {"chat_template": PLAIN_TEMPLATE}
@@ -341,17 +360,59 @@ def look_at_tokenizer(model: FoundModel, data: MeasuredData, stated: Mapping[str
     if not tokenizer.chat_template:
         keys["eval"] = {"apply_chat_template": False}
         notes.append("the tokenizer has no chat template: the evaluation asks without one (eval.apply_chat_template=false)")
-    tried = try_examples(tokenizer, data.examples, train)
+    own = (stated.get("data") or {}).get("system_messages")
+    if own == system_messages.BEFORE_USER:
+        tokenizer.chat_template = system_messages.rendered_before_user(tokenizer.chat_template)
+    tried, with_system = try_examples(tokenizer, data.examples, train), data.fields.get("system messages", 0)
+    if with_system and tried.system is not None and own is None:
+        keys["data"] = {"system_messages": system_messages.BEFORE_USER}
+        notes.append(
+            f"the chat template refuses system messages, which {with_system:,} conversations have ({tried.system}): "
+            f"{system_messages.FIX}"
+        )
+        tokenizer.chat_template = system_messages.rendered_before_user(tokenizer.chat_template)
+        tried = try_examples(tokenizer, data.examples, train)
+    elif with_system and tried.leaves_out_system:
+        notes.append(
+            f"the chat template leaves out the system messages of {with_system:,} conversations: {system_messages.FIX}"
+        )
     if tried.indistinct:
         keys.setdefault("train", {})["assistant_only_loss"] = False
         notes.append(f"all tokens are learnt, not the assistant's alone (train.assistant_only_loss=false): {tried.indistinct}")
     if tried.stop is not None:
         keys.setdefault("train", {})["eos_token"] = tried.stop
         notes.append(f"answers end with {tried.stop} in the chat template and not with {tokenizer.eos_token}: train.eos_token")
+    rows = model.architecture.get("vocab_size")
+    if isinstance(rows, int) and (beyond := max(tried.largest, tokenizer.pad_token_id)) >= rows:
+        name = tokenizer.convert_ids_to_tokens(beyond)
+        refused.append(f"{name!r} is token {beyond}, and the model has {rows} (vocab_size) -> {NO_ROOM}")
     if tried.refused:
         many = f"{len(tried.refused)} of the first {len(data.examples)} conversations"
-        notes.append(f"the chat template refuses {many}: {tried.refused[0]}")
-    return keys, notes
+        refused.append(f"the chat template refuses {many}: {tried.refused[0]} -> {OTHER_TEMPLATE}")
+    return Looked(keys, notes, refused, tuple(tried.helps))
+
+
+def left_out(made: Draft, looked: Looked) -> list[str]:
+    """A sentence on the conversations of which ``train.max_length`` leaves nothing to train on, empty where there are none.
+
+    Raises UserError (exit code 1) where those are all that were looked at.
+    """
+    if not looked.helps:
+        return []
+    from clustertune.data.tokens import SPLITTING
+
+    train = made.recipe["train"]
+    size = int(train.get("max_length") or MAX_LENGTH)
+    if made.recipe["data"].get("format") in ("text", "prompt") or train.get("packing_strategy") in SPLITTING:
+        return []
+    gone = [length for length in looked.helps if length == 0 or length > size]
+    if not gone:
+        return []
+    fix = f"train.max_length={max(gone)}" if max(gone) else "give pairs of answers that differ"
+    text = f"{len(gone)} of the first {len(looked.helps)} conversations have nothing to train on within train.max_length={size}"
+    if len(gone) == len(looked.helps):
+        raise UserError(text, ExitCode.FAILED, file="command line", key="train.max_length", fix=f"{fix} behind the options")
+    return [f"{text}: they are left out; {fix} keeps all of them"]
 
 
 def choose(made: Draft, folder: Path, calibrated: CalibratedCluster, method: str) -> tuple[Draft, int]:
@@ -416,11 +477,12 @@ def write(made: Draft, folder: Path) -> None:
         raise storage_error(error, "cannot be written", folder) from None
 
 
-def page(made: Draft, name: str, model: FoundModel, following: Sequence[str]) -> str:
-    """``README.md`` of a new recipe: what it is, what was assumed, and the commands from here."""
+def page(made: Draft, name: str, model: FoundModel, following: Sequence[str], refused: Sequence[str] = ()) -> str:
+    """``README.md`` of a new recipe: what it is, what was assumed, and the commands from here, or what comes before them."""
     what = f"{model.section['name']}, {size_of(made.architecture)} parameters. **Planned, not measured.** Assumed:"
     lines = [f"# {name}", "", what, "", *(f"- {one}" for one in made.assumed)]
-    return "\n".join([*lines, "", "```sh", *following, "```", ""])
+    following = ["Before it runs:", "", *(f"- {one}" for one in refused)] if refused else ["```sh", *following, "```"]
+    return "\n".join([*lines, "", *following, ""])
 
 
 def commands(recipe: str, options: Sequence[str]) -> list[str]:

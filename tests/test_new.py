@@ -36,10 +36,11 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def rows(path: Path, row: dict[str, Any], count: int = 200) -> Path:
-    """A file of rows that differ."""
+    """A file of rows that differ, also in what the model is asked."""
     with (gzip.open if path.suffix == ".gz" else open)(path, "wt") as file:
         for number in range(count):
-            file.write(json.dumps(json.loads(json.dumps(row).replace("aaa", f"{number:03d}"[-3:], 1))) + "\n")
+            text = json.dumps(row).replace("aaa", f"{number:03d}"[-3:], 1)
+            file.write(text.replace("qqqqqq", f"{number:06d}", 1) + "\n")
     return path
 
 
@@ -468,3 +469,65 @@ def test_a_folder_of_links_has_its_own_template(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     made = run("prepare", tmp_path / "r", "--out", tmp_path / "out", "--show", "1", "--json", stack=True)
     assert made.code == 0 and "mine_start" in json.dumps(made.json["samples"]), made.err
+
+
+REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}" + CHATML
+REFUSES_TOOLS = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endfor %}" + CHATML
+
+
+def chats(path: Path, words: int = 3, before: str | None = None, tool: bool = False, count: int = 60) -> Path:
+    """A file of conversations, with a system message in every third one."""
+    lines = []
+    for number in range(count):
+        turns = [("system", before)] * (before is not None and number % 3 == 0) + [("user", f"{number} " + "word " * words)]
+        turns += [("assistant", "I look."), ("tool", "3")] * tool + [("assistant", f"It is {number}.")]
+        lines.append(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_system_messages_that_a_template_refuses_are_counted_and_the_recipe_takes_them(tmp_path: Path) -> None:
+    """What new writes is what prepare takes; a recipe that says otherwise holds."""
+    data, model = chats(tmp_path / "mine.jsonl", before="Be brief."), small_model(tmp_path / "hf", REFUSES_SYSTEM)
+    done = run("new", tmp_path / "mine", "--model", model, "--data", data, "--json", stack=True)
+    assert done.code == 0 and done.json["commands"] and not done.json["refused"], done.err
+    told = [line for line in done.json["assumed"] if "system messages" in line]
+    assert len(told) == 1 and "20 conversations" in told[0] and "data.system_messages=leave-out" in told[0]
+    made = run("prepare", tmp_path / "mine", "--out", tmp_path / "data", "--show", "60", "--json", stack=True)
+    assert made.code == 0 and sum("Be brief.\n\n" in text for text in made.json["samples"]) >= 15, made.err
+    bare = run("prepare", tmp_path / "mine", "--out", tmp_path / "other", "data.system_messages=template", stack=True)
+    assert bare.code == 2 and "20 examples" in bare.err and "data.system_messages" in bare.err
+    fewer = ("new", tmp_path / "fewer", "--model", model, "--data", data, "data.system_messages=leave-out", "--json")
+    done = run(*fewer, stack=True)
+    assert done.code == 0 and resolve(tmp_path / "fewer").recipe.data.expect.train == 38  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_next_is_a_run_only_where_one_would_begin(tmp_path: Path) -> None:
+    data, model = chats(tmp_path / "mine.jsonl", tool=True), small_model(tmp_path / "hf", REFUSES_TOOLS)
+    words = ("new", tmp_path / "mine", "--model", model, "--data", data)
+    done = run(*words, "--json", stack=True)
+    assert done.code == 0 and done.json["refused"] and not done.json["commands"], done.err
+    assert "clustertune run" not in (tmp_path / "mine" / "README.md").read_text().partition("Before it runs")[2]
+    shutil.rmtree(tmp_path / "mine")
+    last = run(*words, stack=True).out.rstrip().splitlines()[-1]
+    assert "no tools here" in last and "->" in last
+    assert run("prepare", tmp_path / "mine", "--out", tmp_path / "data", stack=True).code == 2
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_new_says_what_max_length_leaves_out_and_writes_nothing_where_that_is_all(tmp_path: Path) -> None:
+    data, model = chats(tmp_path / "mine.jsonl", words=300), small_model(tmp_path / "hf", CHATML)
+    words = ("new", tmp_path / "mine", "--model", model, "--data", data)
+    done = run(*words, "train.max_length=128", stack=True)
+    assert done.code == 1 and not (tmp_path / "mine").exists(), done.err
+    (length,) = (int(found) for found in re.findall(r"train\.max_length=(\d+) ", done.err.splitlines()[-1]))
+    done = run(*words, f"train.max_length={length}", "--json", stack=True)
+    assert done.code == 0 and not any("left out" in line for line in done.json["assumed"]), done.err
+    made = run("prepare", tmp_path / "mine", "--out", tmp_path / "data", "--json", stack=True)
+    assert made.code == 0 and made.json["train"]["dropped"] == 0
+    lines = data.read_text() + chats(tmp_path / "short.jsonl", count=30).read_text().replace('"0 word', '"zero word')
+    data.write_text(lines)
+    done = run("new", tmp_path / "other", *words[2:], "train.max_length=128", "--json", stack=True)
+    assert done.code == 0 and any(f"train.max_length={length}" in line for line in done.json["assumed"]), done.json

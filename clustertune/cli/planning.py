@@ -329,43 +329,44 @@ def write_recipe(args: NewArguments) -> None:
     if not (stated.get("model") or {}).keys() & {"revision", "path"}:
         made_of = models.pinned(made_of)
     unseen = draft.look_at_weights(made_of, stated)
-    keys, notes = draft.look_at_tokenizer(made_of, measured, stated)
-    notes += unseen
-    stated = layers.laid_over(keys, stated)
+    looked = draft.look_at_tokenizer(made_of, measured, stated)
+    looked.notes.extend(unseen)
+    stated = layers.laid_over(looked.keys, stated)
     shown = folder.name if "/" not in name else name
     if at.assumed and args.method != "qlora" and tiny.is_small(made_of.architecture):
         made = draft.on_cpus(made_of, args.method, measured, stated)
-        made.assumed.extend(notes)
-        following = draft.commands(shown, ())
+        made.assumed.extend([*looked.sentences, *draft.left_out(made, looked)])
+        following = [] if looked.refused else draft.commands(shown, ())
         with draft.folder_of(made, folder.name) as written:
             resolve.resolve(written)
-            _keep(written, folder, draft.page(made, folder.name, made_of, following))
+            _keep(written, folder, draft.page(made, folder.name, made_of, following, looked.refused))
         document: dict[str, Any] = {"fits": True, "step_s": None, "hours": None, "total": None}
-        text = "\nfor this machine's CPUs. Next:\n"
+        text = "\nfor this machine's CPUs."
     else:
-        following = draft.commands(shown, at.options)
+        following = [] if looked.refused else draft.commands(shown, at.options)
         with draft.drafted(folder.name, made_of, args.method, measured, at, stated) as (made, written):
-            made.assumed.extend(notes)
+            made.assumed.extend([*looked.sentences, *draft.left_out(made, looked)])
             machine = at.calibrated.machine(int(made.recipe["slurm"]["nodes"]))
             plan = prediction.make_plan(resolve.resolve(written), machine, at.calibrated.constants, lengths=made.lengths)
-            _keep(written, folder, draft.page(made, folder.name, made_of, following))
+            _keep(written, folder, draft.page(made, folder.name, made_of, following, looked.refused))
         total = bill.bill(plan, at.calibrated.cluster)
         document = {"fits": plan.fits, "step_s": plan.step.seconds, "hours": plan.hours, "total": total.as_json()}
         hours = f"{plan.hours:.2g} h of training" if plan.hours else f"{plan.step.seconds:.3g} s a step"
         spent = f"; all stages {headline}" if (headline := total.headline()) else ""
         memory = f"{plan.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB a GPU"
-        text = f"\nplanned: {hours} on {machine.name}, {memory}{spent}. Next:\n"
+        text = f"\nplanned: {hours} on {machine.name}, {memory}{spent}."
     if overrides:
         made.assumed.append(f"said behind the options, and holds whatever stands above: {', '.join(overrides)}")
     files = sorted(path.name for path in folder.iterdir())
     document |= {"folder": str(folder), "files": files, "assumed": made.assumed, "commands": following}
+    document["refused"] = looked.refused
     reply(
         args.as_json,
         document,
         f"{folder}: {', '.join(files)}",
         *(f"- {one}" for one in made.assumed),
-        text,
-        "\n".join(following),
+        text + (" Before it runs:\n" if looked.refused else " Next:\n"),
+        "\n".join(looked.refused or following),
     )
 
 

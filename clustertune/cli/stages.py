@@ -342,6 +342,7 @@ def _prepared(resolved: Resolved, out: Path, input_path: Path | None, samples: i
         try:
             with _tokenizer(resolved, out) as tokenizer:
                 made = tokens.make(out, tokenizer, resolved.train_args)
+                sequences.check_ids(out, tokenizer, int(resolved.architecture["vocab_size"]))
                 if resolved.is_grpo:
                     sequences.check_prompts(out, resolved)
                 document |= {key: made[key] for key in tokens.SUMMARY}
@@ -368,6 +369,7 @@ def _tokenizer(resolved: Resolved, dataset: Path) -> Iterator[Any]:
     from clustertune.training import base_weights
 
     recipe = resolved.recipe
+    kinds: dict[str, Any] = {"chats": recipe.data.has_chats, "system": recipe.data.system_messages}
     if recipe.megatron is not None:
         raise _TokenizerUnavailable("Megatron-Bridge tokenises by itself", file=resolved.name)
     if recipe.model.weights == "random":
@@ -376,12 +378,12 @@ def _tokenizer(resolved: Resolved, dataset: Path) -> Iterator[Any]:
         with tempfile.TemporaryDirectory() as folder:  # as the run saves and loads it
             texts, own = conversation_texts(dataset), resolved.chat_template is None
             local_tokenizer(resolved.architecture, texts, template=own).save_pretrained(folder)
-            yield load_tokenizer(folder, None, resolved.chat_template, resolved.train_args, chats=recipe.data.has_chats)
+            yield load_tokenizer(folder, None, resolved.chat_template, resolved.train_args, **kinds)
         return
     source = needs.base_of(resolved, None).source
     base_weights.check(*source, resolved)
     try:
-        tokenizer = load_tokenizer(*source, resolved.chat_template, resolved.train_args, chats=recipe.data.has_chats)
+        tokenizer = load_tokenizer(*source, resolved.chat_template, resolved.train_args, **kinds)
     except UserError as error:
         if error.problems[0].key == "model.name":
             raise _TokenizerUnavailable(error.problems) from None

@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from clustertune.console import say
-from clustertune.data.chats import PARTS, SPECIAL, Trees, conversations, messages_of, read, recognise
+from clustertune.data.chats import PARTS, SPECIAL, Conversation, Trees, conversations, messages_of, read, recognise
 from clustertune.data.rows import BadRow, Reject, Rejects, count_words
 from clustertune.data.sources import RecordSource, find_sources
+from clustertune.data.system_messages import BEFORE_USER, LEAVE_OUT
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import MANIFEST, find_problems, fsync_path, list_files, read_manifest, record_files, seal
 from clustertune.recipe.findings import read_model
@@ -41,6 +42,8 @@ SPLITS = ("train", "eval")
 FILES = ("train.jsonl", "eval.jsonl", "rejected.jsonl")
 KIND = "dataset"
 _SPOOL = "spool.jsonl"
+_SYSTEM = "system"
+"""What conversations with a system message are counted as where they are left out by rule."""
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 _SHOWN = 5
 """Rows that are named on stderr where bad rows are skipped."""
@@ -115,6 +118,7 @@ def _settings(data: Data) -> dict[str, Any]:
     """The settings that change the result: not where the input lies, and not what is expected of it."""
     of_a_part = {"format", "columns", "language", "limit", "split", "config", "weight"}
     settings = data.model_dump(include={*of_a_part, "eval_fraction", "bad_rows"})
+    settings["without_system"] = data.system_messages == LEAVE_OUT
     return settings | {"sources": [part.model_dump(include=of_a_part) for part in data.sources or ()]}
 
 
@@ -167,6 +171,8 @@ def _make(data: Data, sources: list[tuple[DataSource, RecordSource]], seed: int,
         copies = _copies(data, read, splits, seed)
         written = _write_splits(spool, splits, read.lengths, copies, out)
     staged(out, _SPOOL).unlink()
+    if count := dropped[_SYSTEM]:
+        warnings.append(f"{count:,} conversations with a system message are left out (data.system_messages={LEAVE_OUT})")
     for key, part in data.keyed_parts():
         if part.language and part.format != "oasst-tree":
             warnings.append(f"{key}.language is for oasst-tree and changes nothing for {part.format}")
@@ -195,6 +201,8 @@ def _read_part(
     trees = Trees(rejects, part.language)
     before = len(read.keys)
     parsed = trees.conversations(rows) if part.format == "oasst-tree" else conversations(part.format, rows, rejects)
+    if data.system_messages == LEAVE_OUT:
+        parsed = _without_system(parsed, trees.dropped)
     for conversation in islice(parsed, part.limit):
         source_words = {**({"data": part.name} if data.sources else {}), **conversation.source}
         spool.write(_ENCODE({**conversation.example, "source": source_words}) + "\n")
@@ -223,6 +231,15 @@ def _read_part(
     if len(read.keys) == before:
         raise _nothing(part, source, rejects, trees)
     return trees.dropped
+
+
+def _without_system(parsed: Iterable[Conversation], dropped: Counter[str]) -> Iterator[Conversation]:
+    """The conversations without a system message; the others are counted as dropped."""
+    for conversation in parsed:
+        if any(message["role"] == "system" for message in messages_of(conversation.example)):
+            dropped[_SYSTEM] += 1
+        else:
+            yield conversation
 
 
 def _report(counts: Counter[str], faults: list[Reject], out: Path) -> None:
@@ -363,6 +380,11 @@ def _nothing(part: DataSource, source: RecordSource, rejects: Rejects, trees: Tr
         met = ", ".join(f"{name} {count}" for name, count in trees.languages.most_common(8))
         message = f"no tree has the language {part.language}; there are: {met}"
         problems.append(Problem(message, file=source.shown, key="data.language"))
+    if count := trees.dropped[_SYSTEM]:
+        text = (
+            f"no conversation is left: {count:,} have a system message, and data.system_messages={LEAVE_OUT} leaves these out"
+        )
+        problems.append(Problem(text, file=source.shown, key="data.system_messages", fix=f"data.system_messages={BEFORE_USER}"))
     return UserError(problems or Problem("contains no usable conversation", file=source.shown))
 
 
@@ -465,6 +487,8 @@ class MeasuredData:
     notes: tuple[str, ...] = ()
     examples: tuple[Mapping[str, Any], ...] = ()
     """The first of the training conversations, as ``prepare`` makes them."""
+    fields: Mapping[str, int] = field(default_factory=dict)
+    """Conversations by what a chat template must know in them (of the manifest of a data set)."""
 
     @property
     def source(self) -> str:
@@ -529,6 +553,7 @@ def _count(section: dict[str, Any]) -> MeasuredData:
             tokens.update(_tokens(json.loads(line)) for line in lines)
             lines.seek(0)
             examples = tuple(map(json.loads, islice(lines, EXAMPLES)))
+        fields = read_manifest(Path(folder, "data")).meta["fields"]
     counts = {name: prepared[name]["conversations"] for name in SPLITS}
     mean = sum(length * count for length, count in tokens.items()) / max(1, counts["train"])
     notes = [
@@ -538,7 +563,7 @@ def _count(section: dict[str, Any]) -> MeasuredData:
     if rejected := sum(prepared["rejected"].values()):
         notes.append(f"{rejected:,} rows are left out: clustertune prepare names each")
     section |= {"expect": {**counts, "mean_tokens": round(mean)}}
-    return MeasuredData(section, dict(tokens), tuple(notes), examples)
+    return MeasuredData(section, dict(tokens), tuple(notes), examples, fields)
 
 
 def _tokens(example: Mapping[str, Any]) -> int:

@@ -27,6 +27,8 @@ PAIRS = {"remove_unused_columns": False}
 """What ``DPOConfig`` must say for rows that are made."""
 TRAINER = {"dataset_kwargs": {"skip_prepare_dataset": True}, "assistant_only_loss": False, **PAIRS}
 """The same of ``SFTConfig``: with ``assistant_only_loss`` TRL asks for conversations."""
+NO_ROOM = "take the tokenizer files of the model's makers, or make room in the model: resize_token_embeddings, save_pretrained"
+"""What to do where a tokenizer has tokens that its model has not."""
 LISTED = 20
 """Problems that one message lists."""
 TRIED = 64
@@ -152,6 +154,39 @@ def shown(folder: Path, tokenizer: Any, count: int, marks: tuple[str, str]) -> l
             text += f"{marks[0]}{decoded}{marks[1]}" if marked[0] else decoded
         texts.append(text)
     return texts
+
+
+def check_ids(dataset: Path, tokenizer: Any, rows: int) -> None:
+    """Raise UserError where tokens of a data set, or padding, have ids beyond the model's ``vocab_size``, such as those that
+    were added to its tokenizer: a rank would end at its first step, on a GPU without a word on which token it was.
+
+    ``rows``: those of the model's embedding.
+    """
+    if max(tokenizer.get_vocab().values(), default=0) < rows:
+        return
+    problems, folder = list[Problem](), dataset / tokens.FOLDER
+    manifest = read_manifest(folder, tokens.KIND)
+    each = 2 if manifest.meta["made_from"]["rows"].get("pairs") else 1
+    for split in SPLITS:
+        start, offsets = 0, np.load(folder / f"{split}.index.npy", mmap_mode="r")["offset"]
+        for number, size in enumerate(manifest.meta["splits"][split]["parts"]):
+            ids = np.fromfile(folder / f"{split}-{number:05}.u32", "<u4", size) & ~LABEL
+            beyond = np.flatnonzero(ids >= rows)
+            if len(beyond):
+                line = (int(np.searchsorted(offsets, start + beyond[0], side="right")) - 1) // each + 1
+                found = int(ids[beyond[0]])
+                text = f"{tokenizer.convert_ids_to_tokens(found)!r} is token {found}, and the model has {rows} (vocab_size)"
+                problems.append(Problem(text, file=str(dataset / f"{split}.jsonl:{line}"), key="model.path", fix=NO_ROOM))
+                break
+            start += size
+    if not problems and tokenizer.pad_token_id >= rows:
+        text = f"{tokenizer.pad_token!r} is token {tokenizer.pad_token_id}, and the model has {rows} (vocab_size)"
+        usable = tokenizer.eos_token if (tokenizer.eos_token_id or 0) < rows else "TOKEN"
+        problems.append(
+            Problem(text, file=str(dataset), key="train.pad_token", fix=f"train.pad_token={usable!r}, or {NO_ROOM}")
+        )
+    if problems:
+        raise UserError(problems)
 
 
 # -- prompts that a model answers itself -----------------------------------------------------------------------------------

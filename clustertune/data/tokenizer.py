@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from clustertune import bounded
+from clustertune.data.system_messages import BEFORE_USER, rendered_before_user
 from clustertune.errors import UserError
 
 if TYPE_CHECKING:
@@ -73,12 +74,12 @@ def choose_pad_token(tokenizer: Any, token: str | None) -> str:
 
 
 def load_tokenizer(
-    source: str, revision: str | None, template: str | None, named: Mapping[str, Any], *, chats: bool = True
+    source: str, revision: str | None, template: str | None, named: Mapping[str, Any], *, chats: bool = True, system: str = ""
 ) -> Any:
     """The tokenizer of a model folder or Hub id, with a chat template (its own, else ``template``), EOS and a padding token.
 
     ``named``: ``eos_token`` and ``pad_token``, where the training names them; without ``chats`` it needs no template.
-    Raises UserError where it is not available.
+    ``system``: the recipe's ``data.system_messages``. Raises UserError where it is not available.
     """
     if source.startswith((".", "/", "~")) and not Path(source).exists():  # else the Hub is asked for it, seven seconds long
         raise UserError(f"no such folder: {source}", key="model.path", fix="give the folder of the model, as model.path=FOLDER")
@@ -100,6 +101,8 @@ def load_tokenizer(
                 fix="put a Jinja file beside the recipe and name it there",
             )
         tokenizer.chat_template = template
+    if system == BEFORE_USER:
+        tokenizer.chat_template = rendered_before_user(tokenizer.chat_template)
     if (eos := named.get("eos_token")) is not None:
         if eos not in tokenizer.get_vocab():
             raise UserError(f"{eos!r} is not in the tokenizer's vocabulary", key="train.eos_token")

@@ -44,6 +44,7 @@ import numpy.typing as npt
 
 from clustertune import bounded, secrets
 from clustertune.console import byte_progress, say
+from clustertune.data import system_messages
 from clustertune.data.chats import OF_ROLE, UNEQUAL
 from clustertune.data.prepare import KIND as DATASET
 from clustertune.data.prepare import SPLITS, locked
@@ -268,6 +269,9 @@ def _tokenise(
 def _check_fields(fields: Mapping[str, int], encoder: Encoder, dataset: Path) -> None:
     """Raise UserError where the chat template leaves out tools or messages that the data have; reasoning and system messages
     may be left out on purpose: a warning."""
+    if (count := fields.get("system messages")) and (why := encoder.refuses_system()) is not None:
+        text = f"{count:,} examples hold system messages, which the chat template refuses: {why}"
+        raise UserError(text, file=str(dataset), key="data.system_messages", fix=system_messages.FIX)
     for name, count in fields.items():
         if encoder.renders(OF_ROLE[name]) if name in OF_ROLE else name in encoder.template:
             continue
@@ -276,7 +280,7 @@ def _check_fields(fields: Mapping[str, int], encoder: Encoder, dataset: Path) ->
         if name in ("tools", "tool_calls", *OF_ROLE.keys() - {"system messages"}):
             fix = "name a template that renders them, or leave these examples out of the input"
             raise UserError(text, file=str(dataset), key="model.chat_template", fix=fix)
-        say(f"warning: {text}")
+        say(f"warning: {text}{f'; {system_messages.FIX}' if name == 'system messages' else ''}")
 
 
 def _check_weights(meta: Mapping[str, Any], encoder: Encoder, dataset: Path) -> None:
@@ -679,6 +683,21 @@ class Encoder:
         except ValueError:
             return True
 
+    def refuses_system(self) -> str | None:
+        """Why the template raises an error for a conversation that begins with a system message; None where it takes one, or
+        takes no conversation at all."""
+        turns = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
+
+        def refusal(chat: list[dict[str, str]]) -> str | None:
+            render = partial(self.tokenizer.apply_chat_template, chat, tokenize=False, chat_template=self.template)
+            try:
+                within_limits(render)
+            except ValueError as error:
+                return str(error)
+            return None
+
+        return refusal(turns) if refusal(turns[1:]) is None else None
+
     def encode(self, examples: list[Mapping[str, Any]]) -> Iterator[tuple[npt.NDArray[Any], tuple[int, ...]]]:
         """Tokens with their label bits, and length, first and last label and count of labels, of each conversation.
 
@@ -798,6 +817,14 @@ class Tried:
     """Why the assistant's words cannot be told apart; all tokens were taken then."""
     stop: str | None = None
     """The special token that answers end with, where none of them holds EOS."""
+    helps: list[int] = field(default_factory=list)
+    """The smallest ``max_length`` with which each example that was taken stays; 0 where no length helps."""
+    system: str | None = None
+    """Why the template refuses system messages; None: it takes them, or leaves them out."""
+    largest: int = 0
+    """The largest token id."""
+    leaves_out_system: bool = False
+    """Whether the template leaves their text out."""
 
 
 def try_examples(tokenizer: Any, examples: Iterable[Mapping[str, Any]], train_args: Mapping[str, Any]) -> Tried:
@@ -813,6 +840,8 @@ def try_examples(tokenizer: Any, examples: Iterable[Mapping[str, Any]], train_ar
     def work() -> Mapping[str, Any]:
         tried, ends, stops = Tried(), Counter[int](), False
         encoder = Encoder.of(tokenizer, train_args)
+        if encoder.template:
+            tried.system, tried.leaves_out_system = encoder.refuses_system(), not encoder.renders("system")
         for example in examples:
             try:
                 try:
@@ -824,7 +853,9 @@ def try_examples(tokenizer: Any, examples: Iterable[Mapping[str, Any]], train_ar
             except faults as error:
                 tried.refused.append(str(error))
                 continue
+            tried.helps.append(_length_that_helps(made))
             for ids, _ in made:
+                tried.largest = max(tried.largest, int((ids & ~LABEL).max(initial=0)))
                 learnt = (ids[ids >= LABEL] & ~LABEL).tolist()
                 stops = stops or tokenizer.eos_token_id in learnt
                 ends.update([one for one in learnt if one in special][-1:])
@@ -833,6 +864,15 @@ def try_examples(tokenizer: Any, examples: Iterable[Mapping[str, Any]], train_ar
         return asdict(tried)
 
     return Tried(**within_limits(work))
+
+
+def _length_that_helps(made: Sequence[tuple[npt.NDArray[Any], tuple[int, ...]]]) -> int:
+    """The smallest ``max_length`` with which an example stays, of its sequence, or of the two of a pair; 0: no length helps."""
+    if len(made) < 2:
+        return made[0][1][1] + 1
+    one, other = (ids & ~LABEL for ids, _ in made)
+    shared = _common(one, other)
+    return 0 if shared == len(one) == len(other) else shared + 1
 
 
 class BoundedShards:

@@ -60,24 +60,36 @@ def copy_tokenizer(base: Path, stage: Path, extra: Iterable[str] = ()) -> dict[s
     return {name: stage / name for name in files}
 
 
-def write_trained(base: Path, stage: Path, template: str | None, tokens: Mapping[str, Any]) -> dict[str, int]:
+def write_trained(base: Path, stage: Path, template: str | None, tokens: Mapping[str, Any], system: str = "") -> dict[str, int]:
     """Make the tokenizer that :func:`copy_tokenizer` put into ``stage`` the one that trained: its EOS, padding and template.
 
-    ``template``: the recipe's chat template; ``tokens``: its ``train`` section. Returns the ids of ``_STOPS`` by the names
-    that they have in a model's ``config.json``. Raises UserError where the base's tokenizer cannot be loaded.
+    ``template``: the recipe's chat template; ``tokens``: its ``train`` section; ``system``: its ``data.system_messages``.
+    Returns the ids of ``_STOPS`` by the names that they have in a model's ``config.json``. Raises
+    UserError where the base's tokenizer cannot be loaded.
     """
+    from clustertune.data.system_messages import is_rendered_before_user
     from clustertune.data.tokenizer import load_tokenizer
 
-    trained = load_tokenizer(str(base), None, template, tokens, chats=False)
+    trained = load_tokenizer(str(base), None, template, tokens, chats=False, system=system)
     body = read_json(stage / TOKENIZER_CONFIG) if (stage / TOKENIZER_CONFIG).exists() else {}
     _write_changed(stage / TOKENIZER_CONFIG, body, {name: getattr(trained, name) for name in _STOPS})
     if (stage / _SPECIAL).exists():
         _write_changed(stage / _SPECIAL, read_json(stage / _SPECIAL), {name: getattr(trained, name) for name in _STOPS})
     has_own = "chat_template" in body or any((stage / name).exists() for name in CHAT)
-    if isinstance(trained.chat_template, str) and not has_own:
-        (stage / CHAT[0]).write_text(trained.chat_template, encoding="utf-8")
+    if isinstance(trained.chat_template, str) and (not has_own or is_rendered_before_user(trained.chat_template)):
+        _write_template(stage, trained.chat_template)
     ids = {f"{name}_id": getattr(trained, f"{name}_id") for name in _STOPS}
     return {name: value for name, value in ids.items() if value is not None}
+
+
+def _write_template(stage: Path, template: str) -> None:
+    """Write the only chat template of a folder: transformers reads this file first."""
+    (stage / CHAT[0]).write_text(template, encoding="utf-8")
+    (stage / CHAT[1]).unlink(missing_ok=True)
+    path = stage / TOKENIZER_CONFIG
+    if path.exists() and "chat_template" in (body := read_json(path)):
+        del body["chat_template"]
+        path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _write_changed(path: Path, body: dict[str, Any], tokens: Mapping[str, str | None]) -> None:

@@ -130,7 +130,7 @@ def write_tokenizer(
     files = companions.copy_tokenizer(base, stage, extra) if base is not None else {}
     tokens, template = trained.train_args, trained.chat_template
     if base is not None and {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(files):
-        return companions.write_trained(base, stage, template, tokens)
+        return companions.write_trained(base, stage, template, tokens, trained.recipe.data.system_messages)
     if template is not None or tokens["eos_token"] is not None:
         text = "the base model's tokenizer is not there, and the training gave it another EOS or chat template"
         raise UserError(text, file=str(base or checkpoint), key="--base", fix="name the base model's folder with --base")

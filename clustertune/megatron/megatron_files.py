@@ -77,7 +77,8 @@ def _lines(path: Path) -> Iterator[str]:
 def _write_tokenizer(resolved: Resolved, source: tuple[str, str | None], out: Path) -> None:
     from clustertune.data.tokenizer import has_generation_markers, load_tokenizer, training_template
 
-    tokenizer = load_tokenizer(*source, resolved.chat_template, resolved.train_args)
+    system = resolved.recipe.data.system_messages
+    tokenizer = load_tokenizer(*source, resolved.chat_template, resolved.train_args, system=system)
     tokenizer.chat_template = training_template(tokenizer, marked=True)
     if not has_generation_markers(tokenizer.chat_template):  # Megatron-Bridge finds the answers by them
         fix = "put the template with {% generation %} around what the assistant says beside the recipe, and name it there"

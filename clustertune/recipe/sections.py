@@ -230,6 +230,9 @@ class Data(DataSource):
 
     eval_fraction: Annotated[Number, Field(gt=0, le=0.5)] = 0.05
     """Share of conversations that become the eval split where the input has no splits; those of one prompt stay together."""
+    system_messages: Literal["template", "before-user", "leave-out"] = "template"
+    """``template``: the chat template renders them. Where it refuses them: ``before-user`` puts their text before the user's
+    first message, in the template that is saved with the model too; ``leave-out`` leaves these conversations out."""
     bad_rows: Literal["skip", "stop"] = "skip"
     """``skip``: leave bad rows out, count and report them. ``stop``: refuse the input."""
     max_rejected: Score = 0.2

@@ -263,8 +263,8 @@ class Session:
         base_model.check(*source, self.resolved)
         with self.startup.part("data"):
             train_args = self.resolved.train_args
-            chats = recipe.data.has_chats
-            tokenizer = load_tokenizer(*source, self.resolved.chat_template, train_args, chats=chats)
+            kinds: dict[str, Any] = {"chats": recipe.data.has_chats, "system": recipe.data.system_messages}
+            tokenizer = load_tokenizer(*source, self.resolved.chat_template, train_args, **kinds)
             train, held_out = sequences.load(data, attempt.run.data, tokenizer, train_args)
         if held_out is None:
             self.args.eval_strategy, self.args.eval_on_start = "no", False
