@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clustertune.cluster.load import load_cluster, of_gpus
 from clustertune.data import system_messages
@@ -37,6 +37,9 @@ from clustertune.resolve.overrides import RecipeSource, loading
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.tiny import RANKS
 from clustertune.tree import how_to_install
+
+if TYPE_CHECKING:
+    from clustertune.data.tokens import Tried
 
 METHODS = ("lora", "qlora", "full")
 BATCH, SMALL_BATCH = 32, 8
@@ -308,6 +311,19 @@ def look_at_weights(model: FoundModel, stated: Mapping[str, Any]) -> list[str]:
     return []
 
 
+def lacking_weights(model: FoundModel, stated: Mapping[str, Any]) -> list[str]:
+    """A sentence on a local model that has no weights yet, empty where it has some or is no local one."""
+    section = {**model.section, **(stated.get("model") or {})}
+    if section.get("weights") == "random" or not section.get("path") or find_spec("transformers") is None:
+        return []
+    from clustertune.training import base_weights
+
+    folder = Path(str(section["path"])).expanduser()
+    if base_weights.is_named(folder) or any(folder.glob("*.safetensors")) or base_weights.pickles(folder):
+        return []
+    return [f"no weights are in {folder} -> put model.safetensors there, or name the model's id on the Hub as --model"]
+
+
 @dataclass(frozen=True)
 class Looked:
     """What came of the first conversations with the tokenizer of a local model."""
@@ -339,9 +355,8 @@ def look_at_tokenizer(model: FoundModel, data: MeasuredData, stated: Mapping[str
         return Looked(notes=[note] * chats)
     if find_spec("transformers") is None:
         return Looked(notes=[f"the tokenizer was not looked at: transformers is not installed ({how_to_install('train')})"])
-    from clustertune.data.sequences import NO_ROOM
     from clustertune.data.tokenizer import load_tokenizer
-    from clustertune.data.tokens import OTHER_TEMPLATE, try_examples
+    from clustertune.data.tokens import try_examples
 
     train = filled(train_defaults(), {"assistant_only_loss": True, **(stated.get("train") or {})})
     keys: dict[str, Any] = {}
@@ -376,6 +391,19 @@ def look_at_tokenizer(model: FoundModel, data: MeasuredData, stated: Mapping[str
         notes.append(
             f"the chat template leaves out the system messages of {with_system:,} conversations: {system_messages.FIX}"
         )
+    looked = Looked(keys, notes, refused, tuple(tried.helps))
+    _tell(looked, tried, tokenizer, model, data)
+    return looked
+
+
+def _tell(looked: Looked, tried: Tried, tokenizer: Any, model: FoundModel, data: MeasuredData) -> None:
+    """Add what the trial showed of thoughts, answers and token ids."""
+    from clustertune.data.sequences import NO_ROOM
+    from clustertune.data.tokens import OTHER_TEMPLATE, open_thoughts
+
+    keys, notes, refused = looked.keys, looked.notes, looked.refused
+    if tried.opens_thought and data.without_thought and data.section["format"] != "prompt":
+        notes.append(open_thoughts(data.without_thought, tried.opens_thought))
     if tried.indistinct:
         keys.setdefault("train", {})["assistant_only_loss"] = False
         notes.append(f"all tokens are learnt, not the assistant's alone (train.assistant_only_loss=false): {tried.indistinct}")
@@ -389,7 +417,6 @@ def look_at_tokenizer(model: FoundModel, data: MeasuredData, stated: Mapping[str
     if tried.refused:
         many = f"{len(tried.refused)} of the first {len(data.examples)} conversations"
         refused.append(f"the chat template refuses {many}: {tried.refused[0]} -> {OTHER_TEMPLATE}")
-    return Looked(keys, notes, refused, tuple(tried.helps))
 
 
 def left_out(made: Draft, looked: Looked) -> list[str]:

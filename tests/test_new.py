@@ -412,12 +412,14 @@ def test_weights_that_would_be_random_are_refused_before_a_rank_starts(damage: C
     assert not (tmp_path / "after").exists() and not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.usefixtures("no_gpu")
 def test_a_folder_without_weights_is_said_and_is_not_trained(tmp_path: Path) -> None:
     """A recipe can be written before the weights are there; what needs them says so."""
     data, model = rows(tmp_path / "mine.jsonl", ROWS["messages"], 60), small_model(tmp_path / "hf")
     (model / "model.safetensors").unlink()
     made = run("new", tmp_path / "mine", "--model", model, "--data", data, "--json", stack=True)
     assert made.code == 0 and any("no weights" in line for line in made.json["assumed"]), made.err
+    assert made.json["refused"] and not made.json["commands"], "a run would not begin"
     done = run("prepare", tmp_path / "mine", "--out", tmp_path / "data", stack=True)
     assert done.code == 2 and str(model) in done.err and "safetensors" in done.err
 
@@ -511,7 +513,7 @@ def test_next_is_a_run_only_where_one_would_begin(tmp_path: Path) -> None:
     assert done.code == 0 and done.json["refused"] and not done.json["commands"], done.err
     assert "clustertune run" not in (tmp_path / "mine" / "README.md").read_text().partition("Before it runs")[2]
     shutil.rmtree(tmp_path / "mine")
-    last = run(*words, stack=True).out.rstrip().splitlines()[-1]
+    last = run(*words, stack=True).err.rstrip().splitlines()[-1]
     assert "no tools here" in last and "->" in last
     assert run("prepare", tmp_path / "mine", "--out", tmp_path / "data", stack=True).code == 2
 

@@ -336,6 +336,7 @@ def write_recipe(args: NewArguments) -> None:
     if at.assumed and args.method != "qlora" and tiny.is_small(made_of.architecture):
         made = draft.on_cpus(made_of, args.method, measured, stated)
         made.assumed.extend([*looked.sentences, *draft.left_out(made, looked)])
+        looked.refused.extend(draft.lacking_weights(made_of, stated))
         following = [] if looked.refused else draft.commands(shown, ())
         with draft.folder_of(made, folder.name) as written:
             resolve.resolve(written)

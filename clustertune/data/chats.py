@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -377,6 +378,25 @@ def _answered(turns: list[Message], column: str) -> list[Message]:
     if turns[-1]["role"] != "assistant":
         raise BadRow("unanswered", f"{column} ends with a {turns[-1]['role']} message")
     return turns
+
+
+_THOUGHT = re.compile(
+    r"(?P<opens><(?:think|thinking|thought|reasoning|seed:think)>|\[THINK\]|<\|START_THINKING\|>|\u25c1think\u25b7)"
+    r"|</(?:think|thinking|thought|reasoning|seed:think)>|\[/THINK\]|<\|END_THINKING\|>|\u25c1/think\u25b7"
+)
+"""Marks around thoughts in texts: Qwen3's and DeepSeek-R1's, Seed-OSS's, Magistral's, Command A's, Kimi's."""
+
+
+def open_thought(text: str) -> str:
+    """The mark with which a text ends in an open thought, "" where none is open."""
+    marks = list(_THOUGHT.finditer(text))
+    return marks[-1]["opens"] or "" if marks else ""
+
+
+def has_thought(example: Mapping[str, Any]) -> bool:
+    """Whether an answer of the example holds a thought, in a field of its own or in its text."""
+    answers = [message for message in messages_of(example) if message["role"] == "assistant"]
+    return any(any(answer.get(name) for name in REASONING) or _THOUGHT.search(answer["content"]) for answer in answers)
 
 
 def kind_of_prompt(example: Mapping[str, Any]) -> str:

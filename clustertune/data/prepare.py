@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from clustertune.console import say
-from clustertune.data.chats import PARTS, SPECIAL, Conversation, Trees, conversations, messages_of, read, recognise
+from clustertune.data.chats import PARTS, SPECIAL, Conversation, Trees, conversations, has_thought, messages_of, read, recognise
 from clustertune.data.rows import BadRow, Reject, Rejects, count_words
 from clustertune.data.sources import RecordSource, find_sources
 from clustertune.data.system_messages import BEFORE_USER, LEAVE_OUT
@@ -36,7 +36,7 @@ from clustertune.recipe.layers import RECIPES, Document, parse_value, read_yaml
 from clustertune.recipe.sections import COLUMNS, NAME, Data, DataSource
 from clustertune.tree import how_to_install
 
-FORMAT = 5
+FORMAT = 6
 """Version of what this code makes out of the same input. Raise it with any change of a rule: older datasets are recreated."""
 SPLITS = ("train", "eval")
 FILES = ("train.jsonl", "eval.jsonl", "rejected.jsonl")
@@ -148,6 +148,8 @@ class _Read:
     """Messages."""
     fields: Counter[str] = field(default_factory=Counter)
     """Examples by what a chat template must know beside role and content: tools, their calls, reasoning, own arguments."""
+    without_thought: int = 0
+    """Conversations of which no answer holds a thought."""
 
 
 def _make(data: Data, sources: list[tuple[DataSource, RecordSource]], seed: int, out: Path) -> dict[str, Any]:
@@ -185,6 +187,7 @@ def _make(data: Data, sources: list[tuple[DataSource, RecordSource]], seed: int,
         "share": max(part["share"] for part in by_part),
         "sources": by_part,
         "fields": dict(sorted(read.fields.items())),
+        "without_thought": read.without_thought,
         **({"pairs": True} if data.has_preferences else {}),
         **({"prompts": True} if data.has_prompts else {}),
         "warnings": warnings,
@@ -219,6 +222,7 @@ def _read_part(
         read.fields.update({key for part in (conversation.example, *messages) for key in SPECIAL if key in part})
         read.fields.update(list(conversation.example.get("chat_template_kwargs", ())))
         read.fields.update({f"{message['role']} messages" for message in messages})
+        read.without_thought += bool(messages) and not has_thought(conversation.example)
     total = rejects.total_faults
     if total and (data.bad_rows == "stop" or (rejects.share > data.max_rejected and len(read.keys) > before)):
         what = f"{total:,} bad row{'s' if total > 1 else ''} of {rejects.rows:,} ({count_words(rejects.counts)})"
@@ -489,6 +493,8 @@ class MeasuredData:
     """The first of the training conversations, as ``prepare`` makes them."""
     fields: Mapping[str, int] = field(default_factory=dict)
     """Conversations by what a chat template must know in them (of the manifest of a data set)."""
+    without_thought: int = 0
+    """Conversations of which no answer holds a thought."""
 
     @property
     def source(self) -> str:
@@ -553,7 +559,7 @@ def _count(section: dict[str, Any]) -> MeasuredData:
             tokens.update(_tokens(json.loads(line)) for line in lines)
             lines.seek(0)
             examples = tuple(map(json.loads, islice(lines, EXAMPLES)))
-        fields = read_manifest(Path(folder, "data")).meta["fields"]
+        meta = read_manifest(Path(folder, "data")).meta
     counts = {name: prepared[name]["conversations"] for name in SPLITS}
     mean = sum(length * count for length, count in tokens.items()) / max(1, counts["train"])
     notes = [
@@ -563,7 +569,7 @@ def _count(section: dict[str, Any]) -> MeasuredData:
     if rejected := sum(prepared["rejected"].values()):
         notes.append(f"{rejected:,} rows are left out: clustertune prepare names each")
     section |= {"expect": {**counts, "mean_tokens": round(mean)}}
-    return MeasuredData(section, dict(tokens), tuple(notes), examples, fields)
+    return MeasuredData(section, dict(tokens), tuple(notes), examples, meta["fields"], meta["without_thought"])
 
 
 def _tokens(example: Mapping[str, Any]) -> int:

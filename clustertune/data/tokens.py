@@ -45,7 +45,7 @@ import numpy.typing as npt
 from clustertune import bounded, secrets
 from clustertune.console import byte_progress, say
 from clustertune.data import system_messages
-from clustertune.data.chats import OF_ROLE, UNEQUAL
+from clustertune.data.chats import OF_ROLE, UNEQUAL, open_thought
 from clustertune.data.prepare import KIND as DATASET
 from clustertune.data.prepare import SPLITS, locked
 from clustertune.data.tokenizer import (
@@ -239,6 +239,8 @@ def _tokenise(
     meta = read_manifest(dataset, DATASET).meta
     _check_fields(meta.get("fields", {}), encoder, dataset)
     _check_weights(meta, encoder, dataset)
+    if not meta.get("prompts"):
+        _tell_of_open_thoughts(int(meta.get("without_thought", 0)), encoder)
     # A shard's worth of bytes for each process at least: to start them takes longer than little data.
     size = sum(end - start for _, start, end, _ in missing)
     processes = max(1, min(len(os.sched_getaffinity(0)), len(missing), -(-size // chunk)))
@@ -281,6 +283,19 @@ def _check_fields(fields: Mapping[str, int], encoder: Encoder, dataset: Path) ->
             fix = "name a template that renders them, or leave these examples out of the input"
             raise UserError(text, file=str(dataset), key="model.chat_template", fix=fix)
         say(f"warning: {text}{f'; {system_messages.FIX}' if name == 'system messages' else ''}")
+
+
+def _tell_of_open_thoughts(count: int, encoder: Encoder) -> None:
+    """Say that the model is asked with a thought begun, and that so many conversations hold none."""
+    if count and (mark := encoder.opens_thought()):
+        say(f"warning: {open_thoughts(count, mark)}")
+
+
+def open_thoughts(count: int, mark: str) -> str:
+    """A sentence on ``count`` conversations without a thought and a generation prompt that begins one with ``mark``."""
+    text = f"{count:,} conversations hold no thought, and the chat template's generation prompt begins one ({mark}): the tuned "
+    text += "model is asked in another form than it was trained in; give the answers thoughts (reasoning_content), or take a "
+    return f"{text}template whose generation prompt begins none"
 
 
 def _check_weights(meta: Mapping[str, Any], encoder: Encoder, dataset: Path) -> None:
@@ -698,6 +713,19 @@ class Encoder:
 
         return refusal(turns) if refusal(turns[1:]) is None else None
 
+    def opens_thought(self) -> str:
+        """The mark of the thought that the generation prompt begins and does not end; "" where it begins none."""
+        turns = [{"role": "user", "content": "user"}]
+
+        def render() -> str:
+            show = partial(self.tokenizer.apply_chat_template, turns, tokenize=False, chat_template=self.template)
+            return str(show(add_generation_prompt=True)).removeprefix(str(show(add_generation_prompt=False)))
+
+        try:
+            return open_thought(str(within_limits(render))) if self.template else ""
+        except ValueError:
+            return ""
+
     def encode(self, examples: list[Mapping[str, Any]]) -> Iterator[tuple[npt.NDArray[Any], tuple[int, ...]]]:
         """Tokens with their label bits, and length, first and last label and count of labels, of each conversation.
 
@@ -823,6 +851,8 @@ class Tried:
     """Why the template refuses system messages; None: it takes them, or leaves them out."""
     largest: int = 0
     """The largest token id."""
+    opens_thought: str = ""
+    """The mark of a thought that the generation prompt begins."""
     leaves_out_system: bool = False
     """Whether the template leaves their text out."""
 
@@ -842,6 +872,7 @@ def try_examples(tokenizer: Any, examples: Iterable[Mapping[str, Any]], train_ar
         encoder = Encoder.of(tokenizer, train_args)
         if encoder.template:
             tried.system, tried.leaves_out_system = encoder.refuses_system(), not encoder.renders("system")
+            tried.opens_thought = encoder.opens_thought()
         for example in examples:
             try:
                 try:
