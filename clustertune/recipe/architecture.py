@@ -104,7 +104,7 @@ def find_problems(body: dict[str, Any], shown: str) -> list[Problem]:
     if not isinstance(kind, str) or kind not in model_types():
         missing = "missing", "as in the model's config.json, such as llama"
         unknown = f"{_short(kind)} is not a model type of the pinned transformers' language models"
-        faults = [("model_type", *(missing if kind is None else (unknown, _supported(str(kind)))))]
+        faults: list[Wrong] = [("model_type", *(missing if kind is None else (unknown, _supported(str(kind)))))]
     else:
         faults = list(_check_keys(body, kind))
         body = common_names(body)

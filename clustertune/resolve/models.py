@@ -301,8 +301,8 @@ def lift(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         shared = ("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
         body = {**{key: config[key] for key in shared if key in config}, **inner, "architectures": None}
     if str(body.get("model_type")) in PLAIN_TEXT:  # also of a file that has no text_config, as Qwen2-VL's was published
-        kind = str(body["model_type"])
-        body = {**plain_rope(body, kind), "model_type": PLAIN_TEXT[kind], "architectures": None}
+        inside = str(body["model_type"])
+        body = {**plain_rope(body, inside), "model_type": PLAIN_TEXT[inside], "architectures": None}
     if body.get("model_type") != config.get("model_type"):
         notes.append(
             f"the text model of {config.get('model_type')} is taken: clustertune text-model MODEL OUT saves it to train on"
