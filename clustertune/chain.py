@@ -169,7 +169,7 @@ def _differences(run: RunDir, resolved: Resolved) -> list[Problem]:
     before, now = (dict(content.flatten(side.as_dict())) for side in (run.resolved(), resolved))
     free = [key for key in resolved.train_args | run.resolved().train_args if not resolved.counts(key)]
     may_change = ("recipe.save.", *(f"train_args.{key}" for key in ("save_", *free)))
-    ignored = ("origins.", "derived", "distribution.", "warnings", "folder", *may_change)
+    ignored = ("origins.", "derived", "distribution.", "warnings", "folder", "template_date", "row_arguments", *may_change)
     changed = sorted(
         key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and not key.startswith(ignored)
     )
@@ -379,13 +379,15 @@ class Chain:
         counts = {"conversations": {split: result[split]["conversations"] for split in ("train", "eval")}}
         from_where, train_args = needs.base_of(self.resolved, self.run).source, self.resolved.train_args
         if recipe.megatron is not None:  # Megatron-Bridge tokenises by itself
-            megatron_files.make(self.resolved, self.run.path, self.run.data, from_where)
+            megatron_files.make(self.run.pinned(self.resolved), self.run.path, self.run.data, from_where)
             return counts
         base_model.check(*from_where, self.resolved)
         base_weights.check(*from_where, self.resolved)
         kinds: dict[str, Any] = {"chats": recipe.data.has_chats, "system": recipe.data.system_messages}
+        kinds["date"] = self.run.description().resolved.template_date
         tokenizer = load_tokenizer(*from_where, self.resolved.chat_template, train_args, **kinds)
         made = tokens.make(self.run.data, tokenizer, train_args, shared=self.run.shared_tokens)
+        self.run.pin(made["row_arguments"])
         sequences.check_ids(self.run.data, tokenizer, int(self.resolved.architecture["vocab_size"]))
         if self.resolved.is_grpo:
             sequences.check_prompts(self.run.data, self.resolved)

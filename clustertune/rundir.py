@@ -12,7 +12,8 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -149,6 +150,7 @@ class RunDir:
 
     def create(self, resolved: Resolved, **facts: Any) -> None:
         """Write ``run.json``, and the files of the distribution. ``facts``: of the command and the machine."""
+        resolved = replace(resolved, template_date=date.today().isoformat())
         document = {"recipe": resolved.as_dict(), "fingerprint": resolved.fingerprint()}
         self.path.mkdir(parents=True, exist_ok=True)
         write_durably(self.run_json, json.dumps({**document, "created": round(time.time(), 3), **facts}, indent=1) + "\n")
@@ -169,6 +171,16 @@ class RunDir:
         text = f"its recipe was changed: fingerprint {digest[:12]} found, {expected[:12]} expected"
         fix = "give another --run-dir"
         raise UserError(text, file=str(self.run_json), key="recipe", fix=fix)
+
+    def pinned(self, resolved: Resolved) -> Resolved:
+        """A recipe with the day that this run has for its chat template, and what its rows give it."""
+        return resolved.pinned_as(self.description().resolved)
+
+    def pin(self, row_arguments: Mapping[str, Any]) -> None:
+        """Record what all rows give the chat template."""
+        recipe = self.read()["recipe"]
+        if recipe["row_arguments"] != row_arguments:
+            self.update(recipe={**recipe, "row_arguments": dict(row_arguments)})
 
     def is_of(self, resolved: Resolved) -> bool:
         """Whether this run is of this recipe, on whatever ranks. Raises UserError where ``run.json`` cannot be read."""
@@ -194,7 +206,7 @@ class RunDir:
 
         ``jobs``: the shape of each stage's; ``evaluation``: the dataclass of ``launch/serving.py``.
         """
-        now: dict[str, Any] = {"recipe": resolved.as_dict()}
+        now: dict[str, Any] = {"recipe": self.pinned(resolved).as_dict()}
         if cluster is not None:
             now["cluster"] = cluster.model_dump(mode="json")
         if jobs is not None:

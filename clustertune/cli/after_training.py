@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from clustertune import secrets
-from clustertune.cli.arguments import AsJson, Device, path_given
+from clustertune.cli.arguments import AsJson, Device, TemplateArguments, path_given, template_arguments
 from clustertune.console import reply, say
 from clustertune.errors import UserError
 from clustertune.rundir import RunDir
@@ -29,6 +29,7 @@ def chat(
     greedy: Annotated[
         bool, typer.Option("--greedy", help="Always pick the likeliest token: the same answer each time.")
     ] = False,
+    chat_template_kwargs: TemplateArguments = None,
     device: Device = None,
 ) -> None:
     """Answers are streamed. /new forgets the conversation, /exit ends. Sampling settings come from the model's
@@ -37,9 +38,11 @@ def chat(
     from clustertune.evaluate import chat as chatting
     from clustertune.launch.cluster_paths import merged_or_model
 
+    arguments = template_arguments(chat_template_kwargs)
     facts = chatting.facts(merged_or_model(model), max_new_tokens)
     with facts.within_limits() as tokenizing:
-        chatting.converse(chatting.Talk(facts, tokenizing, device, max_new_tokens, greedy), facts.folder, prompt, system)
+        talk = chatting.Talk(facts, tokenizing, device, max_new_tokens, greedy, arguments)
+        chatting.converse(talk, facts.folder, prompt, system)
 
 
 def serve(
@@ -47,6 +50,7 @@ def serve(
     port: Annotated[
         int, typer.Option(min=1024, max=65535, help="Port on 127.0.0.1 only, because there is no password.")
     ] = 8000,
+    chat_template_kwargs: TemplateArguments = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command.")] = False,
 ) -> None:
     """Uses vLLM if it is installed, else transformers' own server. Requests name the model "model" with vLLM, and its folder
@@ -55,7 +59,7 @@ def serve(
     from clustertune.evaluate.chat import server_command
     from clustertune.launch.cluster_paths import merged_or_model
 
-    command, environ = server_command(merged_or_model(model), port)
+    command, environ = server_command(merged_or_model(model), port, template_arguments(chat_template_kwargs))
     if dry_run:
         typer.echo(shlex.join(command))
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +49,31 @@ GpusOption = Annotated[
         help="Plan without a cluster file: such as 2x8xh100-sxm. Names are in ops/hardware.yaml.",
     ),
 ]
+TemplateArguments = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help="For the chat template, such as '{\"enable_thinking\": false}'. Default: what the training gave it.",
+        show_default=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+
+def template_arguments(text: str | None) -> dict[str, Any]:
+    """What ``--chat-template-kwargs`` says. Raises UserError."""
+    from clustertune.recipe.sections import wrong_template_arguments
+
+    try:
+        arguments = json.loads(text) if text is not None else {}
+        fault = wrong_template_arguments(arguments) if isinstance(arguments, dict) else "is no object"
+    except (ValueError, RecursionError) as error:
+        arguments, fault = {}, f"is not JSON: {error}"
+    if fault:
+        fix = "write an object, such as '{\"enable_thinking\": false}'"
+        raise UserError(fault, file="command line", key="--chat-template-kwargs", fix=fix)
+    return dict(arguments)
 
 
 def takes(options: type, place: str) -> Callable[..., None]:

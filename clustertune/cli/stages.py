@@ -25,9 +25,11 @@ from clustertune.cli.arguments import (
     Overrides,
     Ranks,
     RecipeArgument,
+    TemplateArguments,
     Tiny,
     path_given,
     path_option,
+    template_arguments,
 )
 from clustertune.console import emit_json, escape, make_table, reply, say, show_error
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storing
@@ -170,6 +172,15 @@ def evaluate(
         int | None, typer.Option(min=1, help="Score only the first documents of each task; never for a published number.")
     ] = None,
     apply_chat_template: Annotated[bool, typer.Option(help="Apply the model's chat template.")] = True,
+    chat_template_kwargs: TemplateArguments = None,
+    think_end_token: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Ends a thought, which is not scored; '': score it. Default: as the chat template has it.",
+            show_default=False,
+        ),
+    ] = None,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
@@ -187,6 +198,8 @@ def evaluate(
         "max_gen_toks": max_gen_toks,
         "batch_size": batch_size,
         "limit": limit,
+        "chat_template_kwargs": template_arguments(chat_template_kwargs),
+        "think_end_token": think_end_token,
     }
     options |= {} if tasks is None else {"tasks": tasks.split(",")}
     prompts = None
@@ -340,12 +353,13 @@ def _prepared(resolved: Resolved, out: Path, input_path: Path | None, samples: i
         keys = ("dir", "train", "eval", "rejected", "unused", "sources")
         document = {key: prepared[key] for key in keys if key in prepared} | dict.fromkeys(tokens.SUMMARY)
         try:
-            with _tokenizer(resolved, out) as tokenizer:
+            with _tokenizer(resolved, out, tokens.day_of(out)) as tokenizer:
                 made = tokens.make(out, tokenizer, resolved.train_args)
                 sequences.check_ids(out, tokenizer, int(resolved.architecture["vocab_size"]))
                 if resolved.is_grpo:
                     sequences.check_prompts(out, resolved)
                 document |= {key: made[key] for key in tokens.SUMMARY}
+                document["warnings"] = [*prepared["warnings"], *made["warnings"]]
                 for split in conversations.SPLITS:
                     document[split] = {**document[split], **made["splits"][split]}
                 if samples:
@@ -362,14 +376,14 @@ class _TokenizerUnavailable(UserError):
 
 
 @contextlib.contextmanager
-def _tokenizer(resolved: Resolved, dataset: Path) -> Iterator[Any]:
-    """The tokenizer that a run of the recipe has. Raises _TokenizerUnavailable, UserError."""
+def _tokenizer(resolved: Resolved, dataset: Path, day: str) -> Iterator[Any]:
+    """The tokenizer that a run of the recipe has, which began on this ``day``. Raises _TokenizerUnavailable, UserError."""
     from clustertune.data.tokenizer import load_tokenizer
     from clustertune.staging import needs
     from clustertune.training import base_weights
 
     recipe = resolved.recipe
-    kinds: dict[str, Any] = {"chats": recipe.data.has_chats, "system": recipe.data.system_messages}
+    kinds: dict[str, Any] = {"chats": recipe.data.has_chats, "system": recipe.data.system_messages, "date": day}
     if recipe.megatron is not None:
         raise _TokenizerUnavailable("Megatron-Bridge tokenises by itself", file=resolved.name)
     if recipe.model.weights == "random":

@@ -18,13 +18,12 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
+from clustertune.data.rendering import REASONING
 from clustertune.data.rows import NOT_A_FAULT, BadRow, Rejects, RowLocation, excerpt, parse
-from clustertune.recipe.sections import COLUMNS
+from clustertune.recipe.sections import COLUMNS, wrong_template_arguments
 
 MAX_MESSAGE_BYTES = 10_000_000
 """UTF-8 bytes of a message from which on it is refused (10 MB): that is a pasted file, not a turn to learn."""
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names under which chat templates take what the assistant thought before it answered."""
 SPECIAL = ("tools", "tool_calls", *REASONING)
 """What a chat template must know by name, or it leaves it out without a message."""
 OF_ROLE = {f"{role} messages": role for role in ("system", "user", "assistant", "tool")}
@@ -53,15 +52,6 @@ WEIGHTS = (
 """Fields by which other frameworks say whether a message is trained on (OpenAI, mistral-finetune, axolotl, ms-swift)."""
 MASKS = ("mask", "masked", "is_masked", "mask_loss", "ignore_loss")
 """Fields by which others say that it is not."""
-TAKEN = frozenset(
-    (
-        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
-        *("sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
-    )
-)
-"""Arguments of transformers' ``apply_chat_template`` that are no variables of a template: no row sets them."""
-
 Message = dict[str, Any]
 Example = dict[str, Any]
 
@@ -163,9 +153,8 @@ class _ConversationReader:
         for column, kind in (("tools", list), ("chat_template_kwargs", dict)):
             if row.get(column) and (value := _value(row[column], column, kind)):
                 example[column] = value
-        if taken := sorted(TAKEN & example.get("chat_template_kwargs", {}).keys()):
-            text = f"chat_template_kwargs holds {', '.join(taken)}: a row sets only variables that the chat template reads"
-            raise BadRow("template-setting", text)
+        if fault := wrong_template_arguments(example.get("chat_template_kwargs", {})):
+            raise BadRow("template-setting", f"chat_template_kwargs {fault}")
         return example
 
     def messages(self, row: Mapping[str, Any]) -> Example:

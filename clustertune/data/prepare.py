@@ -58,6 +58,8 @@ EXAMPLES = 64
 """Training conversations with which a model's tokenizer and chat template are tried."""
 SEED = 42
 """SFTConfig's, with which a recipe's eval split is chosen."""
+_VALUES, _MORE = 20, '"another"'
+"""Values of an argument of the chat template that are counted apart, and what the others are counted as."""
 _OWN_COLUMN = {"messages": "messages", "conversations": "sharegpt", "completion": "prompt-completion", "instruction": "alpaca"}
 """Columns that only one format has."""
 
@@ -150,6 +152,12 @@ class _Read:
     """Examples by what a chat template must know beside role and content: tools, their calls, reasoning, own arguments."""
     without_thought: int = 0
     """Conversations of which no answer holds a thought."""
+    arguments: dict[str, Counter[str]] = field(default_factory=dict)
+    """Of each of the rows' own arguments of the template, its values as JSON."""
+    rendered: int = 0
+    """Examples that a chat template renders: all but texts."""
+    columns: set[str] = field(default_factory=set)
+    """Of prompts, those that the rewards read."""
 
 
 def _make(data: Data, sources: list[tuple[DataSource, RecordSource]], seed: int, out: Path) -> dict[str, Any]:
@@ -188,6 +196,9 @@ def _make(data: Data, sources: list[tuple[DataSource, RecordSource]], seed: int,
         "sources": by_part,
         "fields": dict(sorted(read.fields.items())),
         "without_thought": read.without_thought,
+        "row_arguments": {name: dict(counts) for name, counts in sorted(read.arguments.items())},
+        "rendered": read.rendered,
+        "columns": sorted(read.columns),
         **({"pairs": True} if data.has_preferences else {}),
         **({"prompts": True} if data.has_prompts else {}),
         "warnings": warnings,
@@ -220,7 +231,13 @@ def _read_part(
         messages = messages_of(conversation.example)
         read.lengths.append(len(messages) or 1)
         read.fields.update({key for part in (conversation.example, *messages) for key in SPECIAL if key in part})
-        read.fields.update(list(conversation.example.get("chat_template_kwargs", ())))
+        own = conversation.example.get("chat_template_kwargs", {})
+        read.fields.update(list(own))
+        for name, value in own.items():
+            counts = read.arguments.setdefault(name, Counter())
+            counts[written if (written := _ENCODE(value)) in counts or len(counts) < _VALUES else _MORE] += 1
+        read.rendered += bool(messages)
+        read.columns |= conversation.example.get("columns", {}).keys() & {"chat_template_kwargs"}
         read.fields.update({f"{message['role']} messages" for message in messages})
         read.without_thought += bool(messages) and not has_thought(conversation.example)
     total = rejects.total_faults

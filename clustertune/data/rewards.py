@@ -27,6 +27,7 @@ from typing import Any
 
 from clustertune.bounded import StandingChild, allow
 from clustertune.console import say
+from clustertune.data.rendering import NO_THOUGHT
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.recipe.layers import did_you_mean
 from clustertune.recipe.sections import Reward
@@ -244,6 +245,8 @@ class Rewards:
                 fix = f"install {package} in the image, or leave the reward out"
                 raise UserError(Problem(text, key=f"reward.{reward.name}", fix=fix))
         modules = {name: _run(name, text) for name, text in code.items()}
+        self.thought = NO_THOUGHT
+        """How the model's answers mark a thought: ours judge what follows it, as an evaluation does. Theirs get all of it."""
         self.judges: list[Judge] = []
         """In TRL's form, each called by the reward's name."""
         for reward in self.rewards:
@@ -275,9 +278,13 @@ class Rewards:
             prompts: Sequence[Any], completions: Sequence[Any], columns: Sequence[Mapping[str, Any]], **_: Any
         ) -> list[float | None]:
             triples = zip(prompts, completions, columns, strict=True)
-            return [self._ask(reward, text_of(prompt), text_of(answer), row) for prompt, answer, row in triples]
+            return [self._ask(reward, text_of(prompt), self._judged(answer), row) for prompt, answer, row in triples]
 
         return judge
+
+    def _judged(self, answer: Any) -> str:
+        """The text of a completion behind its thought."""
+        return self.thought.split("", text_of(answer))[1]
 
     def _ask(self, reward: Reward, prompt: str, answer: str, row: Mapping[str, Any]) -> float:
         """What one answer is worth. Raises UserError where a row that ``prepare`` let through cannot be judged."""

@@ -13,11 +13,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from clustertune import bounded
+from clustertune.data import rendering
 from clustertune.data.system_messages import BEFORE_USER, rendered_before_user
 from clustertune.errors import UserError
 
@@ -74,12 +76,20 @@ def choose_pad_token(tokenizer: Any, token: str | None) -> str:
 
 
 def load_tokenizer(
-    source: str, revision: str | None, template: str | None, named: Mapping[str, Any], *, chats: bool = True, system: str = ""
+    source: str,
+    revision: str | None,
+    template: str | None,
+    named: Mapping[str, Any],
+    *,
+    chats: bool = True,
+    system: str = "",
+    date: str | None = None,
 ) -> Any:
     """The tokenizer of a model folder or Hub id, with a chat template (its own, else ``template``), EOS and a padding token.
 
     ``named``: ``eos_token`` and ``pad_token``, where the training names them; without ``chats`` it needs no template.
-    ``system``: the recipe's ``data.system_messages``. Raises UserError where it is not available.
+    ``system``: the recipe's ``data.system_messages``. ``date``: the day that a template prints which reads the clock; None: that
+    of each call. Raises UserError where it is not available.
     """
     if source.startswith((".", "/", "~")) and not Path(source).exists():  # else the Hub is asked for it, seven seconds long
         raise UserError(f"no such folder: {source}", key="model.path", fix="give the folder of the model, as model.path=FOLDER")
@@ -102,7 +112,8 @@ def load_tokenizer(
             )
         tokenizer.chat_template = template
     if system == BEFORE_USER:
-        tokenizer.chat_template = rendered_before_user(tokenizer.chat_template)
+        tokenizer.chat_template = rendering.changed(tokenizer.chat_template, rendered_before_user)
+    tokenizer.chat_template = rendering.pinned(tokenizer.chat_template, date)
     if (eos := named.get("eos_token")) is not None:
         if eos not in tokenizer.get_vocab():
             raise UserError(f"{eos!r} is not in the tokenizer's vocabulary", key="train.eos_token")
@@ -239,6 +250,11 @@ class BoundedTokenizer:
         return _answer(lambda: self._tokenizer(of, **arguments)["input_ids"])
 
 
+def thought_of(tokenizer: Any) -> rendering.Thought:
+    """How answers mark a thought, by the tokenizer and its chat template. Raises UserError where the template does not end."""
+    return rendering.Thought(*within_limits(lambda: astuple(rendering.find_thought(tokenizer))))
+
+
 def has_generation_markers(template: str) -> bool:
     """Whether a chat template marks the assistant's words with ``{% generation %}``."""
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None  # as trl/chat_template_utils.py
@@ -252,8 +268,14 @@ def training_template(tokenizer: Any, *, marked: bool) -> str:
     own = str(tokenizer.get_chat_template())
     if not marked or has_generation_markers(own):
         return own
+    head, text = rendering.split(own)
+
+    def patched() -> str:
+        tokenizer.chat_template = text  # in a child: TRL compares the text with those that it knows
+        return head + (get_training_chat_template(tokenizer) or text)
+
     try:
-        return str(within_limits(lambda: get_training_chat_template(tokenizer)) or own)
+        return str(within_limits(patched))
     except ValueError:  # TRL renders examples of its own, which a template may refuse; it knows only some templates
         return own
 

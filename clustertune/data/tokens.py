@@ -24,6 +24,7 @@ import hashlib
 import json
 import mmap
 import os
+import re
 import shutil
 import signal
 import time
@@ -31,7 +32,7 @@ import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import groupby, islice
@@ -44,14 +45,16 @@ import numpy.typing as npt
 
 from clustertune import bounded, secrets
 from clustertune.console import byte_progress, say
-from clustertune.data import system_messages
-from clustertune.data.chats import OF_ROLE, UNEQUAL, open_thought
+from clustertune.data import rendering, seen, system_messages
+from clustertune.data.chats import OF_ROLE, UNEQUAL, messages_of, open_thought
 from clustertune.data.prepare import KIND as DATASET
 from clustertune.data.prepare import SPLITS, locked
+from clustertune.data.rendering import NO_THOUGHT, REASONING, Thought, control_pattern, find_thought
 from clustertune.data.tokenizer import (
     MARKS_OR_ALL,
     MEMORY,
     NotPrefixPreserving,
+    Span,
     answer_spans,
     has_generation_markers,
     identity,
@@ -70,6 +73,7 @@ from clustertune.manifest import (
     seal,
     write_durably,
 )
+from clustertune.recipe.native_rules import TEMPLATE_ARGUMENTS, template_arguments
 
 KIND = "tokens"
 FOLDER = "tokens"
@@ -97,12 +101,20 @@ def made_from(dataset: Path, tokenizer: Any, train_args: Mapping[str, Any]) -> d
         "assistant_only_loss": encoder.answers,
         "versions": versions(),
         "completion_only_loss": encoder.completions,
+        "template_arguments": encoder.arguments,
     }
     meta = manifest.meta
     return {
         "tokens": tokens,
         "rows": row_settings(train_args, pairs=bool(meta.get("pairs")), prompts=bool(meta.get("prompts"))),
     }
+
+
+def day_of(dataset: Path) -> str:
+    """The day that the chat template printed when the tokens of a dataset were made; today where there are none."""
+    out = dataset / FOLDER
+    day = None if find_problems(out, KIND, hashes=False, allow_extra=True) else read_manifest(out, KIND).meta.get("day")
+    return day or rendering.today()
 
 
 def versions() -> dict[str, str]:
@@ -142,10 +154,14 @@ def make(
         out.mkdir(exist_ok=True)
         with locked(out):
             made = _make(dataset, out, tokenizer, what, chunk, shared)
+            counts = {split: part["seen"] for split, part in read_manifest(out, KIND).meta["splits"].items()}
+            arguments, warnings = seen.look(dataset, counts, tokenizer, what["tokens"]["template_arguments"])
     except OSError as error:
         raise storage_error(error, "writing the tokens", error.filename or out) from error
     _tell_left_out(dataset, made["splits"], what["rows"]["max_length"])
-    return made
+    for text in warnings:
+        say(f"warning: {text}")
+    return {**made, "row_arguments": arguments, "warnings": warnings}
 
 
 def _tell_left_out(dataset: Path, splits: Mapping[str, Mapping[str, Any]], size: int | None) -> None:
@@ -184,7 +200,8 @@ def _make(dataset: Path, out: Path, tokenizer: Any, what: dict[str, Any], chunk:
             meta, records = _share(dataset, shared / _key(what["tokens"]), out, tokenizer, what["tokens"], chunk)
     records = {name: record for name, record in records.items() if ".pieces." not in name and ".begins." not in name}
     summary = _write_rows(out, meta, what["rows"], records)
-    seal(out, KIND, {**meta, "made_from": what, "summary": summary}, records)
+    day = rendering.header(tokenizer.chat_template).date
+    seal(out, KIND, {**meta, "made_from": what, "summary": summary, "day": day}, records)
     for path in out.iterdir():  # what the manifest before named, and the shards
         if path.is_dir():
             shutil.rmtree(path)
@@ -235,12 +252,14 @@ def _tokenise(
     missing = [job for job in everything if read_shard(job[3]) is None]
     if len(missing) < len(everything):
         say(f"tokens: {len(everything) - len(missing)} of {len(everything)} shards existed already")
-    encoder = Encoder.of(tokenizer, what)
+    encoder = Encoder.of(tokenizer, {**what, TEMPLATE_ARGUMENTS: what["template_arguments"]}).looked_at()
     meta = read_manifest(dataset, DATASET).meta
     _check_fields(meta.get("fields", {}), encoder, dataset)
     _check_weights(meta, encoder, dataset)
     if not meta.get("prompts"):
-        _tell_of_open_thoughts(int(meta.get("without_thought", 0)), encoder)
+        of_rows, _ = rendering.agreed(meta.get("row_arguments", {}), meta.get("rendered", 0))
+        asked = replace(encoder, arguments={**encoder.arguments, **of_rows})
+        _tell_of_open_thoughts(int(meta.get("without_thought", 0)), asked)
     # A shard's worth of bytes for each process at least: to start them takes longer than little data.
     size = sum(end - start for _, start, end, _ in missing)
     processes = max(1, min(len(os.sched_getaffinity(0)), len(missing), -(-size // chunk)))
@@ -349,6 +368,7 @@ def _join(shards: list[Path], out: Path, split: str) -> tuple[dict[str, Any], tu
     records: dict[str, FileRecord] = {}
     counts: dict[str, int] = {}
     index, at, waiting = [np.empty(0, INDEX)], 0, list(shards)
+    all_heads = [np.empty(0, RECORD)]
     while waiting:
         name, hasher, size = f"{split}-{len(parts):05}.u32", new_hasher("sha256"), 0
         (out / name).unlink(missing_ok=True)  # the file of before may have a link elsewhere
@@ -359,8 +379,10 @@ def _join(shards: list[Path], out: Path, split: str) -> tuple[dict[str, Any], tu
                     raise UserError("was damaged meanwhile", file=str(path), fix="run the same command again")
                 heads, tokens = shard
                 record = np.empty(len(heads), INDEX)
-                for name_ in RECORD.names or ():
-                    record[name_] = heads[name_]
+                for name_ in INDEX.names or ():
+                    if name_ != "offset":
+                        record[name_] = heads[name_]
+                all_heads.append(heads)
                 ends = at + np.cumsum(heads["length"], dtype=np.int64)
                 record["offset"] = ends - heads["length"]
                 index.append(record)
@@ -377,7 +399,8 @@ def _join(shards: list[Path], out: Path, split: str) -> tuple[dict[str, Any], tu
     np.save(out / f"{split}.index.npy", entries)
     records |= record_files(out, [f"{split}.index.npy"])
     labelled = int(entries["labelled"].sum(dtype=np.int64))
-    return {"conversations": len(entries), "tokens": at, "labelled": labelled, "parts": parts}, (records, counts)
+    found = {name: seen.counted(np.concatenate([heads[name] for heads in all_heads])) for name in seen.COUNTED}
+    return {"conversations": len(entries), "tokens": at, "labelled": labelled, "parts": parts, "seen": found}, (records, counts)
 
 
 def _write_rows(out: Path, meta: dict[str, Any], settings: dict[str, Any], records: dict[str, FileRecord]) -> dict[str, Any]:
@@ -651,7 +674,9 @@ LABEL = np.uint32(1 << 31)
 """The bit of a token that carries a label. Vocabularies stay far below."""
 _HEAD = 40
 """Bytes before a shard's records: their number (int64), and the SHA-256 of all that follows."""
-RECORD = np.dtype([(name, INDEX[name]) for name in INDEX.names or () if name != "offset"])
+RECORD = np.dtype(
+    [*((name, INDEX[name]) for name in INDEX.names or () if name != "offset"), *((name, "<i4") for name in seen.COUNTED)]
+)
 
 Job = tuple[Path, int, int, Path]
 """A file, the first byte and the one behind the last of a shard's part of it, and the shard."""
@@ -667,6 +692,25 @@ class RefusedConversation(Exception):
 OTHER_TEMPLATE = "leave this conversation out of the input, or name a template that takes it: model.chat_template"
 
 
+FIELD, TEXT = "field", "text"
+"""Where a thought stands: in a field of its message, or in its text."""
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A chat as tokens."""
+
+    ids: npt.NDArray[Any]
+    mask: npt.NDArray[Any]
+    """Which may carry a label."""
+    thoughts: int = 0
+    """Answers with a thought."""
+    left_out: int = 0
+    """Thoughts that the template renders in no turn."""
+    unlabelled: int = 0
+    """Answers of earlier turns whose thought the template leaves out."""
+
+
 @dataclass
 class Encoder:
     """What a process tokenises with."""
@@ -677,13 +721,35 @@ class Encoder:
     """Only the assistant's turns carry labels."""
     completions: bool = True
     """Of prompt and completion, only the completion carries labels."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Given to the template; those of a row go before them."""
+    thought: Thought = NO_THOUGHT
+    """How an answer marks what was thought before it."""
+    keeps: Mapping[str, bool] = field(default_factory=dict)
+    """Whether the template renders the thought of the last answer: one in a field of its own, and one in the text."""
+    control: Mapping[str, re.Pattern[str] | None] = field(default_factory=dict)
+    """By role, what in a text becomes a control token."""
 
     @classmethod
     def of(cls, tokenizer: Any, train_args: Mapping[str, Any]) -> Encoder:
         """As a complete section ``train`` asks."""
         assistant_only = bool(train_args["assistant_only_loss"])
         template = training_template(tokenizer, marked=assistant_only) if tokenizer.chat_template else ""
-        return cls(tokenizer, template, assistant_only, train_args["completion_only_loss"] is not False)
+        completions = train_args["completion_only_loss"] is not False
+        return cls(tokenizer, template, assistant_only, completions, template_arguments(train_args))
+
+    def looked_at(self) -> Encoder:
+        """The same, which knows how its template marks a thought and what becomes a control token. Raises UserError."""
+        if not self.template:
+            return self
+        found = within_limits(partial(_behaviour, self.tokenizer, self.template, self.arguments))
+        control = {role: control_pattern(words) for role, words in found["control"].items()}
+        return replace(self, thought=Thought(*found["thought"]), keeps=found["keeps"], control=control)
+
+    @property
+    def _common(self) -> dict[str, Any]:
+        """What all renderings of a conversation that no row stands behind are given."""
+        return {**self.arguments, "chat_template": self.template}
 
     def renders(self, role: str) -> bool:
         """Whether the template renders the text of a role's message: one for pictures may take lists of parts alone, and leaves
@@ -692,7 +758,7 @@ class Encoder:
             role, ("user", "assistant")
         )
         turns = [{"role": one, "content": f"{one}-7f3a"} for one in roles]
-        render = partial(self.tokenizer.apply_chat_template, turns, tokenize=False, chat_template=self.template)
+        render = partial(self.tokenizer.apply_chat_template, turns, tokenize=False, **self._common)
         try:
             return f"{role}-7f3a" in str(within_limits(render))
         except ValueError:
@@ -704,7 +770,7 @@ class Encoder:
         turns = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
 
         def refusal(chat: list[dict[str, str]]) -> str | None:
-            render = partial(self.tokenizer.apply_chat_template, chat, tokenize=False, chat_template=self.template)
+            render = partial(self.tokenizer.apply_chat_template, chat, tokenize=False, **self._common)
             try:
                 within_limits(render)
             except ValueError as error:
@@ -718,7 +784,7 @@ class Encoder:
         turns = [{"role": "user", "content": "user"}]
 
         def render() -> str:
-            show = partial(self.tokenizer.apply_chat_template, turns, tokenize=False, chat_template=self.template)
+            show = partial(self.tokenizer.apply_chat_template, turns, tokenize=False, **self._common)
             return str(show(add_generation_prompt=True)).removeprefix(str(show(add_generation_prompt=False)))
 
         try:
@@ -732,42 +798,121 @@ class Encoder:
         An example gives one; a preference gives two, prompt with chosen and prompt with rejected; a prompt alone gives one of
         which each token counts as labelled. As TRL 1.16 does it (``tokenize_fn`` of sft_trainer.py and of dpo_trainer.py).
         """
-        prompts = iter(self._render([(row["prompt"], _of_the_row(row)) for row in examples if "prompt" in row], whole=False))
-        sequences = iter(self._render([(turns, _of_the_row(row)) for row in examples for turns in _whole(row)], whole=True))
+        chats = [(row["prompt"], self._of_the_row(row), 0) for row in examples if "prompt" in row]
+        prompts = iter(self._render(chats, whole=False))
+        chats = [(turns, self._of_the_row(row), self._learnt_from(row)) for row in examples for turns in _whole(row)]
+        sequences = iter(self._render(chats, whole=True))
         for row in examples:
             if "text" in row:
                 end = self.tokenizer.eos_token or ""
                 text = row["text"] if row["text"].endswith(end) else row["text"] + end
                 yield _head(*self._one_bos(self.tokenizer(text)["input_ids"]))
                 continue
-            encoded = [next(sequences) for _ in _whole(row)]
+            encoded, control = [next(sequences) for _ in _whole(row)], self.count_control(messages_of(row))
             if "prompt" in row:
-                prompt, _ = next(prompts)
+                prompt = next(prompts).ids
                 if not encoded:  # the model answers it itself
-                    yield _head(prompt, np.ones(len(prompt), bool))
+                    yield _head(prompt, np.ones(len(prompt), bool), control=control)
                     continue
-                begin = min(_common(prompt, ids) for ids, _ in encoded)
+                begin = min(_common(prompt, one.ids) for one in encoded)
                 if "rejected" in row or self.completions:
-                    encoded = [(ids, mask & (np.arange(len(ids)) >= begin)) for ids, mask in encoded]
-            yield from (_head(ids, mask) for ids, mask in encoded)
+                    encoded = [replace(one, mask=one.mask & (np.arange(len(one.ids)) >= begin)) for one in encoded]
+            for number, one in enumerate(encoded):
+                own = (one.thoughts, one.left_out, one.unlabelled)
+                yield _head(one.ids, one.mask, *own, control=0 if number else control)
 
-    def _render(self, chats: list[tuple[Any, Any]], *, whole: bool) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+    def _of_the_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What a chat template is given for a row: the recipe's arguments and, before them, the row's own, as TRL has it."""
+        return {"tools": row.get("tools"), **self.arguments, **row.get("chat_template_kwargs", {})}
+
+    def _learnt_from(self, row: Mapping[str, Any]) -> int:
+        """The first message of an example's chats that may carry labels."""
+        return len(row["prompt"]) if "prompt" in row and ("rejected" in row or self.completions) else 0
+
+    def count_control(self, messages: Iterable[Mapping[str, Any]]) -> int:
+        """How often the texts of messages hold what the tokenizer takes for a control token: a turn, or the end of one."""
+        count = 0
+        for message in messages:
+            if (pattern := self.control.get(str(message["role"]), self.control.get("user"))) is not None:
+                texts = (message.get(name) for name in ("content", *REASONING))
+                count += sum(len(pattern.findall(text)) for text in texts if isinstance(text, str))
+        return count
+
+    def _render(self, chats: list[tuple[Any, Any, int]], *, whole: bool) -> Iterator[_Rendered]:
         """Tokens of chats with what their rows give the template, and which of them may carry a label. Not ``whole``: up to the
-        answer."""
+        answer.
+
+        A chat is its turns, the template's arguments, and the first message that may carry labels.
+        """
         marked = self.answers and whole and has_generation_markers(self.template)
         arguments = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": marked}
-        for own, group in groupby(chats, key=lambda chat: chat[1]):  # one call takes chats with the same arguments
-            turns = [chat for chat, _ in group]
-            common = {**own, "chat_template": self.template}
-            if self.answers and whole and not marked:
-                for chat in turns:
-                    render = partial(self.tokenizer.apply_chat_template, tokenize=False, **common)
-                    text, spans = answer_spans(chat, render)
-                    yield self._one_bos(*tokens_within(self.tokenizer, text, spans))
+
+        def alone(chat: tuple[Any, Any, int]) -> bool:
+            """Whether it cannot be rendered with others: its answers are looked for in the text."""
+            return whole and ((self.answers and not marked) or any(at < len(chat[0]) - 1 for at in self._thoughts(chat)))
+
+        # One call takes chats with the same arguments.
+        for (one_by_one, own), group in groupby(chats, key=lambda chat: (alone(chat), chat[1])):
+            some, common = list(group), {**own, "chat_template": self.template}
+            if one_by_one:
+                yield from (self._alone(chat, common, marked=marked) for chat in some)
                 continue
+            turns = [chat[0] for chat in some]
             made = self.tokenizer.apply_chat_template(turns, add_generation_prompt=not whole, **common, **arguments)
             for number, ids in enumerate(made["input_ids"]):
-                yield self._one_bos(ids, made["assistant_masks"][number] if marked else None)
+                thoughts = self._thoughts(some[number]) if whole else {}
+                left_out = sum(not self.keeps.get(kind, True) for kind, _ in thoughts.values())
+                mask = made["assistant_masks"][number] if marked else None
+                yield _Rendered(*self._one_bos(ids, mask), len(thoughts), left_out)
+
+    def _thoughts(self, chat: tuple[Any, Any, int]) -> dict[int, tuple[str, str]]:
+        """The thoughts of a chat's answers that may carry labels, by the message's number: where one stands, and its text."""
+        turns, _, first = chat
+        found = {}
+        for at, message in enumerate(turns):
+            if at < first or message["role"] != "assistant":
+                continue
+            text, kind = next((message[name] for name in REASONING if message.get(name)), None), FIELD
+            if text is None and self.thought.end and self.thought.end in message["content"]:
+                text, kind = message["content"].rpartition(self.thought.end)[0].strip().removeprefix(self.thought.start), TEXT
+            if text is not None and text.strip():
+                found[at] = (kind, text.strip())
+        return found
+
+    def _alone(self, chat: tuple[Any, Any, int], common: Mapping[str, Any], *, marked: bool) -> _Rendered:
+        """One chat. The answer of an earlier turn that is rendered without its thought carries no label, where the template
+        renders the thought of the last turn: the model would learn to answer without one."""
+        turns, thoughts = chat[0], self._thoughts(chat)
+        render = partial(self.tokenizer.apply_chat_template, tokenize=False, **common)
+        numbers = [at for at, message in enumerate(turns) if message["role"] == "assistant"]
+        spans = list[Span]()
+        if self.answers:
+            text, spans = self._marked(turns, common) if marked else answer_spans(turns, render)
+        else:
+            text = str(render(turns))
+        parted = len(spans) == len(numbers)
+        places = spans if parted else [(0, len(text))] * len(numbers)
+        begins = [0, *(end for _, end in places[:-1])] if parted else [0] * len(numbers)
+        lost = [
+            place
+            for place, (at, begin, (_, end)) in enumerate(zip(numbers, begins, places, strict=True))
+            if at in thoughts and thoughts[at][1] not in text[begin:end]
+        ]
+        early = [place for place in lost if thoughts[numbers[place]][1] in str(render(turns[: numbers[place] + 1]))]
+        if self.answers:
+            kept = [span for place, span in enumerate(spans) if not parted or place not in early]
+            ids, mask = self._one_bos(*tokens_within(self.tokenizer, text, kept))
+        else:
+            ids, mask = self._one_bos(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return _Rendered(ids, mask, len(thoughts), len(lost) - len(early), len(early))
+
+    def _marked(self, turns: Any, common: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a chat, and the characters between the template's marks."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        special = {key: value for key, value in self.tokenizer.special_tokens_map.items() if key not in common}
+        texts, spans = render_jinja_template(conversations=[turns], return_assistant_tokens_mask=True, **common, **special)
+        return str(texts[0]), [(int(start), int(end)) for start, end in spans[0]]
 
     def _one_bos(self, ids: Any, mask: Any = None) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Token ids with one BOS at most at their begin, and the mask that belongs to them (None: all).
@@ -817,11 +962,6 @@ def _whole(row: Mapping[str, Any]) -> list[Any]:
     return [row["prompt"] + row[key] for key in ("completion", "chosen", "rejected") if key in row]
 
 
-def _of_the_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row itself gives its chat template, as TRL has it."""
-    return {"tools": row.get("tools"), **row.get("chat_template_kwargs", {})}
-
-
 def _common(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
     """Length of the common beginning. It may be shorter than the prompt: tokens merge over its end, or the template goes on."""
     size = min(len(one), len(other))
@@ -829,10 +969,20 @@ def _common(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
     return int(differ[0]) if len(differ) else size
 
 
-def _head(ids: npt.NDArray[Any], mask: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
+def _head(
+    ids: npt.NDArray[Any], mask: npt.NDArray[Any], *own: int, control: int = 0
+) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
+    """``own``: thoughts, those left out and answers without a label."""
     places = np.flatnonzero(mask)
     first, last = (int(places[0]), int(places[-1])) if len(places) else (np.iinfo(np.int32).max, -1)
-    return np.where(mask, ids | LABEL, ids), (len(ids), first, last, len(places))
+    return np.where(mask, ids | LABEL, ids), (len(ids), first, last, len(places), *(own or (0, 0, 0)), control)
+
+
+def _behaviour(tokenizer: Any, template: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What a chat template makes of a thought, and which words it and the tokenizer take for control tokens."""
+    tokenizer.chat_template = template  # in a child
+    thought = find_thought(tokenizer)
+    return {"thought": astuple(thought), **rendering.probe(tokenizer, thought, arguments)}
 
 
 @dataclass

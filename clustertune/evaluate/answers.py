@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.evaluate.thoughts import Thoughts
 from clustertune.lock import held
 
 CHUNK = 16
@@ -92,8 +93,21 @@ def _fault(kind: str, answer: Any) -> str | None:
 class RecordedLM:
     """lm-eval's model, answered from an :class:`AnswerLog` where it can be; a null or missing answer raises UserError."""
 
-    def __init__(self, lm: Any, log: AnswerLog, batch_size: int, report: Callable[[int, int], None], *, whole: bool) -> None:
-        """``whole``: the model takes any number of requests at once, each on its own (servers)."""
+    def __init__(
+        self,
+        lm: Any,
+        log: AnswerLog,
+        batch_size: int,
+        report: Callable[[int, int], None],
+        *,
+        whole: bool,
+        thoughts: Thoughts | None = None,
+        render: Callable[..., str] | None = None,
+    ) -> None:
+        """``whole``: the model takes any number of requests at once, each on its own (servers). ``thoughts``: what takes them
+        off the answers. ``render``: a conversation in the chat template; None: as the model itself does it.
+        """
+        self._thoughts, self._render = thoughts, render
         self._lm, self._log, self._batch_size, self._report, self._whole = lm, log, batch_size, report, whole
         self.resumed = 0
         """Requests answered from the log."""
@@ -103,8 +117,18 @@ class RecordedLM:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lm, name)
 
+    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation in the chat template, with the evaluation's arguments."""
+        return str((self._render or self._lm.apply_chat_template)(messages, add_generation_prompt))
+
     def generate_until(self, requests: list[Any]) -> list[Any]:
-        """Answers in the order of ``requests``: the same batches in the same order as ``HFLM.generate_until`` makes."""
+        """Answers in the order of ``requests``, without the thoughts in front of them."""
+        if self._thoughts is None:
+            return self._generate(requests)
+        return self._thoughts.taken_off(requests, self._generate(self._thoughts.asked(requests)))
+
+    def _generate(self, requests: list[Any]) -> list[Any]:
+        """Answers as the model gives them: the same batches in the same order as ``HFLM.generate_until`` makes."""
         lengths = [len(self._lm.tok_encode(request.args[0])) for request in requests]
         settings = [request.args[1] for request in requests]
         for length, kwargs in zip(lengths, settings, strict=True):

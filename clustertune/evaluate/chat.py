@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,12 +47,19 @@ class Talk:
     """A loaded model."""
 
     def __init__(
-        self, facts: models.ModelFacts, tokenizing: Any, device: str | None, max_new_tokens: int, greedy: bool
+        self,
+        facts: models.ModelFacts,
+        tokenizing: Any,
+        device: str | None,
+        max_new_tokens: int,
+        greedy: bool,
+        arguments: Mapping[str, Any],
     ) -> None:
+        """``arguments``: given to the chat template, over those of the training."""
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        self.tokenizer, self.tokenizing = facts.tokenizer, tokenizing
+        self.tokenizer, self.tokenizing, self.arguments = facts.tokenizer, tokenizing, dict(arguments)
         self.model = evaluation.load_lm(facts.folder, models.pick_device(device, facts.folder), 1).model
         self.settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, **({"do_sample": False} if greedy else {})}
         self.room = facts.max_length - max_new_tokens
@@ -61,7 +70,7 @@ class Talk:
         from transformers import TextStreamer
 
         try:
-            text = self.tokenizing.render(turns, add_generation_prompt=True)
+            text = self.tokenizing.render(turns, add_generation_prompt=True, **self.arguments)
         except ValueError as error:
             raise UserError(f"the chat template refuses the conversation: {error}") from None
         # As apply_chat_template has it: the template writes BOS itself.
@@ -78,17 +87,25 @@ class Talk:
 # --- a server ---------------------------------------------------------------------------------------------------------
 
 
-def server_command(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """The server's command and what it needs in its environment. Raises UserError where there is no server."""
+def server_command(folder: Path, port: int, arguments: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
+    """The server's command and what it needs in its environment. ``arguments``: given to the chat template where a request
+    gives none. Raises UserError where there is no server, or the one here does not take them.
+    """
     known = facts(folder, 1)
+    given = {**known.header.arguments, **arguments}
     raise_if(check_tensors(folder))
     if program := servers.find_program():
         job = servers.job_here(known)
         cache = f"{tempfile.gettempdir()}/clustertune-vllm-{os.getuid()}"
-        one = replace(job, shape=replace(job.shape, servers=1), port=port, cache=cache)
+        # The template has those of the training already; vLLM's reasoning parsers read the option.
+        options = ("--default-chat-template-kwargs", json.dumps(given, sort_keys=True)) if given else ()
+        one = replace(job, shape=replace(job.shape, servers=1), port=port, cache=cache, options=(*job.options, *options))
         first = servers.commands(one, 0)[0]
         return [program, *first.arguments], first.environment
     if find_spec("fastapi") and find_spec("uvicorn"):
+        if arguments:
+            text = "transformers' server takes them with each request alone"
+            raise UserError(text, file="command line", key="--chat-template-kwargs", fix=f"install vLLM, or {servers.PROGRAM}")
         program = str(Path(sys.executable).with_name("transformers"))
         dtype = servers.dtype_of(folder)
         command = [program, "serve", str(folder), "--host", servers.HOST, "--port", str(port), "--dtype", dtype]

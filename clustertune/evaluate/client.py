@@ -50,6 +50,8 @@ class ServersLM(LocalCompletionsAPI):  # type: ignore[misc]
         stall_seconds: float = 1800,
         key: str | None = None,
     ) -> None:
+        self.keeps_special = False
+        """Answers hold their special tokens."""
         self.down: dict[str, str] = {}
         """Servers that left the ring, and why."""
         self._ring, self._next = list(urls), itertools.count()
@@ -77,6 +79,10 @@ class ServersLM(LocalCompletionsAPI):  # type: ignore[misc]
             return [self.tok_encode(one) for one in string]
         bos = getattr(self.tokenizer, "bos_token", None)
         return self.tokenizer.encode(string, **({"add_special_tokens": False} if has_bos_prefix(string, bos) else {}))
+
+    def _create_payload(self, *args: Any, generate: bool = False, **kwargs: Any) -> Any:
+        payload = super()._create_payload(*args, generate=generate, **kwargs)
+        return {**payload, "skip_special_tokens": False} if generate and self.keeps_special else payload
 
     async def get_batched_requests(self, *args: Any, **kwargs: Any) -> Any:
         """lm-eval's, with its last error as text."""

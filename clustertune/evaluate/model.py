@@ -14,6 +14,7 @@ from typing import Any
 
 from clustertune import manifest
 from clustertune.console import say
+from clustertune.data import rendering
 from clustertune.data.tokenizer import BoundedTokenizer, open_tokenizer, render_turn
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems
 from clustertune.export import companions
@@ -67,14 +68,24 @@ class ModelFacts:
         """lm-eval's ``chat_template_sha``."""
         return hashlib.sha256(self.tokenizer.chat_template.encode()).hexdigest()
 
+    @property
+    def header(self) -> rendering.Header:
+        """What the training gave the chat template, and the day that it prints."""
+        return rendering.header(self.tokenizer.chat_template)
+
 
 def check_model(
-    folder: Path, max_gen_toks: int | None, tokenizer_folder: Path | None = None, *, chat: bool = True
+    folder: Path,
+    max_gen_toks: int | None,
+    tokenizer_folder: Path | None = None,
+    *,
+    chat: bool = True,
+    day: str | None = None,
 ) -> tuple[ModelFacts | None, list[Problem]]:
     """Everything wrong with a model folder at once; facts where nothing is.
 
     ``max_gen_toks``: tokens of an answer, None: the task's own. ``tokenizer_folder``: whose tokenizer is used, None: the
-    model's. ``chat``: its template is needed.
+    model's. ``chat``: its template is needed. ``day``: what a template prints that reads the clock and has no day of its own.
     """
     tokenizer_path = tokenizer_folder or folder
     if not folder.is_dir():
@@ -90,6 +101,8 @@ def check_model(
     tokenizer = None
     if not refused or not (folder / "config.json").exists():  # transformers reads it for a tokenizer too, and would blame that
         tokenizer, faults = _load_tokenizer(tokenizer_path, chat)
+        if tokenizer is not None:
+            tokenizer.chat_template = rendering.pinned(tokenizer.chat_template, day)
         problems += faults
     if problems:
         return None, _unique(problems, folder)

@@ -69,7 +69,7 @@ class OwnTask(Task):  # type: ignore[misc]
 
     def construct_requests(self, doc: Mapping[str, Any], ctx: str, **kwargs: Any) -> list[Any]:
         """The answer, and the log-likelihood of the one that is held out."""
-        task = kwargs["metadata"]
+        task = (OWN_PROMPTS, *kwargs["metadata"][1:])  # lm-eval's Task takes its whole configuration for its name
         decoding = dict(self.get_config("generation_kwargs"))
         asked = [Instance("generate_until", doc, (ctx, decoding), 0, metadata=task)]
         answer = self._row(doc).answer

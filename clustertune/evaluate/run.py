@@ -19,7 +19,9 @@ from typing import Any
 
 from clustertune import console, manifest
 from clustertune.console import duration
+from clustertune.data import rendering
 from clustertune.data.prompts import OwnPrompts, read_prompts
+from clustertune.data.tokens import Encoder
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.evaluate import servers, tasks
 from clustertune.evaluate.answers import AnswerLog, RecordedLM, hold
@@ -38,6 +40,7 @@ from clustertune.evaluate.model import (
     weight_bytes,
 )
 from clustertune.evaluate.scores import METHOD, RESULT, clustered_stderr, compare, judge, read_result
+from clustertune.evaluate.thoughts import Thoughts, find
 from clustertune.recipe.eval_tasks import Seeds
 from clustertune.recipe.sections import OWN_PROMPTS, Eval
 from clustertune.replaced import replaced
@@ -48,6 +51,8 @@ KIND = "evaluation"
 SAMPLES, TASK = "samples.jsonl", "task"
 ANSWERS = "answers.jsonl"
 """Of an evaluation with one's own prompts: a line for each, with the answers of base and tuned."""
+_DAY = ".day.tmp"
+"""Of an evaluation under way whose template reads the clock: the day that it prints."""
 _OURS = {RESULT, SAMPLES, ANSWERS, TASK, manifest.MANIFEST}
 _PACKAGES = ("lm_eval", "torch", "transformers", "datasets", "nltk", "langdetect")
 
@@ -85,6 +90,7 @@ def evaluate(
     it. Raises UserError with everything wrong at once, before the weights are loaded.
     """
     started = time.monotonic()
+    day = _day(out, base_out)
     if tokenizer is None:  # an adapter that brings a tokenizer was trained with its template
         tokenizer = adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else model
     other = None
@@ -96,7 +102,7 @@ def evaluate(
         _check_out(out)
         plain = settings.model_copy(update={"pass_mark": {}, "pass_difference": {}, "base": False})
         # Problems of the tuned model are reported before the base is scored.
-        with _prepared(model, adapter, settings, tokenizer, data, prompts, benchmark, device):
+        with _prepared(model, adapter, settings, tokenizer, data, prompts, benchmark, device, day):
             pass
         evaluate(
             base,
@@ -112,7 +118,7 @@ def evaluate(
         other = base_out
     _check_out(out)
     try:
-        with _prepared(model, adapter, settings, tokenizer, data, prompts, benchmark, device) as run:
+        with _prepared(model, adapter, settings, tokenizer, data, prompts, benchmark, device, day) as run:
             run.label, run.base, run.progress_file = source_label or str(model), other, progress_file
             out.mkdir(parents=True, exist_ok=True)
             with hold(out):
@@ -135,12 +141,13 @@ def _prepared(
     prompts: Path | None,
     benchmark: bool,
     device: str | None,
+    day: str,
 ) -> Iterator[_Evaluation]:
     """One evaluation, its inputs checked and its tasks loaded; what is refused leaves nothing behind."""
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(quiet())
-        facts, problems = check_model(model, settings.max_gen_toks, tokenizer, chat=settings.apply_chat_template)
+        facts, problems = check_model(model, settings.max_gen_toks, tokenizer, chat=settings.apply_chat_template, day=day)
         problems += check_device(device)
         if adapter is not None:
             problems += check_adapter(model, adapter)
@@ -158,12 +165,40 @@ def _prepared(
         _seed(own.seeds)
         with facts.within_limits() as tokenizing:
             digest = tasks.digest(loaded, settings, own.seeds.numpy, tokenizing)
+        control = _control_tokens(facts.tokenizer, asked, own)
+        for text in control:
+            console.say(f"warning: {text}")
+        thoughts = Thoughts(find(settings, facts.tokenizer), facts.tokenizer)
         if (mine := loaded["tasks"].get(OWN_PROMPTS)) is not None:
             stack.callback(mine.close)
             raise_if(mine.find_problems(facts.max_length, facts.tokenizer.encode))
-        run = _Evaluation(settings, facts, adapter, describe(name, facts, adapter), loaded, places, digest, own, why)
+        run = _Evaluation(settings, facts, adapter, describe(name, facts, adapter), loaded, places, digest, own, thoughts, why)
+        run.control = control
         run.device = pick_device(device, model)
         yield run
+
+
+def _control_tokens(tokenizer: Any, asked: OwnPrompts | None, own: tasks.Inputs) -> list[str]:
+    """Where texts of one's own rows hold what the tokenizer takes for a control token, a sentence for each file."""
+    files: dict[str, list[tuple[int, list[dict[str, Any]]]]] = {}
+    if asked is not None:
+        answered = ((row, [] if row.answer is None else [{"role": "assistant", "content": row.answer}]) for row in asked.rows)
+        files[asked.file.name] = [(row.line, [*row.messages, *answer]) for row, answer in answered]
+    for rows in own.rows.values():
+        if not rows.is_benchmark:
+            texts = ([value for value in row.values() if isinstance(value, str)] for row in rows.rows)
+            turns = ([{"role": "user", "content": text} for text in some] for some in texts)
+            files[rows.called] = list(enumerate(turns, start=1))
+    encoder = Encoder(tokenizer, str(tokenizer.chat_template or "{{ messages }}"), answers=False).looked_at()
+    sentences = []
+    for file, numbered in files.items():
+        if found := [(line, count) for line, messages in numbered if (count := encoder.count_control(messages))]:
+            total = sum(count for _, count in found)
+            text = (
+                f"{file}: {total:,} control tokens stand in the texts of {len(found):,} rows, and count as turns, or the end "
+            )
+            sentences.append(f"{text}of one; the first is {file}:{found[0][0]}")
+    return sentences
 
 
 def _check_marks(loaded: Mapping[str, Any], settings: Eval) -> list[Problem]:
@@ -202,8 +237,11 @@ class _Evaluation:
     prompts: str
     """Digest of all requests."""
     own: tasks.Inputs
+    thoughts: Thoughts
     why: str
     """Why this backend."""
+    control: list[str] = field(default_factory=list)
+    """Sentences on control tokens in the texts of own rows."""
     device: str = "cpu"
     label: str = ""
     base: Path | None = None
@@ -231,6 +269,8 @@ class _Evaluation:
             "prompts": self.prompts,
             "data": self.asked and self.asked.prompts.sha256,
             "template": self.facts.template_sha if self.settings.apply_chat_template else None,
+            "chat_template_kwargs": self.settings.chat_template_kwargs,
+            "think_end_token": self.thoughts.thought.end,
             "limit": self.settings.limit,
             "max_gen_toks": self.settings.max_gen_toks,
             "batch_size": self.settings.batch_size,
@@ -242,13 +282,15 @@ class _Evaluation:
 
     def execute(self, out: Path, started: float) -> dict[str, Any]:
         """Answer, score, compare, write, seal."""
+        if (day := self.facts.header.date) is not None:
+            manifest.write_durably(out / _DAY, day)
         self.own.write_tasks(self.settings, out / TASK)
         name = hashlib.sha256(json.dumps({**self.identity(), "base": None}, sort_keys=True).encode()).hexdigest()[:16]
         log = AnswerLog(out / f".answers-{name}.tmp")
         try:
             raw, lm = self._score(log)
             samples = [
-                {"task": task, **sample}
+                {"task": task, **self._thought(task, sample), **sample}
                 for task, rows in raw["samples"].items()
                 for sample in sorted(rows, key=lambda row: int(row["doc_id"]))
             ]
@@ -261,12 +303,17 @@ class _Evaluation:
                 result |= self._side_by_side(out, [json.loads(line) for line in lines])
             manifest.write_durably(out / SAMPLES, "\n".join(lines) + "\n")
             manifest.write_durably(out / RESULT, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
-            manifest.seal(out, KIND, {"identity": self.identity(), "tasks": result["tasks"]})
+            manifest.seal(out, KIND, {"identity": self.identity(), "tasks": result["tasks"], "day": day})
         finally:
             log.close()
         for leftover in out.glob(".*.tmp"):
             leftover.unlink()
         return result
+
+    def _thought(self, task: str, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """What was taken off the answers of a sample."""
+        texts = self.thoughts.texts.get((task, int(sample["doc_id"])), [])
+        return {"thoughts": texts} if any(text is not None for text in texts) else {}
 
     def _score(self, log: AnswerLog) -> tuple[dict[str, Any], RecordedLM]:
         """What ``lm_eval run`` does, without its look at the whole machine (pip, git, Hub) around it."""
@@ -275,6 +322,7 @@ class _Evaluation:
         _seed(self.own.seeds)
         folder, size = self.facts.folder, self.settings.batch_size
         with contextlib.ExitStack() as stack:
+            tokenizing = stack.enter_context(self.facts.within_limits())
             with manifest.DigestComparison(folder) as weights:
                 opened = model_for(self.backend, self.facts, self.settings, adapter=self.adapter, device=self.device)
                 lm = stack.enter_context(opened)
@@ -282,7 +330,11 @@ class _Evaluation:
             total = sum(one.repeats or 1 for task in self.loaded["tasks"].values() for one in task.instances)
             report = stack.enter_context(progress(str(self.adapter or folder), total, self.progress_file))
             stack.enter_context(out_of_memory(folder))
-            wrapped = RecordedLM(lm, log, size, report, whole=self.backend.name != "hf")
+            render = functools.partial(tasks.render, tokenizing, self.settings)
+            if self.thoughts.keeps_special:
+                _keep_special(lm)
+            whole = self.backend.name != "hf"
+            wrapped = RecordedLM(lm, log, size, report, whole=whole, thoughts=self.thoughts, render=render)
             if self.asked is not None:
                 self.asked.encode = wrapped._encode_pair
             raw = lm_eval.evaluator.evaluate(
@@ -326,15 +378,19 @@ class _Evaluation:
                 "dtype": str(lm.model.dtype).removeprefix("torch.") if self.backend.name == "hf" else self.backend.dtype,
                 "device": "auto" if self.device == "auto" or self.backend.name != "hf" else str(lm.device),
                 "chat_template": self.settings.apply_chat_template,
+                "chat_template_kwargs": {**self.facts.header.arguments, **self.settings.chat_template_kwargs},
+                "date": self.facts.header.date,
+                "think_end_token": self.thoughts.thought.end or None,
                 "seeds": {**self.own.seeds.model_dump(), "langdetect": 0},
             },
             "truncated_prompts": lm.truncated,
+            "thoughts": self.thoughts.by_task(),
             "chat_template_sha": self.facts.template_sha if self.settings.apply_chat_template else None,
             "versions": {name: version(name) for name in _PACKAGES},
             "seconds": round(time.monotonic() - started, 3),
             "resumed_prompts": lm.resumed,
             "samples": SAMPLES,
-            "notes": self._notes(),
+            "notes": [*self._notes(), *(f"{text}." for text in self.control), *self.thoughts.notes()],
         }
         if lm.truncated:
             document["notes"].append(
@@ -431,6 +487,26 @@ def _seed(seeds: Seeds) -> None:
     # lm-eval seeds numpy's global generator; a run by hand must draw the same.
     numpy.random.seed(seeds.numpy)
     torch.manual_seed(seeds.torch)
+
+
+def _keep_special(lm: Any) -> None:
+    """Have a model's answers hold their special tokens, by which a thought is known."""
+    if hasattr(lm, "keeps_special"):  # servers
+        lm.keeps_special = True
+    else:
+        decode = lm.tok_decode
+        lm.tok_decode = lambda tokens, skip_special_tokens=False: decode(tokens, skip_special_tokens=False)  # noqa: ARG005
+
+
+def _day(out: Path, base_out: Path | None) -> str:
+    """The day that a template prints which reads the clock: that of ``out``, or of the base's answers, else today."""
+    for folder in filter(None, (out, base_out)):
+        if (folder / _DAY).is_file():
+            return (folder / _DAY).read_text()
+        with contextlib.suppress(UserError):
+            if day := manifest.read_manifest(folder, KIND).meta.get("day"):
+                return str(day)
+    return rendering.today()
 
 
 def _check_out(out: Path) -> None:

@@ -153,7 +153,7 @@ def digest(loaded: Mapping[str, Any], settings: Eval, seed: int, tokenizing: Bou
     Each prompt is rendered and tokenised once, within the limits of ``tokenizing``: lm-eval does both again, beside the loaded
     weights and without limits. Raises UserError where one goes beyond them, or the chat template refuses it.
     """
-    render = functools.partial(_render, tokenizing) if settings.apply_chat_template else None
+    rendered = functools.partial(render, tokenizing, settings) if settings.apply_chat_template else None
     total, texts = hashlib.sha256(), dict[str, None]()
     for name, task in sorted(loaded["tasks"].items()):
         task.set_fewshot_seed(seed=seed)
@@ -161,9 +161,9 @@ def digest(loaded: Mapping[str, Any], settings: Eval, seed: int, tokenizing: Bou
             limit=settings.limit,
             rank=0,
             world_size=1,
-            apply_chat_template=render is not None,
-            fewshot_as_multiturn=render is not None,
-            chat_template=render,
+            apply_chat_template=rendered is not None,
+            fewshot_as_multiturn=rendered is not None,
+            chat_template=rendered,
             tokenizer_name="",
         )
         for request in task.instances:
@@ -186,11 +186,13 @@ _TOKENIZED_AT_ONCE = 1 << 20
 """Characters: a second or two of the limit for a call, on a slow machine."""
 
 
-def _render(tokenizing: BoundedTokenizer, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+def render(
+    tokenizing: BoundedTokenizer, settings: Eval, messages: list[dict[str, str]], add_generation_prompt: bool = True
+) -> str:
     """A conversation as the template has it, as lm-eval's ``HFLM.apply_chat_template`` makes it."""
     more = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
     try:
-        return tokenizing.render(messages, **more)
+        return tokenizing.render(messages, **more, **settings.chat_template_kwargs)
     except ValueError as error:
         fix = "eval.apply_chat_template=false, or eval.num_fewshot=0 where it takes no second question"
         raise UserError(f"the chat template refuses a prompt: {error}", key=KEY, fix=fix) from None

@@ -12,10 +12,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import agree, find_problem, find_records, read_json
+
+if TYPE_CHECKING:
+    from clustertune.resolve.resolved import Resolved
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
@@ -60,24 +63,31 @@ def copy_tokenizer(base: Path, stage: Path, extra: Iterable[str] = ()) -> dict[s
     return {name: stage / name for name in files}
 
 
-def write_trained(base: Path, stage: Path, template: str | None, tokens: Mapping[str, Any], system: str = "") -> dict[str, int]:
-    """Make the tokenizer that :func:`copy_tokenizer` put into ``stage`` the one that trained: its EOS, padding and template.
+def write_trained(base: Path, stage: Path, resolved: Resolved) -> dict[str, int]:
+    """Make the tokenizer that :func:`copy_tokenizer` put into ``stage`` the one that trained: its EOS, padding and template,
+    with the arguments and the day that the template had (:mod:`clustertune.data.rendering`).
 
-    ``template``: the recipe's chat template; ``tokens``: its ``train`` section; ``system``: its ``data.system_messages``.
-    Returns the ids of ``_STOPS`` by the names that they have in a model's ``config.json``. Raises
-    UserError where the base's tokenizer cannot be loaded.
+    Returns the ids of ``_STOPS`` by the names that they have in a model's ``config.json``. Raises UserError where the base's
+    tokenizer cannot be loaded.
     """
+    from clustertune.data import rendering
     from clustertune.data.system_messages import is_rendered_before_user
     from clustertune.data.tokenizer import load_tokenizer
 
-    trained = load_tokenizer(str(base), None, template, tokens, chats=False, system=system)
+    arguments, day, system = resolved.template_arguments, resolved.template_date, resolved.recipe.data.system_messages
+    trained = load_tokenizer(str(base), None, resolved.chat_template, resolved.train_args, chats=False, system=system, date=day)
+    trained.chat_template = rendering.pinned(trained.chat_template, day, arguments)
     body = read_json(stage / TOKENIZER_CONFIG) if (stage / TOKENIZER_CONFIG).exists() else {}
     _write_changed(stage / TOKENIZER_CONFIG, body, {name: getattr(trained, name) for name in _STOPS})
     if (stage / _SPECIAL).exists():
         _write_changed(stage / _SPECIAL, read_json(stage / _SPECIAL), {name: getattr(trained, name) for name in _STOPS})
     has_own = "chat_template" in body or any((stage / name).exists() for name in CHAT)
-    if isinstance(trained.chat_template, str) and (not has_own or is_rendered_before_user(trained.chat_template)):
-        _write_template(stage, trained.chat_template)
+    template, head = trained.chat_template, rendering.header(trained.chat_template)
+    is_changed = bool(head.arguments) or head.date is not None
+    if isinstance(template, dict) and is_changed:
+        _write_named(stage, template)
+    elif isinstance(template, str) and (not has_own or is_changed or is_rendered_before_user(template)):
+        _write_template(stage, template)
     ids = {f"{name}_id": getattr(trained, f"{name}_id") for name in _STOPS}
     return {name: value for name, value in ids.items() if value is not None}
 
@@ -90,6 +100,16 @@ def _write_template(stage: Path, template: str) -> None:
     if path.exists() and "chat_template" in (body := read_json(path)):
         del body["chat_template"]
         path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_named(stage: Path, templates: Mapping[str, str]) -> None:
+    """Write several chat templates by name, as ``tokenizer_config.json`` lists them."""
+    path = stage / TOKENIZER_CONFIG
+    listed = [{"name": name, "template": template} for name, template in templates.items()]
+    body = {**(read_json(path) if path.exists() else {}), "chat_template": listed}
+    path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for name in CHAT:
+        (stage / name).unlink(missing_ok=True)
 
 
 def _write_changed(path: Path, body: dict[str, Any], tokens: Mapping[str, str | None]) -> None:

@@ -128,11 +128,12 @@ def write_tokenizer(
     Raises UserError where the training had another EOS or template than a base that is not there.
     """
     files = companions.copy_tokenizer(base, stage, extra) if base is not None else {}
-    tokens, template = trained.train_args, trained.chat_template
     if base is not None and {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(files):
-        return companions.write_trained(base, stage, template, tokens, trained.recipe.data.system_messages)
-    if template is not None or tokens["eos_token"] is not None:
-        text = "the base model's tokenizer is not there, and the training gave it another EOS or chat template"
+        return companions.write_trained(base, stage, trained)
+    if trained.chat_template is not None or trained.train_args["eos_token"] is not None or trained.template_arguments:
+        text = (
+            "the base model's tokenizer is not there, and the training gave it another EOS or chat template, or its arguments"
+        )
         raise UserError(text, file=str(base or checkpoint), key="--base", fix="name the base model's folder with --base")
     return None
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clustertune import manifest
+from clustertune.data import rendering
 from clustertune.errors import Problem, UserError
 from clustertune.resolve.resolved import Resolved
 
@@ -77,9 +78,10 @@ def _lines(path: Path) -> Iterator[str]:
 def _write_tokenizer(resolved: Resolved, source: tuple[str, str | None], out: Path) -> None:
     from clustertune.data.tokenizer import has_generation_markers, load_tokenizer, training_template
 
-    system = resolved.recipe.data.system_messages
-    tokenizer = load_tokenizer(*source, resolved.chat_template, resolved.train_args, system=system)
-    tokenizer.chat_template = training_template(tokenizer, marked=True)
+    system, day = resolved.recipe.data.system_messages, resolved.template_date
+    tokenizer = load_tokenizer(*source, resolved.chat_template, resolved.train_args, system=system, date=day)
+    arguments = resolved.template_arguments
+    tokenizer.chat_template = rendering.pinned(training_template(tokenizer, marked=True), arguments=arguments)
     if not has_generation_markers(tokenizer.chat_template):  # Megatron-Bridge finds the answers by them
         fix = "put the template with {% generation %} around what the assistant says beside the recipe, and name it there"
         raise UserError("the chat template does not mark what the assistant says", key="model.chat_template", fix=fix)

@@ -17,6 +17,7 @@ from clustertune.recipe.eval_tasks import find_task, unknown_tasks
 from clustertune.recipe.findings import SECRET_FIX, Found, is_number, is_whole, schema_findings, show_value
 from clustertune.recipe.layers import KeyPath, did_you_mean, nearest
 from clustertune.recipe.library_facts import facts, model_facts
+from clustertune.recipe.native_rules import TEMPLATE_ARGUMENTS, template_arguments
 from clustertune.recipe.parameters import (
     Values,
     adapted_experts,
@@ -39,6 +40,7 @@ from clustertune.recipe.sections import (
     Section,
     Slurm,
     read_section,
+    wrong_template_arguments,
 )
 
 QUANTIZATION = "quantization_config"
@@ -220,6 +222,12 @@ def _check_arguments(train: Mapping[str, Any]) -> Iterator[Found]:
         if needed := _outside(key, value, rate if is_number(rate) else math.inf):
             text = f"{key} is {show_value(value)}: {needed}"
             yield ("train", "lr_scheduler_kwargs"), text, "see the function of this schedule in transformers/optimization.py"
+    try:
+        fault = wrong_template_arguments(template_arguments(train))
+    except ValueError as error:
+        fault = f"is not an object of JSON: {error}"
+    if fault:
+        yield ("train", TEMPLATE_ARGUMENTS), fault, "such as {enable_thinking: false}"
     metric = str(train["metric_for_best_model"] or "loss").removeprefix("eval_")
     if train["save_strategy"] == "best" and metric not in _EVALUATED:
         # Trainer looks for it after the first evaluation only.

@@ -180,6 +180,10 @@ MAX_PROMPT = "max_prompt_length"
 """A key of ours under ``train`` with ``trainer: grpo``, once TRL's own: tokens of a prompt at most, chat template included.
 TRL 1.16 takes any length, and what an over-long one needs is found by running out of memory; ``prepare`` refuses it here."""
 
+TEMPLATE_ARGUMENTS = "chat_template_kwargs"
+"""What the chat template is given: a key of ``GRPOConfig``. Here of SFT and DPO too, where TRL reads a column of this
+name, which goes before the key."""
+
 LORA_OWNED = {
     "base_model_name_or_path": "it is the recipe's model.name",
     "revision": "it is the recipe's model.revision",
@@ -287,6 +291,7 @@ def train_fields(trainer: str = "sft") -> dict[str, NativeField]:
     if other is not None:
         known = {name: field for name, field in (known | other["fields"]).items() if name not in other["lacks"]}
     fields = _fields(known)
+    fields[TEMPLATE_ARGUMENTS] = _fields(facts("trl")["grpo"]["fields"])[TEMPLATE_ARGUMENTS]
     if trainer == "grpo":
         fields[MAX_PROMPT] = NativeField(MAX_PROMPT, 512, [["plain", "int"]], "a whole number")
     return fields
@@ -299,6 +304,18 @@ OWNED = {"sft": {}, "dpo": DPO_OWNED, "grpo": GRPO_OWNED}
 def row_tokens(train: Mapping[str, Any]) -> Any:
     """Tokens of a sequence at most, of ``train`` with its defaults: ``max_length``; with GRPO a prompt and its completion."""
     return train[MAX_PROMPT] + train["max_completion_length"] if MAX_PROMPT in train else train["max_length"]
+
+
+def template_arguments(train: Mapping[str, Any]) -> dict[str, Any]:
+    """What a complete section ``train`` gives the chat template. TRL takes an object, or a text that holds one.
+
+    Raises ValueError where a text does not.
+    """
+    value = train[TEMPLATE_ARGUMENTS]
+    arguments = json.loads(value) if isinstance(value, str) else value or {}
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{show_value(value)} is no object")
+    return arguments
 
 
 def mixed_precision(train: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ the queue.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -307,6 +307,31 @@ class During(Section):
         return step in milestones if self.every == "milestone" else step % int(self.every) == 0
 
 
+TEMPLATE_SETTINGS = frozenset(
+    (
+        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+        *("sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
+"""Arguments of transformers' ``apply_chat_template`` that are no variables of a template: no row and no recipe sets them."""
+
+
+def wrong_template_arguments(arguments: Mapping[str, Any]) -> str | None:
+    """What is wrong with ``chat_template_kwargs``; None: nothing."""
+    if taken := sorted(TEMPLATE_SETTINGS & arguments.keys()):
+        return f"holds {', '.join(taken)}: only variables that the chat template reads are set"
+    if other := sorted(name for name in arguments if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)):
+        return f"{other[0]!r} is no name of a variable"
+    return None
+
+
+def _check_template_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    if fault := wrong_template_arguments(arguments):
+        raise ValueError(fault)
+    return arguments
+
+
 class Eval(Section):
     """How the model is scored, in lm-eval's names."""
 
@@ -323,6 +348,11 @@ class Eval(Section):
     max_gen_toks: Positive | None = None
     """Tokens generated per answer at most; None: the task's own."""
     apply_chat_template: bool = True
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_template_arguments)] = {}
+    """Given to the chat template, of the model and of the base, and overriding what the training gave it."""
+    think_end_token: str | Count | None = None
+    """What ends a thought: it and what stands before it are taken off an answer before it is scored. None: as the chat template
+    and the vocabulary have it; empty: nothing is taken off; a number: the token of this id."""
     backend: Literal["auto", "hf", "vllm"] = "auto"
     """``hf``: one process of transformers; ``vllm``: servers. ``auto``: by the model's size and what the cluster has."""
     tensor_parallel_size: Positive | None = None

@@ -415,6 +415,10 @@ class Resolved:
     tiny: bool = False
     chat_template: str | None = None
     """The text of the recipe's own chat template."""
+    template_date: str | None = None
+    """The day that a chat template prints which reads the clock, as 2026-11-28: that of the run's begin. None: of no run."""
+    row_arguments: dict[str, Any] = field(default_factory=dict)
+    """What all rows of the data give the chat template alike; known once they are prepared."""
     reward_code: dict[str, str] = field(default_factory=dict)
     """The text of each file of the recipe folder that has a reward, by its name without ``.py``."""
     accelerate_overrides: dict[str, Any] = field(default_factory=dict)
@@ -464,6 +468,11 @@ class Resolved:
                 paths[key] = beside if is_there(beside) else expanded.absolute()
         return paths
 
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template is given in training, and by whatever renders for the trained model."""
+        return {**native_rules.template_arguments(self.train_args), **self.row_arguments}
+
     def with_staged(self, folder: Path) -> Resolved:
         """The same with ``staged=folder``: it says where model and data lie, and nothing is derived from it."""
         recipe = self.recipe.model_copy(update={"staged": str(folder)})
@@ -475,6 +484,10 @@ class Resolved:
             raise UserError(
                 NOT_STARTED, file=self.name, key="megatron", fix="clustertune submit RECIPE, or take the section out"
             )
+
+    def pinned_as(self, other: Resolved) -> Resolved:
+        """The same with what was found when the run of ``other`` began and prepared its data."""
+        return replace(self, template_date=other.template_date, row_arguments=other.row_arguments)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values, ``distribution`` among them; :meth:`from_dict` gives an equal object back."""

@@ -18,7 +18,7 @@ from clustertune import manifest, secrets
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.data import sequences
 from clustertune.data.rewards import Rewards
-from clustertune.data.tokenizer import check_labels, load_tokenizer
+from clustertune.data.tokenizer import check_labels, load_tokenizer, thought_of
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
 from clustertune.recipe.architecture import scale_down
@@ -264,6 +264,7 @@ class Session:
         with self.startup.part("data"):
             train_args = self.resolved.train_args
             kinds: dict[str, Any] = {"chats": recipe.data.has_chats, "system": recipe.data.system_messages}
+            kinds["date"] = self.resolved.template_date
             tokenizer = load_tokenizer(*source, self.resolved.chat_template, train_args, **kinds)
             train, held_out = sequences.load(data, attempt.run.data, tokenizer, train_args)
         if held_out is None:
@@ -281,6 +282,7 @@ class Session:
         rewards = {}
         if self.resolved.is_grpo:
             self.rewards = self._open.enter_context(Rewards(recipe.reward or (), self.resolved.reward_code))
+            self.rewards.thought = thought_of(tokenizer)
             rewards["reward_funcs"] = self.rewards.judges
         trainer: RankTrainer = kind(
             model=source[0],
