@@ -674,9 +674,8 @@ LABEL = np.uint32(1 << 31)
 """The bit of a token that carries a label. Vocabularies stay far below."""
 _HEAD = 40
 """Bytes before a shard's records: their number (int64), and the SHA-256 of all that follows."""
-RECORD = np.dtype(
-    [*((name, INDEX[name]) for name in INDEX.names or () if name != "offset"), *((name, "<i4") for name in seen.COUNTED)]
-)
+_OF_INDEX = [(name, INDEX[name]) for name in INDEX.names or () if name != "offset"]
+RECORD = np.dtype([*_OF_INDEX, *((name, "<i4") for name in seen.COUNTED)])
 
 Job = tuple[Path, int, int, Path]
 """A file, the first byte and the one behind the last of a shard's part of it, and the shard."""
