@@ -78,7 +78,7 @@ from clustertune.recipe.native_rules import TEMPLATE_ARGUMENTS, template_argumen
 KIND = "tokens"
 FOLDER = "tokens"
 """Below the folder of the conversations."""
-FORMAT = 3
+FORMAT = 4
 """Version of what this code makes out of the same input. Raise it with any change of a rule: older tokens are recreated."""
 CHUNK = 8 << 20
 """Bytes of a JSON Lines file for one shard: cut by the file alone, never by the number of processes."""
