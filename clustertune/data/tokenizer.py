@@ -88,8 +88,8 @@ def load_tokenizer(
     """The tokenizer of a model folder or Hub id, with a chat template (its own, else ``template``), EOS and a padding token.
 
     ``named``: ``eos_token`` and ``pad_token``, where the training names them; without ``chats`` it needs no template.
-    ``system``: the recipe's ``data.system_messages``. ``date``: the day that a template prints which reads the clock; None: that
-    of each call. Raises UserError where it is not available.
+    ``system``: the recipe's ``data.system_messages``. ``date``: the day that a template prints which reads the clock; None:
+    that of each call. Raises UserError where it is not available.
     """
     if source.startswith((".", "/", "~")) and not Path(source).exists():  # else the Hub is asked for it, seven seconds long
         raise UserError(f"no such folder: {source}", key="model.path", fix="give the folder of the model, as model.path=FOLDER")
