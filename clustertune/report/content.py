@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import islice
-from statistics import median
 from typing import Any
 
 from clustertune.console import duration
 from clustertune.errors import ExitCode
 from clustertune.evaluate import scores as evaluation
 from clustertune.recipe.sections import OWN_PROMPTS
-from clustertune.report.metrics import WARM_UP, Metrics, ScoresRecord
+from clustertune.report.metrics import Metrics, ScoresRecord
+from clustertune.report.steps import WARM_UP, median
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import SCORES
 
@@ -130,8 +130,8 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any
         add("Token accuracy", percent(steps[-1].token_accuracy), "train")
     for name, value, note in _rewards(metrics):
         add(name, value, note)
-    rates = steps.known("tokens_per_second")
-    if rates and math.isfinite(rate := median(rates)):
+    rate = median(steps.known("tokens_per_second"))
+    if rate is not None and math.isfinite(rate):
         add("Tokens/s", number(float(round(rate))), f"median, {number(steps[-1].tokens)} tokens in all")
     memory = steps.known("memory_bytes")
     if memory:
@@ -246,14 +246,13 @@ def forecast(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, A
 
     Of steps the median behind the first two, which hold warm-up; None where nothing happened yet.
     """
-    steps, peaks = metrics.steps, metrics.steps.known("memory_bytes")
-    times, rates = steps.known("seconds"), steps.known("tokens_per_second")
-    rates = steps.known("tokens_per_second", WARM_UP) or rates
+    steps, peak = metrics.steps, max(metrics.steps.known("memory_bytes"), default=None)
+    rate = median(steps.known("tokens_per_second", WARM_UP))
     train_seconds = get(stages, "train", "seconds")
     reached = {
-        "step_s": steps.step_seconds() or (median(times) if times else None),
-        "tokens_per_s": median(rates) if rates else None,
-        "peak_gib_per_gpu": max(peaks) / 2**30 if peaks else None,
+        "step_s": steps.step_seconds() or median(steps.known("seconds")),
+        "tokens_per_s": median(steps.known("tokens_per_second")) if rate is None else rate,
+        "peak_gib_per_gpu": None if peak is None else peak / 2**30,
         "hours": train_seconds / 3600 if isinstance(train_seconds, int | float) else None,
     }
     rows = [(name, get(planned, key), reached[key]) for key, name in FORECAST.items()]

@@ -8,84 +8,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
-
-class StepRecord(NamedTuple):
-    """One optimizer step. What the line lacked, or held in another type, is None."""
-
-    step: int
-    attempt: int
-    time: float | None = None
-    """Unix seconds."""
-    loss: float | None = None
-    token_accuracy: float | None = None
-    learning_rate: float | None = None
-    grad_norm: float | None = None
-    tokens: float | None = None
-    """Tokens since the beginning of the run, over all ranks."""
-    seconds: float | None = None
-    tokens_per_second: float | None = None
-    memory_bytes: float | None = None
-    """Peak, the largest of all ranks."""
-    mfu: float | None = None
-    reward_accuracy: float | None = None
-    """Share of the pairs whose chosen answer has the higher reward."""
-    reward_margin: float | None = None
-    """The chosen answer's reward less the rejected one's, on average."""
-    reward: float | None = None
-    """Of the model's own answers, each reward times its weight, on average."""
-    kl: float | None = None
-    """Divergence of the model from its reference, nats per token."""
-    completion_length: float | None = None
-    """Tokens of an answer, on average."""
-    generation_seconds: float | None = None
-
-
-_NUMBERS = StepRecord._fields[2:]
-WARM_UP = 2
-"""First steps that hold compilation and first connections."""
-
-
-class Steps(list[StepRecord]):
-    """Step records by step."""
-
-    @property
-    def numbers(self) -> list[int]:
-        """The step of each record."""
-        return [record.step for record in self]
-
-    def column(self, name: str, factor: float = 1.0) -> list[float | None]:
-        """One field of all records, times ``factor``."""
-        at = StepRecord._fields.index(name)
-        return [None if (value := record[at]) is None else value * factor for record in self]
-
-    def known(self, name: str, skip: int = 0) -> list[float]:
-        """One field of the records that have it, without the first ``skip`` records."""
-        at = StepRecord._fields.index(name)
-        return [value for record in self[skip:] if (value := record[at]) is not None]
-
-    def timed(self) -> Iterator[tuple[int, int, float]]:
-        """Of each logged stretch with a time: the step before it, how many steps it is, and the seconds of one of them."""
-        before = 0
-        for record in self:
-            start, before = before, record.step
-            if record.seconds is not None and 0 < record.seconds < math.inf and record.step > start:
-                yield start, record.step - start, record.seconds
-
-    def steady(self) -> list[float]:
-        """Seconds of a step of each stretch that begins behind the warm-up."""
-        return [seconds for start, _, seconds in self.timed() if start >= WARM_UP]
-
-    def step_seconds(self) -> float | None:
-        """The median of :meth:`steady`: what a step takes. None where no stretch begins behind the warm-up."""
-        return median(times) if (times := self.steady()) else None
+from clustertune.report.steps import FIGURES, LARGEST, StepRecord, Steps
 
 
 @dataclass(frozen=True)
@@ -255,7 +184,7 @@ class MetricsReader:
     """Collects events in file order. :meth:`follow` may be called again while the file grows."""
 
     def __init__(self) -> None:
-        self.steps: dict[int, StepRecord] = {}
+        self.steps = Steps()
         self.evals: dict[int, EvalRecord] = {}
         self.scores: dict[int, ScoresRecord] = {}
         self.checkpoints: list[CheckpointRecord] = []
@@ -268,8 +197,6 @@ class MetricsReader:
         self._place = 0
         self.answers: list[AnswerRecord] = []
         self.alarm: str | None = None
-        names = ("start", "step", "eval", "scores", "answer", "alarm", "checkpoint", "startup", "stage", "stop")
-        self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {name: getattr(self, f"_on_{name}") for name in names}
 
     def follow(self, path: Path) -> bytes:
         """Take the whole lines that came since the call before; returns what follows them. Raises OSError."""
@@ -290,15 +217,15 @@ class MetricsReader:
         try:
             event = json.loads(line.decode())  # of bytes, json would look for the encoding first
             name = event["event"]
-            handle = self._handlers.get(name) if isinstance(name, str) else None
+            handle = self._HANDLERS.get(name) if isinstance(name, str) else None
             if handle is not None:
-                handle(event)
+                handle(self, event)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             self.unreadable += 1
 
     def result(self) -> Metrics:
         return Metrics(
-            steps=Steps(sorted(self.steps.values())),
+            steps=self.steps,
             evals=[self.evals[step] for step in sorted(self.evals)],
             scores=[self.scores[step] for step in sorted(self.scores)],
             checkpoints=self.checkpoints,
@@ -316,18 +243,17 @@ class MetricsReader:
     def _on_start(self, event: dict[str, Any]) -> None:
         start, number = _whole(event["step"]), _whole(event.get("attempt", 1))
         attempt = self._attempt(event)
-        lost = sorted(record for record in self.steps.values() if record.step > start and record.attempt <= number)
-        before = {record.attempt: record.time for record in sorted(self.steps.values()) if record.step <= start}
-        world = _maybe_whole(event.get("world_size"))
-        repeated = max((record.step for record in lost), default=start) - start
-        attempt.update(start_step=start, world_size=world, repeated=repeated, begun=_number(event.get("time")))
-        for one, ended in {record.attempt: record.time for record in lost}.items():
+        world, begun = _maybe_whole(event.get("world_size")), _number(event.get("time"))
+        before, behind = self.steps.ends(start)
+        repeated = self.steps.drop(start, number) - start
+        attempt.update(start_step=start, world_size=world, repeated=repeated, begun=begun)
+        for one, ended in behind.items():
+            if one > number:
+                continue
             of_one = self.attempts.setdefault(one, {})
             since = of_one.get("begun") if before.get(one) is None else before[one]
             if ended is not None and since is not None:
                 of_one["lost_seconds"] = of_one.get("lost_seconds", 0.0) + max(0.0, ended - since)
-        for record in lost:
-            del self.steps[record.step]
         for records in (self.evals, self.scores):
             for step in [step for step, record in records.items() if step > start and record.attempt <= number]:
                 del records[step]
@@ -342,10 +268,9 @@ class MetricsReader:
     def _on_step(self, event: dict[str, Any]) -> None:
         step, number = _whole(event["step"]), _whole(event.get("attempt", 1))
         self.attempts.setdefault(number, {})["last_step"], self.latest = step, event
-        kept = self.steps.get(step)
-        if len(self.attempts) == 1 or self._counts(step, number, kept and kept.attempt):
-            values = (value if type(value) is float else _number(value) for value in map(event.get, _NUMBERS))
-            self.steps[step] = StepRecord(step, number, *values)
+        if len(self.attempts) == 1 or self._counts(step, number, self.steps.attempt_of(step)):
+            values = (value if type(value) is float else _number(value) for value in map(event.get, FIGURES))
+            self.steps.put(StepRecord(step, number, *values))
 
     def _on_eval(self, event: dict[str, Any]) -> None:
         step = _whole(event["step"])
@@ -417,13 +342,19 @@ class MetricsReader:
             ended=_number(event.get("time")),
         )
 
+    # Functions, not methods of self: a reader that refers to itself, and a million steps, would stay until a collection.
+    _HANDLERS: ClassVar[Mapping[str, Callable[[MetricsReader, dict[str, Any]], None]]] = {
+        "start": _on_start, "step": _on_step, "eval": _on_eval, "scores": _on_scores, "answer": _on_answer, "alarm": _on_alarm,
+        "checkpoint": _on_checkpoint, "startup": _on_startup, "stage": _on_stage, "stop": _on_stop,
+    }  # fmt: skip
+
 
 def _whole(value: Any) -> int:
     """A step or attempt number. Raises ValueError for anything else: the line is then unreadable."""
-    if type(value) is int and value >= 0:  # nearly all: a million lines hold two each
+    if type(value) is int and 0 <= value <= LARGEST:  # nearly all: a million lines hold two each
         return value
     is_integer = isinstance(value, int) or (isinstance(value, float) and value.is_integer())  # inf and nan are not
-    if isinstance(value, bool) or not is_integer or value < 0:
+    if isinstance(value, bool) or not is_integer or not 0 <= value <= LARGEST:
         raise ValueError(f"{value!r} is not a step")
     return int(value)
 

@@ -290,44 +290,40 @@ def training_plots(
     """The plots over steps, one after the other: a line of a long run is large. ``band``: tokens/s that were planned."""
     steps, at = metrics.steps.numbers, [record.step for record in metrics.evals]
 
-    def train(label: str, name: str, factor: float = 1.0) -> plots.Line:
-        return plots.Line(label, steps, metrics.steps.column(name, factor))
+    def trained(label: str, name: str, evaluated: str, factor: float) -> Iterator[plots.Line]:
+        yield plots.Line(label, steps, metrics.steps.column(name, factor))
+        if evaluated:
+            values = [getattr(record, evaluated) for record in metrics.evals]
+            scaled = [None if value is None else value * factor for value in values]
+            yield plots.Line("eval", at, scaled, plots.SECOND, marked=True)
 
-    def evaluated(name: str, factor: float = 1.0) -> plots.Line:
-        values = [getattr(record, name) for record in metrics.evals]
-        scaled = [None if value is None else value * factor for value in values]
-        return plots.Line("eval", at, scaled, plots.SECOND, marked=True)
+    def scores() -> Iterator[plots.Line]:
+        scored_at = [one.step for one in metrics.scores]
+        for task in dict.fromkeys(task for one in metrics.scores for task in one.tasks):
+            values, base = [one.tasks.get(task) for one in metrics.scores], [one.base(task) for one in metrics.scores]
+            yield plots.Line(task, scored_at, values, plots.SECOND, marked=True)
+            yield plots.Line(f"{task}, base", scored_at, base)
 
-    scored_at = [one.step for one in metrics.scores]
-    by_task = []
-    for task in dict.fromkeys(task for one in metrics.scores for task in one.tasks):
-        values, base = [one.tasks.get(task) for one in metrics.scores], [one.base(task) for one in metrics.scores]
-        by_task += [
-            plots.Line(task, scored_at, values, plots.SECOND, marked=True),
-            plots.Line(f"{task}, base", scored_at, base),
-        ]
-    pairs = bool(metrics.steps.known("reward_margin"))
-    rewards = [train("train", "reward_accuracy", 100), evaluated("eval_reward_accuracy", 100)]
-    margins = [train("train", "reward_margin"), evaluated("eval_reward_margin")]
-    curves: list[tuple[str, list[plots.Line], str, bool]] = [
-        ("Loss", [train("train", "loss"), evaluated("eval_loss")], f"nats per {'pair' if pairs else 'token'}", False),
-        ("Scores while training", by_task, "headline of each task", False),
-        ("Reward accuracy", rewards, "% of the pairs", False),
-        ("Reward margin", margins, "chosen less rejected", False),
-        ("Reward", [train("train", "reward"), evaluated("eval_reward")], "mean of the answers", False),
-        ("Divergence", [train("train", "kl")], "nats per token from the reference", True),
-        ("Length of answers", [train("train", "completion_length"), evaluated("eval_completion_length")], "tokens", True),
-        ("Token accuracy", [train("train", "token_accuracy", 100), evaluated("eval_token_accuracy", 100)], "%", False),
-        ("Throughput", [train("tokens/s", "tokens_per_second")], "tokens/s over all ranks", True),
-        ("MFU", [train("MFU", "mfu", 100)], "% of the GPUs' peak", True),
-        ("Peak memory", [train("memory", "memory_bytes", 2**-30)], "GiB, largest of all ranks", True),
-        ("Step time", [train("step time", "seconds")], "s", True),
-        ("Learning rate", [train("learning rate", "learning_rate")], "", True),
-        ("Gradient norm", [train("gradient norm", "grad_norm")], "before clipping", True),
+    per = "pair" if metrics.steps.known("reward_margin") else "token"
+    curves: list[tuple[str, Iterator[plots.Line], str, bool]] = [
+        ("Loss", trained("train", "loss", "eval_loss", 1), f"nats per {per}", False),
+        ("Scores while training", scores(), "headline of each task", False),
+        ("Reward accuracy", trained("train", "reward_accuracy", "eval_reward_accuracy", 100), "% of the pairs", False),
+        ("Reward margin", trained("train", "reward_margin", "eval_reward_margin", 1), "chosen less rejected", False),
+        ("Reward", trained("train", "reward", "eval_reward", 1), "mean of the answers", False),
+        ("Divergence", trained("train", "kl", "", 1), "nats per token from the reference", True),
+        ("Length of answers", trained("train", "completion_length", "eval_completion_length", 1), "tokens", True),
+        ("Token accuracy", trained("train", "token_accuracy", "eval_token_accuracy", 100), "%", False),
+        ("Throughput", trained("tokens/s", "tokens_per_second", "", 1), "tokens/s over all ranks", True),
+        ("MFU", trained("MFU", "mfu", "", 100), "% of the GPUs' peak", True),
+        ("Peak memory", trained("memory", "memory_bytes", "", 2**-30), "GiB, largest of all ranks", True),
+        ("Step time", trained("step time", "seconds", "", 1), "s", True),
+        ("Learning rate", trained("learning rate", "learning_rate", "", 1), "", True),
+        ("Gradient norm", trained("gradient norm", "grad_norm", "", 1), "before clipping", True),
     ]
-    for title, lines, unit, zero in curves:
+    for title, lines, unit, zero in curves:  # each line is made where it is drawn: all of a long run would fill memory
         yield plots.lines(
-            title, lines, unit=unit, zero=zero, restarts=restarts, band=band if title == "Throughput" else None
+            title, list(lines), unit=unit, zero=zero, restarts=restarts, band=band if title == "Throughput" else None
         )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 The source (a 7B model on one node and on two) prints one JSON object per job. Its rate is the mean over all steps, the first
 ones with their compilation and first connections among them: of its 4.7 s some 3.4 s are such. The steady rate beside it is
-that of the median step behind the first :data:`clustertune.report.metrics.WARM_UP`.
+that of the median step behind the first :data:`clustertune.report.steps.WARM_UP`.
 
 :func:`observe` gives a finished run as what ``plan --calibrate`` fits its factors to.
 """
@@ -25,7 +25,8 @@ from clustertune.plan.schedule import Lengths
 from clustertune.plan.strategy import strategy
 from clustertune.recipe.native_rules import row_tokens
 from clustertune.report.content import dataset_of, get, model_of, recipe_of
-from clustertune.report.metrics import Metrics, StepRecord, read_metrics
+from clustertune.report.metrics import Metrics, read_metrics
+from clustertune.report.steps import Steps
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
 
@@ -69,8 +70,8 @@ def nodes_of(folder: Path, run: Mapping[str, Any]) -> int | None:
 
 def describe(run: Mapping[str, Any], metrics: Metrics) -> dict[str, Any] | None:
     """The object; None for a run without a timed step."""
-    timed = [(count, seconds) for _, count, seconds in metrics.steps.timed()]
-    wall, count = math.fsum(n * seconds for n, seconds in timed), sum(n for n, _ in timed)
+    wall = math.fsum(n * seconds for _, n, seconds in metrics.steps.timed())
+    count = sum(n for _, n, _ in metrics.steps.timed())
     if not count:
         return None
     resolved = recipe_of(run)
@@ -112,10 +113,10 @@ def observe(calibrated: CalibratedCluster, folder: Path, lengths: Lengths | None
     resolved = run.resolved()
     steps = read_metrics(run.metrics).steps
     seconds = steps.step_seconds()
-    if seconds is None or len(steps.steady()) < 3:
+    if seconds is None or len(list(steps.steady())) < 3:
         text = f"has {len(list(steps.timed()))} timed steps; 5 are needed, 20 suffice"
         raise UserError(text, file=str(run.metrics), key="step", fix="let the run continue, or give another")
-    peaks = [s.memory_bytes for s in steps if s.memory_bytes]
+    peaks = [peak for peak in steps.known("memory_bytes") if peak]
     where = calibrated.machine(resolved.recipe.slurm.nodes)
     lengths = lengths or _lengths_seen(resolved, steps)
 
@@ -126,12 +127,11 @@ def observe(calibrated: CalibratedCluster, folder: Path, lengths: Lengths | None
     return Observation(folder.name, seconds, max(peaks) if peaks else None, predict)
 
 
-def _lengths_seen(resolved: Resolved, steps: list[StepRecord]) -> Lengths | None:
+def _lengths_seen(resolved: Resolved, steps: Steps) -> Lengths | None:
     """The mean length of a padded run's conversations, from the tokens that it counted: else its factor of computing would hold
     the padding that a plan assumes where nothing is known."""
-    counted = [s for s in steps if s.tokens and s.step]
-    if strategy(resolved).packing or not counted:
+    last = next((s for s in reversed(steps) if s.tokens and s.step), None)
+    if strategy(resolved).packing or last is None:
         return None
-    last = max(counted, key=lambda s: s.step)
     rows = last.step * resolved.global_batch_size
     return Lengths((max(1, round((last.tokens or 0) / rows)),), "tokens of metrics.jsonl")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from clustertune.report import content
-from clustertune.report.metrics import Metrics, StepRecord, Steps
+from clustertune.report.metrics import Metrics
+from clustertune.report.steps import StepRecord, Steps
 
 TOLD: dict[str, object] = {"step_s": 2.0, "tokens_per_s": 500.0, "peak_gib_per_gpu": 1.5, "hours": None}
 TOLD |= {"bandwidth_source": "nominal", "calibrated": []}

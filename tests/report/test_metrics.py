@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clustertune.report import plots
-from clustertune.report.metrics import Metrics, StepRecord, Steps, read_metrics
+from clustertune.report.metrics import Metrics, read_metrics
+from clustertune.report.steps import StepRecord, Steps
 
 RECORDED = Path(__file__).parent / "recorded" / "metrics.jsonl"
 
@@ -104,5 +105,5 @@ def test_a_long_line_is_drawn_with_its_greatest_and_least_values() -> None:
 def test_steps_behind_the_warm_up_are_steady() -> None:
     """A line of ten steps holds those of the warm-up; after a gap without a time a line counts from the line before it."""
     steps = Steps([StepRecord(n, 1, seconds=s) for n, s in ((1, 9.0), (2, 5.0), (3, 2.0), (4, math.nan), (5, None), (6, 3.0))])
-    assert steps.steady() == [2.0, 3.0] and [count for _, count, _ in steps.timed()] == [1, 1, 1, 1]
-    assert Steps([StepRecord(10, 1, seconds=4.0), StepRecord(20, 1, seconds=1.0)]).steady() == [1.0]
+    assert list(steps.steady()) == [2.0, 3.0] and [count for _, count, _ in steps.timed()] == [1, 1, 1, 1]
+    assert list(Steps([StepRecord(10, 1, seconds=4.0), StepRecord(20, 1, seconds=1.0)]).steady()) == [1.0]

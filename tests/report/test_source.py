@@ -9,7 +9,8 @@ import pytest
 
 from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.report import comparison, source
-from clustertune.report.metrics import Metrics, StepRecord, Steps
+from clustertune.report.metrics import Metrics
+from clustertune.report.steps import StepRecord, Steps
 from clustertune.resolve.resolve import resolve
 
 
