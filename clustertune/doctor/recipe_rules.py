@@ -47,6 +47,7 @@ from clustertune.errors import UserError
 from clustertune.host.mounts import lies_elsewhere, mount_of
 from clustertune.host.system import GIB
 from clustertune.launch import serving, shape
+from clustertune.plan.explanation import evaluation_memory
 from clustertune.plan.predict import Plan
 from clustertune.plan.schedule import START_S, TOKENS_PER_CPU_S, tokens_to_prepare
 from clustertune.recipe.architecture import contradictions
@@ -323,7 +324,7 @@ def gpu_memory(context: RecipeContext) -> Iterator[Seen]:
     if plan := context.real_plan:
         room = plan.machine.usable_bytes
         memory = f"{plan.needed / GIB:.1f} GiB at the {plan.peak.name}, a {plan.machine.gpu} has {room / GIB:.1f} GiB"
-        fix = f"clustertune plan {context.resolved.name} --advise names what fits"
+        fix = evaluation_memory(plan) or f"clustertune plan {context.resolved.name} --advise names what fits"
         if plan.needed > TIGHT * room:
             over = plan.needed > room
             yield Seen(FAIL if over else WARN, f"{'' if over else 'tight: '}predicted {memory}", fix)

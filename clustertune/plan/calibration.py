@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError, storage_error
+from clustertune.host.system import GIB
 from clustertune.manifest import write_durably
 from clustertune.plan.constants import Constants
 from clustertune.plan.explanation import as_json
@@ -224,4 +225,5 @@ def forecast(resolved: Resolved, cluster: Cluster) -> dict[str, Any]:
         return {"unknown": str(error.problems[0])}
     planned = as_json(plan)
     keys = ("step_s", "step_s_range", "tokens_per_s", "peak_gib_per_gpu", "hours", "bandwidth_source", "calibrated")
-    return {key: planned[key] for key in keys}
+    # What a GPU reports is the most it held, in training or evaluation.
+    return {key: planned[key] for key in keys} | {"peak_gib_per_gpu": plan.peak.bytes / GIB}

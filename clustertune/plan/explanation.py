@@ -13,6 +13,7 @@ from clustertune.plan import evidence
 from clustertune.plan.advise import Advice, reasons
 from clustertune.plan.constants import Term, number, quantity
 from clustertune.plan.machine import Link
+from clustertune.plan.memory import smaller_evaluation
 from clustertune.plan.predict import Plan
 from clustertune.plan.schedule import TOKENS_PER_CPU_S, tokens_to_prepare
 from clustertune.plan.step import flops
@@ -112,7 +113,20 @@ def assumptions(plan: Plan) -> list[str]:
     kind = evidence.words(plan.shape, machine)
     is_calibrated = "compute_scale" in constants.calibrated
     texts.append("range: this cluster's own runs, for runs of their kind" if is_calibrated else evidence.sentence(kind))
+    texts += [text] if (text := evaluation_memory(plan)) else []
     return list(dict.fromkeys([*texts, _recomputed(plan), RANGE, *machine.notes, *plan.notes]))
+
+
+def evaluation_memory(plan: Plan) -> str:
+    """Which key lowers the memory of an evaluation, where that is the largest; empty where training takes more."""
+    one = plan.evaluation_peak
+    if one is None or plan.peak is not one:
+        return ""
+    text = f"evaluations take {(one.bytes - plan.training_peak.bytes) / GIB:.1f} GiB more than training"
+    if rows := smaller_evaluation(plan.shape, plan.constants):
+        now = plan.strategy.eval_batch
+        return f"{text}: train.per_device_eval_batch_size={rows} instead of {now} makes it no more than that"
+    return f"{text}: train.per_device_eval_batch_size=1 lowers it, train.eval_strategy=no leaves them out"
 
 
 def _recomputed(plan: Plan) -> str:
@@ -138,6 +152,8 @@ def topics(plan: Plan) -> dict[str, list[Term]]:
         "checkpoint": [plan.schedule.checkpoint, plan.schedule.save],
         "load": [plan.schedule.start],
         "memory": [*plan.peak.parts, *plan.beside],
+        "training-memory": [*plan.training_peak.parts],
+        "evaluation-memory": [*plan.evaluation_peak.parts] if plan.evaluation_peak else [],
         "host": plan.host,
         "step": [*plan.step.compute, plan.step.exposed, plan.step.bubble, plan.step.optimizer],
     }
@@ -257,7 +273,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "step_s_range": [plan.step.seconds * plan.low, plan.step.seconds * plan.high],
         "step_parts_s": plan.parts(),
         "steps": plan.schedule.steps,
-        "peak_gib_per_gpu": plan.peak.bytes / GIB,
+        "peak_gib_per_gpu": plan.training_peak.bytes / GIB,
+        "evaluation_gib_per_gpu": plan.evaluation_peak.bytes / GIB if plan.evaluation_peak else None,
         "needed_gib_per_gpu": plan.needed / GIB,
         "usable_gib_per_gpu": plan.machine.usable_bytes / GIB,
         "peak_moment": plan.peak.name,

@@ -10,7 +10,7 @@ storages, on transformers 5.23's Llama, Qwen3 and Qwen3-MoE under FSDP2 and DDP 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from clustertune.plan import generation_cost
@@ -60,6 +60,29 @@ def moments(shape: ModelShape, constants: Constants) -> list[Moment]:
         **({EVALUATION: _largest(resting, memory.evaluation())} if shape.strategy.eval_batch else {}),
     }
     return [Moment(name, [term for term in parts if term.value]) for name, parts in named.items()]
+
+
+def training_peak(course: list[Moment]) -> Moment:
+    """The largest of :func:`moments` that is part of a training step; evaluations between steps are left out."""
+    return max((moment for moment in course if moment.name != EVALUATION), key=lambda moment: moment.bytes)
+
+
+def evaluation_peak(course: list[Moment]) -> Moment | None:
+    """The moment of :func:`moments` that evaluations have; None where the training has none."""
+    return next((moment for moment in course if moment.name == EVALUATION), None)
+
+
+def smaller_evaluation(shape: ModelShape, constants: Constants) -> int:
+    """The most rows a rank with which an evaluation takes no more than the training's own peak; 0: not even one does."""
+    least = training_peak(moments(shape, constants)).bytes
+    rows = shape.strategy.eval_batch // 2
+    while rows:
+        made = moments(replace(shape, strategy=replace(shape.strategy, eval_batch=rows)), constants)
+        one = evaluation_peak(made)
+        if one is None or one.bytes <= least:
+            return rows
+        rows //= 2
+    return 0
 
 
 def _largest(resting: list[Term], options: list[list[Term]]) -> list[Term]:

@@ -49,8 +49,18 @@ class Footprint:
         return max(self.moments, key=lambda moment: moment.bytes)
 
     @property
+    def training_peak(self) -> memory.Moment:
+        """The moment of a training step with the most memory."""
+        return memory.training_peak(self.moments)
+
+    @property
+    def evaluation_peak(self) -> memory.Moment | None:
+        """The evaluations between steps; None where there are none."""
+        return memory.evaluation_peak(self.moments)
+
+    @property
     def needed(self) -> float:
-        """Bytes that a GPU must have free."""
+        """Bytes that a GPU must have free, in training and evaluation."""
         return self.peak.bytes + sum(term.value for term in self.beside)
 
     @property

@@ -58,10 +58,14 @@ def _answers(plan: Plan, headline: str, bill: Mapping[str, str]) -> Table:
 def _rows(plan: Plan, bill: Mapping[str, str]) -> dict[str, str]:
     used, seconds, low, high = plan.strategy, plan.step.seconds, plan.low, plan.high
     needed, tensors, usable = (size / GIB for size in (plan.needed, plan.peak.bytes, plan.machine.usable_bytes))
+    training, evaluation = plan.training_peak, plan.evaluation_peak
+    peaks = f"training {training.bytes / GIB:.1f} GiB of tensors ({training.name})"
+    peaks += f", evaluation {evaluation.bytes / GIB:.1f} GiB" if evaluation else ", no evaluation"
     parts = f"{tensors:.1f} tensors + {needed - tensors:.1f} CUDA and fragmentation"
     around = f"80 % range {quantity(seconds * low, 's')} to {quantity(seconds * high, 's')}"
     rows = {
         "fits": f"{'yes' if plan.fits else 'NO'}: {needed:.1f} of {usable:.1f} GiB per GPU ({parts})",
+        "memory": peaks,
         "step": f"{quantity(seconds, 's')} per step ({around}), {plan.shape.step_tokens:,} tokens per step",
         "throughput": f"{plan.tokens_per_s:,.0f} tokens/s, {plan.tokens_per_s / used.world_size:,.0f} per GPU",
         "utilisation": f"MFU {plan.utilisation(hardware=False):.1%}, HFU {plan.utilisation(hardware=True):.1%}",

@@ -67,7 +67,8 @@ def test_the_document_holds_what_is_promised(plan: Plan) -> None:
     base = sum(term.value for term in plan.peak.parts if term.name in ("weights", "adapters"))
     assert body["memory_parts_gib"]["weights"] == pytest.approx(base / 2**30)
     beside = body["memory_parts_gib"]["fragmentation"] + plan.constants.context_gib
-    assert body["needed_gib_per_gpu"] - body["peak_gib_per_gpu"] == pytest.approx(beside)
+    most = max(body["peak_gib_per_gpu"], body["evaluation_gib_per_gpu"] or 0)
+    assert body["needed_gib_per_gpu"] - most == pytest.approx(beside)
     assert body["tokens_per_s"] * body["step_s"] == pytest.approx(64 * 2048)
     assert body["gpu_hours"] == pytest.approx(body["hours"] * plan.strategy.world_size)
     money = explanation.spent(body["gpu_hours"], PRICE)
@@ -153,3 +154,25 @@ def test_the_bottleneck_is_the_largest_part(
     assert found.startswith(expected), found
     assert plan.fits == ("not fit" not in found)
     assert found.endswith(".") and "\n" not in found
+
+
+def test_training_and_evaluation_are_two_figures(tmp_path: Path) -> None:
+    """What an evaluation takes changes nothing of the training's peak; where it is the largest, the key that is named lowers it
+    to no more than the training's."""
+    recipe = write_recipe(tmp_path / "some", lora=LORA_SECTION, train={"max_steps": 9, "eval_strategy": "steps"})
+    bodies = {}
+    for rows in (1, 64):
+        made = make_plan(resolve(recipe, [f"train.per_device_eval_batch_size={rows}"]), machine())
+        bodies[rows] = explanation.as_json(made)
+    small, large = bodies[1], bodies[64]
+    assert small["peak_gib_per_gpu"] == large["peak_gib_per_gpu"] < large["evaluation_gib_per_gpu"]
+    assert large["peak_moment"] == "evaluation" and large["needed_gib_per_gpu"] > large["evaluation_gib_per_gpu"]
+    (told,) = (text for text in large["assumptions"] if "train.per_device_eval_batch_size" in text)
+    (rows,) = re.findall(r"eval_batch_size=(\d+)", told)
+    better = make_plan(resolve(recipe, [f"train.per_device_eval_batch_size={rows}"]), machine())
+    assert better.peak is better.training_peak and better.evaluation_peak is not None
+    assert not any("per_device_eval_batch_size" in text for text in explanation.assumptions(better))
+    assert explanation.why(made, "evaluation-memory") and explanation.why(made, "training-memory")
+    none = make_plan(resolve(recipe, ["train.eval_strategy=no"]), machine())
+    assert explanation.as_json(none)["evaluation_gib_per_gpu"] is None
+    assert none.peak.bytes == none.training_peak.bytes == better.training_peak.bytes

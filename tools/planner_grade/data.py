@@ -317,8 +317,8 @@ class Case:
         return step(self.shape, self.machine, constants)
 
     def peak(self, constants: Constants) -> float:
-        """Bytes of the largest moment."""
-        return max(moment.bytes for moment in memory.moments(self.shape, constants))
+        """Bytes of the largest moment of training: published peaks are of training steps."""
+        return memory.training_peak(memory.moments(self.shape, constants)).bytes
 
     def fits(self, constants: Constants) -> bool:
         """Whether the plan says that its GPUs hold it."""

@@ -275,7 +275,7 @@ def alternatives(bandwidths: tuple[float, ...] = (4.7, 8.1)) -> list[Alternative
 def _alternative(start: Case, name: str, changes: dict[str, Any], bandwidths: tuple[float, ...]) -> Alternative:
     constants = Constants()
     shape = replace(start.shape, strategy=replace(start.shape.strategy, **changes))
-    peak = max(moment.bytes for moment in memory.moments(shape, constants))
+    peak = memory.training_peak(memory.moments(shape, constants)).bytes
     seconds = {}
     for bandwidth in bandwidths:
         link = replace(start.machine.inter, bytes_per_s=bandwidth * 1e9)
