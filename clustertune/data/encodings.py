@@ -60,11 +60,22 @@ def command(shown: str, encoding: str, kind: str, packed: str) -> str:
     ``kind``: the ending that its name gets; ``packed``: its compression's ending, or "". A file in an object store is to be
     fetched here first.
     """
+    return _written_by(f"iconv -f {encoding} -t UTF-8", shown, f"utf8{kind}", packed)
+
+
+def with_commas(shown: str, sign: str, packed: str) -> str:
+    """A shell command that writes a table whose columns ``sign`` separates again with commas, whatever its encoding is."""
+    streams = "sys.stdin.reconfigure(errors='surrogateescape', newline=''); sys.stdout.reconfigure(errors='surrogateescape')"
+    rows = f"csv.writer(sys.stdout, lineterminator='\\n').writerows(csv.reader(sys.stdin, delimiter={sign!r}))"
+    program = f"import csv, sys; {streams}; {rows}"
+    return _written_by(f"python3 -X utf8 -c {shlex.quote(program)}", shown, "commas.csv", packed)
+
+
+def _written_by(convert: str, shown: str, ending: str, packed: str) -> str:
     path = PurePath(shown.rpartition(": ")[2] if "://" in shown else shown)
     stem = path.name.removesuffix(path.suffix) if packed else path.name
     source = shlex.quote(path.name if "://" in shown else shown)
-    target = shlex.quote(f"{PurePath(stem).stem}.utf8{kind}")
-    convert = f"iconv -f {encoding} -t UTF-8"
+    target = shlex.quote(f"{PurePath(stem).stem}.{ending}")
     return f"{_UNPACK[packed]} -dc < {source} | {convert} > {target}" if packed else f"{convert} < {source} > {target}"
 
 

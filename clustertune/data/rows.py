@@ -14,7 +14,6 @@ import io
 import json
 import lzma
 import re
-import shlex
 import sys
 import zlib
 from collections import Counter
@@ -433,8 +432,7 @@ def _table(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[
         if not names:
             names = [name.strip() for name in values]
             if len(names) == 1 and (sign := next((sign for sign in ";\t|" if sign in names[0]), None)):
-                program = f"import csv, sys; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter={sign!r}))"
-                fix = f"write commas: python3 -c {shlex.quote(program)} < {shlex.quote(shown)} > commas.csv"
+                fix = f"write commas: {encodings.with_commas(shown, sign, kind_of(location.file)[1])}"
                 raise UserError(f"the columns are separated by {sign!r}, not by commas", file=f"{shown}:{at.line}", fix=fix)
             if len(set(names)) < len(names):
                 twice = ", ".join(sorted({repr(name) for name in names if names.count(name) > 1}))

@@ -144,3 +144,28 @@ def test_a_byte_order_mark_of_utf_8_is_no_part_of_the_text(kind: str, run: Any) 
 )
 def test_other_files_are_not_taken_for_wide_ones(content: bytes) -> None:
     assert wide_encoding(content) is None
+
+
+@pytest.mark.parametrize("sign", [";", "\t", "|"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "latin-1", "cp1252"])
+@pytest.mark.parametrize("packed", ["", ".gz"])
+def test_a_table_of_semicolons_becomes_one_of_commas_in_any_encoding(
+    sign: str, encoding: str, packed: str, run: Any, tmp_path: Path
+) -> None:
+    """As spreadsheets of half of Europe write it: the command for the commas, then the one for the encoding."""
+    word = "Où, dit-il" if encoding == "latin-1" else WESTERN
+    rows = [{**row, "prompt": row["prompt"].replace("TEXT", word)} for row in ROWS]
+    path = tmp_path / f"my rows.csv{packed}"
+    path.write_bytes(PACKED[packed](table(rows, sign).encode(encoding)))
+    with pytest.raises(UserError) as caught:
+        run(path=path, format="prompt-completion")
+    (printed,) = re.findall(r"write commas: (.*)$", str(caught.value.problems[0].fix))
+    done = subprocess.run(["bash", "-c", printed], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    made = tmp_path / shlex.split(printed)[-1]
+    if not encoding.startswith("utf"):
+        with pytest.raises(UserError) as caught:
+            run(path=made, format="prompt-completion", max_rejected=1)
+        made = write_again(str(caught.value).splitlines()[0].partition(" -> ")[0], tmp_path)
+    got = run(path=made, format="prompt-completion", max_rejected=0)
+    assert {line["prompt"][0]["content"] for line in got.conversations} == {f"{number} {word}" for number in range(40)}

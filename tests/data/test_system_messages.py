@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from clustertune.data import tokens
 from clustertune.data.local_model import train_tokenizer
 from clustertune.data.system_messages import rendered_before_user
 from clustertune.errors import UserError
+from clustertune.export.export import write_tokenizer
 from clustertune.recipe.native_rules import train_defaults
+from clustertune.resolve.resolve import resolve
 
 MISTRAL = (
     "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -96,3 +100,29 @@ def test_a_template_that_leaves_system_messages_out_names_the_key(run: Any, caps
     got = run(rows("messages"), format="messages")
     tokens.make(got.out, made(LEAVES_OUT), SETTINGS)
     assert "4 examples" in (said := capsys.readouterr().err) and "data.system_messages=before-user" in said
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+def test_what_is_exported_renders_system_messages_as_the_training_did(place: str, tmp_path: Path) -> None:
+    """In evaluation, chat and any server: without a key of the recipe."""
+    from transformers import AutoTokenizer
+
+    base, stage = tmp_path / "base", tmp_path / "stage"
+    made(MISTRAL).save_pretrained(base)
+    if place != "chat_template.jinja":
+        (base / "chat_template.jinja").unlink()
+        body = json.loads((base / place).read_text())
+        (base / place).write_text(json.dumps({**body, "chat_template": MISTRAL}))
+    stage.mkdir()
+    turns = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
+    for key, taken in (("before-user", True), ("template", False)):
+        trained = resolve("tiny-oasst2", [f"data.system_messages={key}"])
+        write_tokenizer(tmp_path / "checkpoint", base, stage, trained)
+        tokenizer = AutoTokenizer.from_pretrained(stage)
+        if taken:
+            assert "[INST] system\n\nuser [/INST]assistant" in tokenizer.apply_chat_template(turns, tokenize=False)
+        else:
+            with pytest.raises(Exception, match="roles"):
+                tokenizer.apply_chat_template(turns, tokenize=False)
+        for file in stage.iterdir():
+            file.unlink()
