@@ -697,7 +697,13 @@ class Chain:
         return {"tasks": result["tasks"], "settings": settings}
 
     def _base_scores(self, settings: Mapping[str, Any]) -> Path:
-        """Where the base's answers to these settings lie; the points of a sweep share them."""
+        """Where the base's answers to these settings lie; the points of a sweep share them, where they ask in the same way."""
+        from clustertune.data import rendering
+
+        template = self.run.merged / "chat_template.jinja"
+        given = rendering.header(template.read_text(encoding="utf-8")) if template.is_file() else None
+        if given is not None and (given.arguments or given.date):
+            settings = {**settings, "given": [given.arguments, given.date]}
         name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
         shared = self.run.shared_tokens
         is_shared = shared is not None and self.resolved.recipe.model.weights == "hub"

@@ -15,9 +15,12 @@ from transformers import AutoTokenizer
 from clustertune.data import rendering, tokens
 from clustertune.data.local_model import train_tokenizer
 from clustertune.data.prepare import prepare
+from clustertune.data.rewards import Rewards
 from clustertune.data.tokenizer import load_tokenizer, training_template
+from clustertune.errors import UserError
 from clustertune.recipe.native_rules import train_defaults
-from clustertune.recipe.sections import Data
+from clustertune.recipe.sections import Data, Reward
+from clustertune.resolve.resolve import resolve
 
 TRL = Path(trl.__file__).parent / "chat_templates"
 QWEN3 = (TRL / "qwen3.jinja").read_text()
@@ -227,3 +230,36 @@ def test_a_thought_is_known_by_the_template(
     assert (found.start, found.end) == (start, end)
     assert found.split("", answer) == (thought, rest)
     assert found.is_cut("", f"{start}\nhm hm") and not found.is_cut("", "two")
+
+
+def test_our_rewards_judge_what_follows_a_thought() -> None:
+    """As an evaluation does; a function of the recipe gets all of the answer."""
+    code = "def whole(completions, **_):\n    return [float('<think>' in one[0]['content']) for one in completions]\n"
+    asked = [Reward(function="exact_match"), Reward(function="rewards:whole")]
+    with Rewards(asked, {"rewards": code}) as rewards:
+        rewards.thought = rendering.KNOWN[0]
+        answers = ["<think>\nhm\n</think>\n\n4", "<think>\n4", "4"]
+        scores = rewards.judge(["two and two"] * 3, answers, [{"answer": "4"}] * 3)
+    assert scores == [[1.0, 0.0, 1.0], [1.0, 1.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.chat_template_kwargs={tools: []}",
+        "train.chat_template_kwargs='{enable'",
+        "train.chat_template_kwargs={a b: 1}",
+        "eval.chat_template_kwargs={chat_template: x}",
+        "eval.chat_template_kwargs=thinking",
+    ],
+)
+def test_arguments_that_no_template_reads_are_refused(override: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve("tiny-oasst2", [override])
+    assert any(str(problem.key).startswith(override.partition("=")[0]) for problem in caught.value.problems)
+
+
+def test_the_shipped_recipes_of_a_model_that_thinks_say_whether_it_does() -> None:
+    for recipe in ("qwen3-8b", "qwen3-8b-ifeval-grpo", "qwen3-30b-a3b-lora"):
+        assert resolve(recipe, []).template_arguments == {"enable_thinking": False}
+    assert resolve("qwen3-8b", ["eval.chat_template_kwargs={enable_thinking: true}"]).recipe.eval.chat_template_kwargs
