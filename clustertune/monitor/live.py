@@ -64,7 +64,7 @@ def refresh(run: Path) -> None:
     site = site_of(watcher)
     write(run, status, site)
     if status.state != "trained":
-        Alerts(run).take(tuple(alert for alert in status.alerts if alert.kind in ("not_finite", "stalled")))
+        Alerts(run).take(tuple(alert for alert in status.alerts if alert.kind in ("not_finite", "no_gradient", "stalled")))
 
 
 def site_of(watcher: Watcher) -> Monitor:

@@ -44,7 +44,7 @@ class Alert:
     """Something that a person should know now."""
 
     kind: str
-    """``not_finite``, ``stalled``, ``straggler``, ``disk``, ``budget`` or ``gpu``."""
+    """``not_finite``, ``no_gradient``, ``reward``, ``stalled``, ``straggler``, ``disk``, ``budget`` or ``gpu``."""
     text: str
 
 
@@ -198,6 +198,8 @@ class RunStatus:
         message = "; ".join(self.newest.messages) if self.newest else ""
         if self.state == "stopped" and "not finite" in f"{reason} {message}":
             yield Alert("not_finite", message or str(reason))
+        if self.state == "stopped" and "taught nothing" in f"{reason} {message}":
+            yield Alert("no_gradient", message or str(reason))
         if self.state == "lost":
             yield Alert("stalled", f"no rank has written anything for {self._silence:.0f} s, and no outcome was left")
         if "hangs" in message:
@@ -213,6 +215,9 @@ class RunStatus:
         quiet, nodes = self._silence, self.nodes
         if self.step_s and quiet > max(60.0, 10 * self.step_s):
             yield Alert("stalled", f"no rank has written anything for {quiet:.0f} s")
+        kind, idle = self.metrics.alarm_kind, self.latest.get("grad_norm") == 0 or self.latest.get("same_reward") == 1
+        if self.metrics.alarm and (kind == "reward" or idle):
+            yield Alert(str(kind), self.metrics.alarm)
         assert self.plan is not None
         for rank, times in self._slow.items():
             differs = self._differs(self.plan, nodes, rank)

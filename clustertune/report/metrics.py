@@ -162,7 +162,9 @@ class Metrics:
     answers: list[AnswerRecord] = field(default_factory=list)
     """Of the newest evaluation on held-out prompts."""
     alarm: str | None = None
-    """The newest one: the reward of training rose, and that of the held-out prompts did not."""
+    """The newest one."""
+    alarm_kind: str | None = None
+    """``reward``: the reward of training rose, that of the held-out prompts did not; ``no_gradient``: steps taught nothing."""
     unreadable_lines: int = 0
     """Lines that are not events: torn by a crash, or not JSON."""
 
@@ -197,6 +199,7 @@ class MetricsReader:
         self._place = 0
         self.answers: list[AnswerRecord] = []
         self.alarm: str | None = None
+        self.alarm_kind: str | None = None
 
     def follow(self, path: Path) -> bytes:
         """Take the whole lines that came since the call before; returns what follows them. Raises OSError."""
@@ -234,6 +237,7 @@ class MetricsReader:
             startups=[self.startups[number] for number in sorted(self.startups)],
             answers=self.answers,
             alarm=self.alarm,
+            alarm_kind=self.alarm_kind,
             unreadable_lines=self.unreadable,
         )
 
@@ -295,6 +299,7 @@ class MetricsReader:
 
     def _on_alarm(self, event: dict[str, Any]) -> None:
         self.alarm = f"step {_whole(event['step'])}: {event['message']}"
+        self.alarm_kind = str(event.get("kind") or "reward")
 
     def _on_checkpoint(self, event: dict[str, Any]) -> None:
         path = event.get("path")

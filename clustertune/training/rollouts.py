@@ -120,6 +120,11 @@ class RolloutTrainer(ReferenceTrainer, GRPOTrainer):  # type: ignore[misc]
         """Rewards of the first evaluation, by the number of the prompt."""
         self._rewards: list[float] = []
         """Mean reward of each generation of training so far."""
+        self._generated: list[tuple[float, float]] = []
+        """Of each generation since the optimizer step before, over all ranks: the share of prompts whose answers have one
+        reward, and of answers that were cut."""
+        self._same = self._cut = 0.0
+        """The largest of them at the last step that had any."""
         with replaced(grpo_trainer, prepare_fsdp=lambda model, _: model):  # as in PreferenceTrainer
             super().__init__(*args, **kwargs)
         self._ring: ServerRing | None = None
@@ -227,7 +232,30 @@ class RolloutTrainer(ReferenceTrainer, GRPOTrainer):  # type: ignore[misc]
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         """As TRL's, which switches recomputation off and on again around the forward passes without gradients."""
         with replaced(grpo_trainer, disable_gradient_checkpointing=lambda *_: contextlib.nullcontext()):
-            return super()._generate_and_score_completions(inputs)
+            made = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            figures = (self._metrics["train"][name][-1] for name in ("frac_reward_zero_std", "completions/clipped_ratio"))
+            self._generated.append(tuple(figures))
+        return made
+
+    def has_taught(self, norm: float) -> bool | None:
+        """Whether answers of this step's generations had different rewards, and were not all left out; None between two."""
+        if not self._generated:
+            return None
+        generated, self._generated = self._generated, []
+        self._same, self._cut = (max(values) for values in zip(*generated, strict=True))
+        return norm != 0 and any(same < 1 for same, _ in generated)
+
+    def why_idle(self) -> tuple[str, str]:
+        """The cause among rewards and lengths."""
+        if self._same >= 1:
+            fix = "make it differ: a reward that is given in parts, easier prompts, a larger num_generations or temperature"
+            cut = f"; {self._cut:.0%} of the answers were cut at max_completion_length" if self._cut else ""
+            return f"all answers to each prompt have one reward{cut}", fix
+        if self._cut >= 1 and self.args.mask_truncated_completions:
+            what = "every answer was cut at max_completion_length, and mask_truncated_completions leaves those out"
+            return what, "raise train.max_completion_length, or write train.mask_truncated_completions=false"
+        return super().why_idle()
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any) -> Any:
         self.beat()

@@ -31,6 +31,8 @@ from clustertune.training.loading import Loading
 from clustertune.training.rollouts import RolloutTrainer
 from clustertune.training.trainer import NothingLeft, PreferenceTrainer, RankTrainer, Saving, Trainer
 
+NO_GRADIENT = "no_gradient"
+"""The kind of alarm for steps that teach nothing, in ``metrics.jsonl`` and among the alerts."""
 NEVER = 10**9
 """A step that no training reaches."""
 LABEL_SAMPLE = 64
@@ -298,7 +300,7 @@ class Session:
             attempt=attempt,
             on_checkpoint=self._on_checkpoint,
         )
-        trainer.apart = self.apart
+        trainer.apart, trainer.on_alarm = self.apart, self._on_alarm
         if self.rewards is not None and isinstance(trainer, RolloutTrainer):
             self.rewards.beat = trainer.beat
         sharding.set_precision(trainer.accelerator, self.resolved.distribution.reduce_dtype)
@@ -407,6 +409,12 @@ class Session:
         self.notes += notes
         if not on:
             self.args.report_to = [name for name in self.args.report_to if name != "wandb"]
+
+    def _on_alarm(self, step: int, text: str) -> None:
+        """Steps teach nothing: an event for the report and ``watch``, and a line for a person."""
+        if self.log is not None:
+            self.log.write("alarm", step=step, message=text, kind=NO_GRADIENT)
+        self.tell(f"warning: {text}")
 
     def _on_checkpoint(self, saved: Saving) -> None:
         written = saved.written

@@ -52,6 +52,12 @@ from clustertune.training.event_log import Attempt
 from clustertune.training.figures import COLUMNS, Base, Clock, Figures, PairMeans, TokenMeans, peak_memory_bytes
 from clustertune.training.loading import Loading
 
+ALARM_STEPS = 5
+"""Optimizer steps in a row that teach nothing, after which a run raises the alarm."""
+IDLE_STEPS = 20
+"""The same, after which it ends. With GRPO it is that many generations, of which no prompt had answers with different rewards:
+with 16 prompts a batch 320 in a row. The learning rate does not matter: a gradient in warm-up is not 0."""
+
 
 def local(parameter: Any) -> torch.Tensor:
     """This rank's part of a parameter: of a DTensor's, of ZeRO-3's, else the parameter."""
@@ -174,6 +180,10 @@ class RankTrainer(Base):  # type: ignore[misc]
         self._losses: list[torch.Tensor] = []
         """Of the micro batches of this step, on the device: to look at each would wait for its backward pass."""
         self._resumed: Mapping[str, Any] = {}
+        self.on_alarm: Callable[[int, str], None] = lambda *_: None
+        """Gets a step and what is wrong: training goes on."""
+        self._idle = 0
+        """Optimizer steps in a row that taught nothing."""
 
     # -- the mesh and the engine ----------------------------------------------------------------------------------
 
@@ -257,7 +267,36 @@ class RankTrainer(Base):  # type: ignore[misc]
         *values, value = torch.stack([one.double() for one in losses]).cpu().tolist()
         bad = next((loss for loss in values if not math.isfinite(loss)), None)
         self.refuse_step(bad, math.isfinite(value), f"gradient norm {value}")
+        if (taught := self.has_taught(value)) is not None:
+            self._count_idle(taught=taught)
         return norm
+
+    def has_taught(self, norm: float) -> bool | None:
+        """Whether a step with this gradient norm over all ranks changes the model; None where it is not to be counted."""
+        return norm != 0
+
+    def why_idle(self) -> tuple[str, str]:
+        """Why steps teach nothing, and what to do."""
+        fix = "look at the rows: what has labels within train.max_length; and at what is trained: lora.target_modules"
+        return "the gradient of every trained parameter is 0", fix
+
+    def _count_idle(self, *, taught: bool) -> None:
+        """Raise the alarm, then UserError (exit 93) on all ranks alike, where steps in a row teach nothing.
+
+        The gradient norm is that of all ranks, and so are GRPO's figures: all count the same.
+        """
+        self._idle = 0 if taught else self._idle + 1
+        step = int(self.state.global_step) + 1
+        at_end = step >= self.state.max_steps and self._idle == step and step < ALARM_STEPS
+        if taught or (self._idle not in (ALARM_STEPS, IDLE_STEPS) and not at_end):
+            return
+        what, fix = self.why_idle()
+        text = f"{self._idle} steps up to step {step} taught nothing: {what}"
+        if self._idle == IDLE_STEPS:
+            self.finish_save()  # of a step before: it is good
+            raise UserError(Problem(f"no progress: {text}", fix=fix), ExitCode.STOP)
+        if self.group.rank == 0:
+            self.on_alarm(step, f"{text}; {fix}")
 
     def refuse_step(self, loss: float | None, finite: bool, what: str = "gradients") -> None:
         """Raise UserError on all ranks where one has a ``loss`` that is not finite, or gradients. DeepSpeed steps before the

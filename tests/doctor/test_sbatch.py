@@ -82,6 +82,22 @@ def test_every_rule_has_a_case() -> None:
     assert {case[0] for case in CASES} == {one.rule.id for one in checks(SCRIPT)}
 
 
+@pytest.mark.parametrize(("processes", "rules"), [(8, ["idle-gpus"]), (16, []), (32, ["more-processes-than-gpus"]), ("x", [])])
+def test_accelerates_file_beside_the_script_is_read(processes: object, rules: list[str], checkout: Path) -> None:
+    (checkout / "fsdp.yaml").write_text(f"num_machines: 2\nnum_processes: {processes}\n")
+    text = GOOD + "srun accelerate launch --config_file fsdp.yaml --main_process_ip $host t.py\n"
+    assert [one.rule for one in lint(text, "job.sbatch", checkout)] == rules
+    assert lint(text.replace("fsdp.yaml", "not-there.yaml"), "job.sbatch", checkout) == []
+
+
+def test_a_script_beside_that_srun_starts_is_read(checkout: Path) -> None:
+    own = "torchrun --nnodes=2 --rdzv-endpoint={}:29500 t.py\n"
+    for host, rules in (("$(hostname)", ["own-host"]), ("$host", [])):
+        (checkout / "node.sh").write_text("#!/bin/bash\n# MASTER_ADDR=$(hostname) was wrong\n" + own.format(host))
+        found = lint(GOOD + "export host\nsrun bash node.sh\n", "job.sbatch", checkout)
+        assert [(one.rule, one.where) for one in found] == [(rule, "12") for rule in rules]
+
+
 def test_line_ends_and_marks_of_windows_hide_nothing(checkout: Path) -> None:
     """sbatch refuses such a file with a message of its own; here its lines are read as what they are."""
     found = lint("\ufeff" + (GOOD + "export MASTER_PORT=29500\n").replace("\n", "\r\n"), "job.sbatch", checkout)

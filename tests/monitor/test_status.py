@@ -111,6 +111,7 @@ def test_runs_lists_runs_with_what_they_took(folder: Path) -> None:
         ({"code": 0}, "trained", set()),
         ({"code": 75, "problems": [{"message": "rank 1 hangs: no sign of life for 300 s"}]}, "interrupted", {"stalled"}),
         ({"code": 93, "problems": [{"message": "not finite at step 3"}]}, "stopped", {"not_finite"}),
+        ({"code": 93, "problems": [{"message": "no progress: 20 steps taught nothing"}]}, "stopped", {"no_gradient"}),
         ({"code": 1}, "failed", set()),
     ],
 )
@@ -152,6 +153,27 @@ def test_a_full_disk_and_a_silent_run_are_alerts(folder: Path, monkeypatch: pyte
     with (folder / "metrics.jsonl").open("a") as out:
         out.write(json.dumps({"event": "checkpoint", "step": 150, "bytes": 50_000 << 30, "status": "saved"}) + "\n")
     assert [alert.kind for alert in Watcher(folder).look(now).alerts] == ["disk"]
+
+
+@pytest.mark.parametrize(
+    ("event", "last", "kinds"),
+    [
+        ({"kind": "no_gradient"}, {"grad_norm": 0.0}, ["no_gradient"]), ({"kind": "no_gradient"}, {"grad_norm": 0.5}, []),
+        ({"kind": "no_gradient"}, {"grad_norm": 1e-6, "same_reward": 1.0}, ["no_gradient"]),
+        ({}, {"grad_norm": 0.5}, ["reward"]),
+    ],
+)  # fmt: skip
+def test_an_alarm_of_the_training_is_an_alert_while_it_holds(
+    folder: Path, event: dict[str, Any], last: dict[str, Any], kinds: list[str]
+) -> None:
+    now = time.time()
+    simulated.make(folder, now, restart=False)
+    step = {"event": "step", "step": 201, "attempt": 1, "time": now, "loss": 0.0, "seconds": 1.0, **last}
+    alarm = {"event": "alarm", "step": 201, "attempt": 1, "time": now, "message": "all rewards are equal", **event}
+    with (folder / "metrics.jsonl").open("a") as out:
+        out.write(f"{json.dumps(alarm)}\n{json.dumps(step)}\n")
+    found = Watcher(folder).look(now).alerts
+    assert [alert.kind for alert in found] == kinds and all("all rewards are equal" in alert.text for alert in found)
 
 
 def test_a_watcher_reads_on_and_agrees_with_a_new_one(folder: Path) -> None:

@@ -20,7 +20,8 @@ from clustertune.data.rewards import Rewards
 from clustertune.errors import ExitCode
 from clustertune.recipe.sections import Recipe
 from clustertune.training.build import fit_to_device
-from clustertune.training.rollouts import find_alarm, paired
+from clustertune.training.rollouts import RolloutTrainer, find_alarm, paired
+from clustertune.training.trainer import ALARM_STEPS, IDLE_STEPS
 from tests.command import REPO, events, run
 from tests.conftest import once
 from tests.training.benches import Bench, digests, make_bench, output_of
@@ -158,6 +159,41 @@ def test_a_reward_that_fails_ends_the_run_with_its_name(bench: Bench) -> None:
     path = bench.make("alone")
     code = bench.go(path, 1, breaks=f"{__name__}:fail")
     assert code == [ExitCode.STOP] and "letters" in output_of(path) and "Traceback" not in output_of(path)
+
+
+def flat() -> None:
+    """Have every answer be worth the same, in a number that no mean of eight gives back exactly."""
+    from clustertune.data import rewards
+
+    rewards._run = lambda name, _: type(
+        "Module", (), {"letters": staticmethod(lambda completions, **_: [0.1] * len(completions))}
+    )  # type: ignore[assignment,return-value]
+
+
+@pytest.mark.jobs
+def test_answers_that_all_have_one_reward_end_the_run(bench: Bench) -> None:
+    """The alarm first; 93 behind as many steps as may pass, and not with a schedule that has come to its end."""
+    path = bench.make("alone", "reward=['rewards:letters']", f"train.max_steps={IDLE_STEPS + 5}", "train.eval_strategy=no")
+    code = bench.go(path, 1, breaks=f"{__name__}:flat")
+    (alarm,) = events(path, "alarm")
+    assert code == [ExitCode.STOP] and alarm["step"] == ALARM_STEPS and alarm["kind"] == "no_gradient"
+    assert "one reward" in alarm["message"] and "no progress" in output_of(path) and "Traceback" not in output_of(path)
+    assert events(path, "step")[-1]["step"] == IDLE_STEPS - 1
+
+
+@pytest.mark.parametrize(
+    ("generated", "norm", "taught"),
+    [
+        ([], 0.0, None), ([(1.0, 0.0)], 1e-6, False), ([(0.5, 1.0)], 0.0, False), ([(0.5, 1.0)], 0.1, True),
+        ([(1.0, 0.0), (0.9, 0.0)], 0.1, True),
+    ],
+)  # fmt: skip
+def test_a_step_is_counted_by_what_was_generated_for_it(
+    generated: list[tuple[float, float]], norm: float, taught: bool | None
+) -> None:
+    trainer: Any = object.__new__(RolloutTrainer)
+    trainer._generated = generated
+    assert trainer.has_taught(norm) is taught and not trainer._generated
 
 
 def test_held_out_prompts_count_once_on_each_mesh(bench: Bench) -> None:

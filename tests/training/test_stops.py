@@ -23,7 +23,7 @@ from clustertune.training import deepspeed_engine
 from clustertune.training import trainer as room
 from clustertune.training.event_log import EventLog, Heartbeat
 from clustertune.training.figures import Clock, TokenMeans
-from clustertune.training.trainer import NothingLeft, Trainer, state_parts
+from clustertune.training.trainer import ALARM_STEPS, IDLE_STEPS, NothingLeft, Trainer, state_parts
 from tests.damage import failing, refused
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "shard")
@@ -121,6 +121,37 @@ def test_a_step_that_is_not_finite_anywhere_is_not_taken(
         return
     with refused("stopped before the optimizer step", ExitCode.STOP):
         trainer._get_grad_norm(trainer.model)
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_a_gradient_that_stays_0_is_told_and_then_ends_the_run(
+    lasting: bool, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An alarm first, once; then exit 93. One step with a gradient begins the count anew."""
+    trainer, alarms = make(), []
+    trainer._idle, trainer.on_alarm, trainer.state.max_steps = 0, lambda step, _: alarms.append(step), 1000
+    monkeypatch.setattr(SFTTrainer, "_get_grad_norm", lambda *_, **__: torch.tensor(norm))
+    monkeypatch.setattr(trainer, "finish_save", lambda: None)
+    for step in range(IDLE_STEPS - 1):
+        trainer.state.global_step, norm = step, 0.0 if lasting or step != IDLE_STEPS // 2 else 1e-30
+        trainer._get_grad_norm(trainer.model)
+    assert alarms[0] == ALARM_STEPS and len(alarms) == (1 if lasting else 2)
+    trainer.state.global_step, norm = IDLE_STEPS - 1, 0.0
+    if lasting:
+        with refused("no progress", ExitCode.STOP):
+            trainer._get_grad_norm(trainer.model)
+    else:
+        trainer._get_grad_norm(trainer.model)
+
+
+def test_a_short_run_in_which_no_step_had_a_gradient_is_told(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, alarms = make(), []
+    trainer._idle, trainer.on_alarm, trainer.state.max_steps = 0, lambda step, _: alarms.append(step), 2
+    monkeypatch.setattr(SFTTrainer, "_get_grad_norm", lambda *_, **__: torch.tensor(0.0))
+    for step in range(2):
+        trainer.state.global_step = step
+        trainer._get_grad_norm(trainer.model)
+    assert alarms == [2]
 
 
 def test_random_numbers_of_a_gpu_are_restored_on_whatever_gpu_the_rank_has(
