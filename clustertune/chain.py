@@ -32,7 +32,7 @@ from clustertune.launch import container, judge
 from clustertune.launch.agent import Agent, measured
 from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.judge import Outcome, conclude
-from clustertune.launch.node import first_port, ranks_command
+from clustertune.launch.node import random_port, ranks_command
 from clustertune.launch.serving import beside_serving
 from clustertune.manifest import hash_file
 from clustertune.megatron import megatron_files
@@ -533,20 +533,22 @@ class Chain:
 
         nodes, gpus = self.server_nodes()
         folder = self.run.path.resolve() / "servers" / f"beside-{time.time_ns()}"
+        folder.mkdir(parents=True, exist_ok=True)
         lora, recipe = self.resolved.lora or {}, self.resolved.recipe
         job = servers.ServingJob(
             str(self.base_folder().resolve()),
             beside_serving(self.resolved, len(gpus)),
             servers.dtype_of(self.base_folder()),
             str(folder),
-            first_port(folder.name, 0),
+            random_port(),
             f"{self.scratch()}/clustertune-{folder.name}",
+            servers.new_key(folder),
             nodes=nodes,
             gpus=gpus,
             rank=max([int(lora["r"]), *(lora.get("rank_pattern") or {}).values()]),
             adapters=(recipe.rollout == "servers") + recipe.scores_beside,
             program=self.server_program(),
-            key_file=str(folder / servers.KEY),
+            kept=True,
         )
         with servers.kept(job, partial(self.begin_servers, folder), partial(end, seconds=servers.END_SECONDS + 5)) as ring:
             yield ring

@@ -21,14 +21,14 @@ from clustertune.console import say
 from clustertune.containers import pins
 from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, UserError, raise_if
-from clustertune.evaluate.servers import GIVEN, JOB, START_SECONDS, ServingJob, note_end
+from clustertune.evaluate.servers import GIVEN, JOB, KEY, START_SECONDS, ServingJob, new_key, note_end
 from clustertune.launch import cluster_paths, container, judge, serving, shape, slurm, srun
 from clustertune.launch.agent import stop_request_file
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.environment import Setting, environment
 from clustertune.launch.judge import Outcome, any_node_failed
-from clustertune.launch.node import first_port
+from clustertune.launch.node import first_port, random_port
 from clustertune.manifest import read_object
 from clustertune.nccl_check import link_check
 from clustertune.process import STOP_SIGNALS, Stopped, end
@@ -226,8 +226,9 @@ class JobChain(chain.Chain):
             evaluation.serving,
             "",
             str(folder),
-            first_port(self.allocation.job_id, 0),
+            random_port(),
             f"{self.cluster.storage.scratch}/clustertune-vllm-{job}",
+            new_key(folder),
             nodes=nodes if len(nodes) > 1 else (),
             interface=self.cluster.network.interface,
             gpus=tuple(map(str, range(evaluation.serving.gpus_per_node))) if has_gpus() else (),
@@ -240,6 +241,7 @@ class JobChain(chain.Chain):
             yield folder
         finally:
             end(child, srun.END_SECONDS)
+            (folder / KEY).unlink(missing_ok=True)
 
     def _servers_command(self, folder: Path, nodes: Sequence[str]) -> list[str]:
         """``srun`` of vLLM's servers on some of the job's nodes, in vLLM's container where the cluster has one."""

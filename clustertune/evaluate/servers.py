@@ -8,6 +8,7 @@ stays 200 while a follower is gone. Hence each node watches its own processes, a
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -29,8 +30,9 @@ from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.evaluate.model import Backend, ModelFacts, weight_bytes
 from clustertune.host.devices import addresses
-from clustertune.launch.node import first_port, free_port
-from clustertune.launch.server_requests import ask, load_adapter, unload_adapter
+from clustertune.launch.guard import vllm_guard
+from clustertune.launch.node import random_port
+from clustertune.launch.server_requests import GONE, NotOurs, ask, load_adapter, unload_adapter
 from clustertune.launch.serving import ModelSize, Serving, deadline_seconds, serving, start_seconds
 from clustertune.manifest import write_durably
 from clustertune.process import Stopped, captured, die_with_parent, stop_signals
@@ -68,9 +70,12 @@ class ServingJob:
     folder: str
     """Where logs and :data:`READY` go; on storage that all nodes see."""
     port: int
-    """Of the first server; the others follow."""
+    """Of the first server; the others follow. Where it is taken, a node chooses another one and says so in its
+    :data:`READY`; of one server over :attr:`nodes` all nodes must know it."""
     cache: str
     """A folder on each node's own disk; each server has its own below."""
+    key_file: str
+    """The key, which a server proves to have before anything is sent to it, and asks for itself."""
     nodes: tuple[str, ...] = ()
     """Names or addresses of the nodes, the first one's first; empty: this machine."""
     interface: str | None = None
@@ -89,22 +94,38 @@ class ServingJob:
     """Until all servers answer."""
     adapters: int = 1
     """That a server applies at once, where it is given some while it runs."""
-    key_file: str | None = None
-    """Of servers that other nodes ask, each node's its own: who has the key in this file may ask, and give them adapters. One
-    that ends is started again. None: of one server over :attr:`nodes`, or this machine's own."""
+    kept: bool = False
+    """Each node has servers of its own, which other nodes ask and give adapters; one that ends is started again. Otherwise: one
+    server over :attr:`nodes`, or this machine's own."""
 
     @property
     def served(self) -> str:
         """What requests call the model: the adapter's name where there is one."""
         if self.adapter is None:
             return NAME
-        return Path(self.adapter).name if self.key_file else "adapter"
+        return Path(self.adapter).name if self.kept else "adapter"
+
+    @property
+    def over_several(self) -> bool:
+        """Whether one server spans the nodes."""
+        return len(self.nodes) > 1 and not self.kept
+
+    def host(self, node: int) -> str:
+        """Where a node's servers listen."""
+        return self.nodes[node] if self.kept else HOST
+
+    def urls_of(self, node: int) -> list[str]:
+        """The addresses of a node's servers."""
+        return [f"http://{self.host(node)}:{self.port + i}" for i in range(self.shape.servers)]
 
     @property
     def urls(self) -> list[str]:
-        """The servers' addresses: those on the first node, or with :attr:`key_file` on all nodes."""
-        hosts = self.nodes if self.key_file else (HOST,)
-        return [f"http://{host}:{self.port + i}" for host in hosts for i in range(self.shape.servers)]
+        """The addresses of the first node's servers."""
+        return self.urls_of(0)
+
+    def read_key(self) -> str:
+        """The job's key."""
+        return Path(self.key_file).read_text()
 
     def write(self, path: Path) -> None:
         """Durably, for the nodes."""
@@ -144,25 +165,28 @@ class ServerCommand:
 
 def commands(job: ServingJob, node: int, address: str | None = None) -> list[ServerCommand]:
     """What node number ``node`` starts. ``address``: its own on the cluster's network, where there are several nodes."""
-    shape, several, host = job.shape, len(job.nodes) > 1 and not job.key_file, HOST
+    shape, several, host = job.shape, job.over_several, job.host(node)
     both = [
         *("serve", job.model, "--served-model-name", NAME, "--dtype", job.dtype),
         *("--tensor-parallel-size", str(shape.tensor_parallel), "--max-model-len", str(shape.max_model_len)),
         *("--max-num-seqs", str(shape.max_num_seqs), "--generation-config", "auto", *job.options),
+        *("--middleware", "vllm_guard.Guard"),
     ]
     if job.adapter:
         both += ["--enable-lora", "--lora-modules", f"{job.served}={job.adapter}", "--max-lora-rank", str(lora_rank(job.rank))]
-    guarded = {}
-    if job.key_file:
-        host, lora = job.nodes[node], ["--enable-lora", "--max-lora-rank", str(lora_rank(job.rank)), "--max-loras"]
+    paths = [str(Path(vllm_guard.__file__).parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    guarded = {vllm_guard.KEY: job.read_key(), "PYTHONPATH": os.pathsep.join(paths)}
+    if job.kept:
+        lora = ["--enable-lora", "--max-lora-rank", str(lora_rank(job.rank)), "--max-loras"]
         # Of the token that was drawn, temperature and the like included: what the trainer corrects by.
         both += [*lora, str(job.adapters), "--logprobs-mode", "processed_logprobs"]
-        guarded = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_API_KEY": Path(job.key_file).read_text()}
+        guarded |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
     server_commands = []
     for i in range(1 if several else shape.servers):
         api = ["--host", host, "--port", str(job.port + i)]
         environment = {**QUIET, **guarded, "VLLM_CACHE_ROOT": f"{job.cache}/{node}-{i}"}
-        name, url = f"server {i}" + (f" of {host}" if job.key_file else ""), f"http://{host}:{job.port + i}"
+        environment[vllm_guard.ADDRESS] = f"{host}:{job.port + i}"
+        name, url = f"server {i}" + (f" of {host}" if job.kept else ""), job.urls_of(node)[i]
         if job.gpus:
             mine = job.gpus[i * shape.tensor_parallel : (i + 1) * shape.tensor_parallel]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
@@ -192,7 +216,7 @@ def own_address(job: ServingJob) -> str | None:
 
     vLLM would open a socket towards a public name server, and without a route take 0.0.0.0.
     """
-    if len(job.nodes) < 2 or job.key_file:
+    if not job.over_several:
         return None
     if job.interface and (own := addresses().get(job.interface)):
         return own[0].partition("/")[0]
@@ -228,12 +252,16 @@ class Servers:
     dead: dict[str, str] = field(default_factory=dict)
     """Servers that ended, by name, with what is known of it."""
     _running: list[tuple[ServerCommand, subprocess.Popen[bytes], Path]] = field(default_factory=list)
+    _held: list[socket.socket] = field(default_factory=list)
+    """The servers' ports, bound here: see :func:`_hold`."""
 
     def __enter__(self) -> Servers:
         program = list(self.program) or [self.job.program or require_program()]
         listed = tuple(name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name)
-        job = replace(self.job, gpus=listed) if listed and self.job.gpus else self.job
         try:
+            if self.node == 0 or not self.job.over_several:
+                self.job, self._held = hold_ports(self.job, self.node)
+            job = replace(self.job, gpus=listed) if listed and self.job.gpus else self.job
             for command in commands(job, self.node, own_address(job)):
                 self._begin(program, command)
         except BaseException:
@@ -310,13 +338,18 @@ class Servers:
 
     def _answers(self, url: str) -> bool:
         """Whether our server answers there; another program may have taken the port. Raises UserError."""
-        if (reply := ask(f"{url}/v1/models", key=_key(self.job))) is None:
-            return False
-        models = {entry.get("id"): entry.get("root") for entry in reply.get("data", [])}
-        if models.get(NAME) != self.job.model:
+        text = "another server answers there, which does not have this job's key"
+        try:
+            if (reply := ask(url, "/v1/models", self.job.read_key())) is None:
+                return False
+            listed = reply.get("data")
+            models = {str(one.get("id")): one.get("root") for one in listed or () if isinstance(one, dict)}
+            if models.get(NAME) == self.job.model:
+                return True
             text = f"another server answers there, of {', '.join(map(str, models.values())) or 'nothing'}"
-            raise UserError(text, file=url, fix="end it, or run again: each job has other ports", code=ExitCode.AGAIN)
-        return True
+        except NotOurs:
+            pass
+        raise UserError(text, file=url, fix="end it, or run again: each job has other ports", code=ExitCode.AGAIN)
 
     def stop(self) -> None:
         """End all groups: asked first, then killed."""
@@ -329,6 +362,60 @@ class Servers:
             _kill(process, signal.SIGKILL)
             process.wait()
         self._running.clear()
+        for held in self._held:
+            held.close()
+        self._held.clear()
+
+
+PORT_TRIES = 100
+
+
+def hold_ports(job: ServingJob, node: int) -> tuple[ServingJob, list[socket.socket]]:
+    """The job with ports that this node holds for its servers, and what holds them until it is closed.
+
+    A socket that is bound with SO_REUSEPORT and does not listen keeps the port from every other user: Linux lets only sockets
+    of the same user share one (socket(7)). vLLM binds with SO_REUSEPORT itself. Raises UserError where the ports are taken.
+    """
+    fixed, port = job.over_several, job.port
+    for _ in range(1 if fixed else PORT_TRIES):
+        held: list[socket.socket] = []
+        try:
+            for i in range(1 if fixed else job.shape.servers):
+                held.append(_bound(job.host(node), port + i))
+            return replace(job, port=port), held
+        except OSError as error:
+            for one in held:
+                one.close()
+            if error.errno != errno.EADDRINUSE:
+                fix = "the name of a node must lead to an address of its own"
+                raise UserError(f"cannot be listened at: {error.strerror or error}", file=job.host(node), fix=fix) from None
+        port = random_port()
+    fix = "run again: each job has other ports"
+    raise UserError("the port is taken", file=f"{job.host(node)}:{job.port}", fix=fix, code=ExitCode.AGAIN)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET  # as vLLM's create_server_socket
+    held = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((host, port))
+    except OSError:
+        held.close()
+        raise
+    return held
+
+
+def new_key(folder: Path) -> str:
+    """Write a key for a job's servers that only its owner can read; the path of its file."""
+    path = folder / KEY
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "w") as out:
+        out.write(secrets.token_hex(16))
+        out.flush()
+        os.fchmod(out.fileno(), 0o600)
+        os.fsync(out.fileno())
+    return str(path)
 
 
 def _kill(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
@@ -365,7 +452,7 @@ def run_node(folder: Path, node: int) -> None:
     Raises UserError (exit 1) where no server of this node is left, or its part of the one server over several nodes has ended.
     """
     template, number = ServingJob.read(folder / JOB), 0
-    if template.key_file:
+    if template.kept:
         _run_kept(template, folder, node)
     if node == 0:
         write_durably(folder / VERSION, json.dumps({"version": _version(template.program)}) + "\n")
@@ -381,7 +468,7 @@ def run_node(folder: Path, node: int) -> None:
             with Servers(ServingJob.read(folder / following), node) as servers:
                 servers.wait()
                 if node == 0:
-                    write_durably(folder / READY.format(number), "{}\n")
+                    write_durably(folder / READY.format(number), json.dumps({"port": servers.job.port}) + "\n")
                     say(f"serving {servers.job.model}: {', '.join(servers.job.urls)}")
                 _watch(servers, folder / ASKED.format(number + 1))
 
@@ -391,9 +478,14 @@ def _run_kept(job: ServingJob, folder: Path, node: int) -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(_remove_cache, job.cache, node)
         stack.enter_context(_stop_on_signals())
-        servers = stack.enter_context(Servers(job, node))
+        ready = folder / READY.format(node)
+        known = int(json.loads(ready.read_bytes())["port"]) if ready.exists() else None  # the ranks know it: started again
+        servers = stack.enter_context(Servers(job if known is None else replace(job, port=known), node))
+        if known not in (None, servers.job.port):
+            fix = "run again: the same command continues"
+            raise UserError("another program has taken the port meanwhile", file=f"{job.host(node)}:{known}", fix=fix)
         servers.wait()
-        write_durably(folder / READY.format(node), "{}\n")
+        write_durably(ready, json.dumps({"port": servers.job.port}) + "\n")
         if node == 0:
             write_durably(folder / VERSION, json.dumps({"version": _version(job.program)}) + "\n")
         servers.keep()
@@ -407,11 +499,6 @@ def kept(job: ServingJob, begin: Callable[[], subprocess.Popen[bytes]], end: Cal
     started again. ``end`` ends it.
     """
     folder, over = Path(job.folder), threading.Event()
-    assert job.key_file is not None
-    folder.mkdir(parents=True, exist_ok=True)
-    key = secrets.token_hex(16)
-    write_durably(Path(job.key_file), key)
-    write_durably(folder / RING, json.dumps({"urls": job.urls, "key": key}) + "\n")
     job.write(folder / JOB)
     children = [begin()]
 
@@ -430,7 +517,9 @@ def kept(job: ServingJob, begin: Callable[[], subprocess.Popen[bytes]], end: Cal
     try:
         for node in range(len(job.nodes)):
             _await(folder, READY.format(node), job.start_seconds + END_SECONDS, children[0].poll)
-        say(f"servers beside the trainer: {', '.join(job.urls)}")
+        urls = kept_urls(job)
+        write_durably(folder / RING, json.dumps({"urls": urls, "key": job.read_key()}) + "\n")
+        say(f"servers beside the trainer: {', '.join(urls)}")
         yield folder / RING
     finally:
         over.set()
@@ -438,6 +527,15 @@ def kept(job: ServingJob, begin: Callable[[], subprocess.Popen[bytes]], end: Cal
         end(children[-1])
         Path(job.key_file).unlink(missing_ok=True)
         (folder / RING).unlink(missing_ok=True)
+
+
+def kept_urls(job: ServingJob) -> list[str]:
+    """The addresses of all nodes' servers, as the nodes have said them. Raises OSError where one has not."""
+    urls = []
+    for node in range(len(job.nodes)):
+        port = int(json.loads((Path(job.folder) / READY.format(node)).read_bytes())["port"])
+        urls += replace(job, port=port).urls_of(node)
+    return urls
 
 
 def _remove_cache(cache: str, node: int) -> None:
@@ -482,15 +580,17 @@ def model_for(model: ModelFacts, settings: Eval, *, adapter: Path | None = None)
     raise_if(check_tensors(model.folder))
     with contextlib.ExitStack() as stack:
         urls = None
-        if (named := os.environ.get(GIVEN)) and (template := ServingJob.read(Path(named) / JOB)).key_file:
+        if (named := os.environ.get(GIVEN)) and (template := ServingJob.read(Path(named) / JOB)).kept:
             job = _of(template, model, adapter)
             urls = stack.enter_context(_with_adapter(job))
         elif named:
             job = _ask_for(Path(named), model, adapter)
         else:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="clustertune-vllm-"))
-            job = replace(job_here(model, adapter), folder=folder, cache=f"{folder}/cache")
-            stack.enter_context(Servers(job)).wait()
+            here = replace(job_here(model, adapter), folder=folder, cache=f"{folder}/cache", key_file=new_key(Path(folder)))
+            servers = stack.enter_context(Servers(here))
+            servers.wait()
+            job = servers.job
         shape = job.shape
         lm = ServersLM(
             urls or job.urls,
@@ -499,7 +599,7 @@ def model_for(model: ModelFacts, settings: Eval, *, adapter: Path | None = None)
             concurrent=shape.concurrent,
             max_length=shape.max_model_len,
             stall_seconds=settings.stall_seconds,
-            key=_key(job),
+            key=job.read_key(),
         )
         try:
             yield lm
@@ -512,11 +612,6 @@ def model_for(model: ModelFacts, settings: Eval, *, adapter: Path | None = None)
             raise UserError([*error.problems, *(failure.problems if failure else last_log_lines(job))], error.code) from None
 
 
-def _key(job: ServingJob) -> str | None:
-    """That the servers ask for; None: they ask for none."""
-    return Path(job.key_file).read_text() if job.key_file else None
-
-
 @contextlib.contextmanager
 def _with_adapter(job: ServingJob) -> Iterator[list[str]]:
     """Servers beside a trainer have the job's adapter while the context lasts; the addresses of those that do.
@@ -524,20 +619,35 @@ def _with_adapter(job: ServingJob) -> Iterator[list[str]]:
     Where none answers, one that ended is on its way back, and is waited for. Raises UserError where it was given up, and where
     none takes the adapter.
     """
-    key, urls, deadline = _key(job) or "", job.urls, time.monotonic() + job.start_seconds
-    while not any(ask(f"{url}/health") is not None for url in job.urls) and time.monotonic() < deadline:
+    key, all_urls, deadline = job.read_key(), kept_urls(job), time.monotonic() + job.start_seconds
+    urls, reasons = all_urls, dict[str, str]()
+    while not any(_is_up(url, key) for url in all_urls) and time.monotonic() < deadline:
         if failure := _given_up(Path(job.folder)):
             raise failure
         time.sleep(POLL_SECONDS)
     try:
         if job.adapter is not None:
-            urls = [url for url in job.urls if load_adapter(url, key, job.served, Path(job.adapter))]
+            for url in all_urls:
+                try:
+                    why = load_adapter(url, key, job.served, Path(job.adapter))
+                except (*GONE, ValueError) as error:
+                    why = f"{type(error).__name__}: {error}"
+                if why is not None:
+                    reasons[url] = why
+            urls = [url for url in all_urls if url not in reasons]
         if not urls:
-            raise UserError(f"none of {', '.join(job.urls)} takes it", file=str(job.adapter), code=ExitCode.AGAIN)
+            problems = [Problem(f"{url} {why}", file=str(job.adapter)) for url, why in reasons.items()]
+            raise UserError(problems, ExitCode.AGAIN)
         yield urls
     finally:
-        for url in job.urls if job.adapter is not None else ():
+        for url in all_urls if job.adapter is not None else ():
             unload_adapter(url, key, job.served)
+
+
+def _is_up(url: str, key: str) -> bool:
+    with contextlib.suppress(NotOurs):
+        return ask(url, "/health", key) is not None
+    return False
 
 
 def _ask_for(folder: Path, model: ModelFacts, adapter: Path | None) -> ServingJob:
@@ -547,10 +657,10 @@ def _ask_for(folder: Path, model: ModelFacts, adapter: Path | None) -> ServingJo
         number += 1
     template = ServingJob.read(folder / JOB)
     # Other ports each time: the last ones may still be in use.
-    job = replace(_of(template, model, adapter), folder=str(folder / str(number)), port=template.port + 16 * number)
+    job = replace(_of(template, model, adapter), folder=str(folder / str(number)), port=random_port())
     job.write(folder / ASKED.format(number))
-    _await(folder, READY.format(number), job.start_seconds + END_SECONDS)  # the nodes' own messages come first
-    return job
+    ready = _await(folder, READY.format(number), job.start_seconds + END_SECONDS)  # the nodes' own messages come first
+    return replace(job, port=int(ready["port"]))
 
 
 def _of(job: ServingJob, model: ModelFacts, adapter: Path | None) -> ServingJob:
@@ -597,9 +707,12 @@ def job_here(model: ModelFacts, adapter: Path | None = None) -> ServingJob:
     if shape is None:
         text = f"{size.weights / 1e9:,.0f} GB do not fit {gpus} GPUs of {(room or 0) / 1e9:,.0f} GB"
         raise UserError(text, file=str(model.folder), fix="clustertune submit serves it over several nodes")
-    port = free_port(first_port(os.getpid(), 0))
     start = deadline_seconds(start_seconds(shape, size)) if gpus else START_SECONDS
-    return _of(ServingJob("", shape, "", "", port, "", gpus=tuple(map(str, range(gpus))), start_seconds=start), model, adapter)
+    return _of(
+        ServingJob("", shape, "", "", random_port(), "", "", gpus=tuple(map(str, range(gpus))), start_seconds=start),
+        model,
+        adapter,
+    )
 
 
 def dtype_of(folder: Path) -> str:

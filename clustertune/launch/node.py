@@ -9,6 +9,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import secrets
 import shutil
 import socket
 import sys
@@ -138,6 +139,11 @@ def first_port(job: str | int, attempt: int) -> int:
     """Where the search for a job's port begins: another one for each job, and for each attempt of a job."""
     digits = "".join(c for c in str(job) if c.isdigit()) or "0"
     return _FIRST + (int(digits) * 37 + attempt) % _COUNT
+
+
+def random_port() -> int:
+    """Any port of that range: one that nobody knows ahead cannot be taken ahead."""
+    return _FIRST + secrets.randbelow(_COUNT)
 
 
 def free_port(start: int, *, ephemeral_from: int | None = None) -> int:

@@ -7,7 +7,7 @@ two of them can be compared prompt by prompt.
 :class:`ServerRing` is a rank's client of vLLM's servers beside the trainer: they are given adapters by files, and answer
 prompts of token ids. Each answer is a request of its own with a seed of its own, so that it does not matter which server gives
 it, nor how often it was asked for. A server that does not answer leaves the ring; at the next generation it is asked again,
-and comes back with the newest adapter.
+and comes back with the newest adapter. One that does not prove the key, or whose answer is none, does not come back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import shutil
 import statistics
 import threading
 import time
-import urllib.error
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,9 +39,22 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import RepeatSampler
 
+from clustertune.console import say
 from clustertune.data.rewards import text_of
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch.server_requests import GONE, ask, load_adapter, post, unload_adapter
+from clustertune.launch.server_requests import (
+    FEW_BYTES,
+    GONE,
+    TOKEN_BYTES,
+    Malformed,
+    NotOurs,
+    ask,
+    is_log_probability,
+    load_adapter,
+    request,
+    shown,
+    unload_adapter,
+)
 from clustertune.plan.generation_cost import MOST
 from clustertune.replaced import replaced
 from clustertune.rundir import ROLLOUT_SERVERS
@@ -61,6 +73,8 @@ ANSWER_SECONDS = 1800.0
 """As ``eval.stall_seconds``: 1,280 steps of a 405B model at 0.32 s are 7 minutes."""
 PATIENCE_SECONDS = 1800.0
 """Without any server for so long, the rank gives up: one that died is started again, and reads its weights."""
+MISSES = 3
+"""Times in a row that a server that is there may leave a request without an answer, until the next generation."""
 Answer = tuple[list[int], list[float]]
 """Token ids, and the log-probability of each as it was drawn."""
 
@@ -132,7 +146,8 @@ class RolloutTrainer(ReferenceTrainer, GRPOTrainer):  # type: ignore[misc]
         self._served: int | None = None
         """The step whose adapter they have."""
         if file := os.environ.get(ROLLOUT_SERVERS):
-            self._ring = ServerRing(Path(file), self.beat)
+            rows = self.accelerator.unwrap_model(self.model).get_input_embeddings().weight.shape[0]
+            self._ring = ServerRing(Path(file), self.beat, rows)
             self.use_vllm = True  # from here on TRL corrects for how the servers' probabilities differ from the model's
 
     # -- the order of prompts --------------------------------------------------------------------------------------
@@ -400,15 +415,22 @@ def find_alarm(rewards: Sequence[float], difference: float | None, error: float 
 
 
 class ServerRing:
-    """The servers, as one rank sees them. ``beat`` is called now and then while it waits."""
+    """The servers, as one rank sees them. ``beat`` is called now and then while it waits.
 
-    def __init__(self, file: Path, beat: Callable[[], object]) -> None:
+    ``vocabulary``: rows of the model's embedding; an answer's token ids are below it.
+    """
+
+    def __init__(self, file: Path, beat: Callable[[], object], vocabulary: int) -> None:
         ring = json.loads(file.read_bytes())
         self.urls: list[str] = ring["urls"]
-        self._key, self._beat, self._folder = ring["key"], beat, file.parent
+        self._key, self._beat, self._folder, self._vocabulary = ring["key"], beat, file.parent, vocabulary
         self._adapter = ""
         self._loaded: dict[str, str] = {}
         """Which adapter each server of the ring has; those that are down have none."""
+        self._misses: dict[str, int] = {}
+        """How often in a row each server left the ring without an answer."""
+        self._out: dict[str, str] = {}
+        """Servers that do not come back, and why."""
         self._next, self._lock = itertools.count(), threading.Lock()
 
     # -- weights ---------------------------------------------------------------------------------------------------
@@ -431,30 +453,56 @@ class ServerRing:
                 shutil.rmtree(other, ignore_errors=True)
 
     def use(self, name: str) -> None:
-        """From here on answers are those of this adapter."""
+        """From here on answers are those of this adapter, and servers that were silent too often are asked again."""
         self._adapter = name
+        with self._lock:
+            self._out = {url: why for url, why in self._out.items() if self._misses.get(url, 0) < MISSES}
+            self._misses.clear()
 
     def _join(self, url: str) -> bool:
-        """Whether a server is in the ring with the adapter of now; one that is healthy is given it."""
+        """Whether a server is in the ring with the adapter of now; one that is healthy is given it.
+
+        Raises NotOurs, Malformed, and one of GONE.
+        """
         with self._lock:  # of several requests that find it without, one loads
+            if url in self._out:
+                return False
             if self._loaded.get(url) == self._adapter:
                 return True
-            if ask(f"{url}/health") is None or not load_adapter(url, self._key, self._adapter, self._folder / self._adapter):
+            if ask(url, "/health", self._key) is None:
+                return False
+            if (why := load_adapter(url, self._key, self._adapter, self._folder / self._adapter)) is not None:
+                self._miss(url, why)
                 return False
             before, self._loaded[url] = self._loaded.get(url), self._adapter
             if before is not None:
                 unload_adapter(url, self._key, before)
             return True
 
-    def _leave(self, url: str) -> None:
+    def _leave(self, url: str, why: str, *, for_good: bool) -> None:
         with self._lock:
-            self._loaded.pop(url, None)
+            was_in = self._loaded.pop(url, None) is not None
+            if for_good:
+                self._put_out(url, why)
+            elif was_in:  # of several requests that fail together, one counts
+                self._miss(url, why)
+
+    def _miss(self, url: str, why: str) -> None:
+        """Count a server that is there and has not answered."""
+        self._misses[url] = self._misses.get(url, 0) + 1
+        if self._misses[url] >= MISSES:
+            self._put_out(url, f"{self._misses[url]} times no answer, at last: {why}")
+
+    def _put_out(self, url: str, why: str) -> None:
+        if url not in self._out:
+            self._out[url] = why
+            say(f"{url} leaves the ring of servers: {why}")
 
     # -- answers ---------------------------------------------------------------------------------------------------
 
     def answer(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Mapping[str, Any]) -> list[Answer]:
-        """One answer to each prompt, in order. Raises UserError where no server is left for :data:`PATIENCE_SECONDS`, or one
-        refuses a request.
+        """One answer to each prompt, in order. Raises UserError where no server is left for :data:`PATIENCE_SECONDS`, or all
+        have left the ring.
         """
         with ThreadPoolExecutor(min(len(prompts), MOST * len(self.urls))) as pool:
             asked = [pool.submit(self._ask, list(ids), seed, sampling) for ids, seed in zip(prompts, seeds, strict=True)]
@@ -472,29 +520,65 @@ class ServerRing:
         body = {**sampling, "prompt": [ids], "seed": seed, "logprobs": 0, "return_token_ids": True, "model": self._adapter}
         first = next(self._next)
         for turn in itertools.count(first):
-            url = self.urls[turn % len(self.urls)]
-            if self._join(url):
-                try:
-                    return _read_answer(post(f"{url}/v1/completions", body, self._key, ANSWER_SECONDS), url)
-                except urllib.error.HTTPError as error:
-                    self._leave(url)  # 404: it was started again, and has no adapter
-                    if error.code in (400, 401, 422):
-                        text = f"refuses a request: {error.code} {error.read()[:300].decode(errors='replace')}"
-                        raise UserError(Problem(text, file=url, fix="the server's log says why"), ExitCode.FAILED) from None
-                except (*GONE, ValueError):
-                    self._leave(url)
+            if (found := self._answer_of(self.urls[turn % len(self.urls)], body)) is not None:
+                return found
+            if len(self._out) == len(self.urls):
+                break
             if time.monotonic() > deadline:
                 break
             if (turn - first) % len(self.urls) == len(self.urls) - 1:
                 time.sleep(0.5)
-        text = f"no answer for {PATIENCE_SECONDS:.0f} s from any of {', '.join(self.urls)}"
-        raise UserError(Problem(text, file=str(self._folder), fix="the servers' logs there say why"), ExitCode.AGAIN)
+        problems = [Problem(f"has left the ring of servers: {why}", file=url) for url, why in self._out.items()]
+        if len(problems) < len(self.urls):
+            text = f"no answer for {PATIENCE_SECONDS:.0f} s from any of {', '.join(self.urls)}"
+            problems.append(Problem(text, file=str(self._folder), fix="the servers' logs there say why"))
+        raise UserError(problems, ExitCode.AGAIN)
+
+    def _answer_of(self, url: str, body: Mapping[str, Any]) -> Answer | None:
+        """One server's answer; None where it has none, and has left the ring."""
+        most, prompt = int(body["max_tokens"]), len(body["prompt"][0])
+        try:
+            if not self._join(url):
+                return None
+            limit = FEW_BYTES + TOKEN_BYTES * (most + prompt)
+            status, content = request(url, "/v1/completions", self._key, body, seconds=ANSWER_SECONDS, limit=limit)
+            if status == 200:
+                answer = read_answer(content, most, self._vocabulary)
+                self._misses.pop(url, None)
+                return answer
+            # 404: it was started again, and has no adapter; 5xx: its engine ends
+            self._leave(url, f"{status} {shown(content)}", for_good=status != 404 and status < 500)
+        except (NotOurs, Malformed) as error:
+            self._leave(url, str(error), for_good=True)
+        except (*GONE, BrokenOff) as error:
+            self._leave(url, f"{type(error).__name__}: {error}", for_good=False)
+        return None
 
 
-def _read_answer(content: bytes, url: str) -> Answer:
-    """Raises ValueError for what is no whole answer."""
-    choice = json.loads(content)["choices"][0]
-    ids, values = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
-    if choice.get("finish_reason") not in ("stop", "length") or not ids or not values or len(ids) != len(values):
-        raise ValueError(f"{url}: an answer without token ids or log-probabilities, or broken off")
-    return list(ids), [float(value) for value in values]
+class BrokenOff(Exception):
+    """An answer that the server did not end, as a dying engine leaves it."""
+
+
+def read_answer(content: bytes, most: int, vocabulary: int) -> Answer:
+    """An answer of at most ``most`` tokens with ids below ``vocabulary``. Raises BrokenOff, and Malformed for all else."""
+    try:
+        choices = json.loads(content)["choices"]
+        choice = choices[0]
+        if (reason := choice["finish_reason"]) == "abort":
+            raise BrokenOff("an answer that was broken off")
+        ids, values = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise Malformed(f"an answer without token ids or log-probabilities ({type(error).__name__}: {error})") from None
+    if not (isinstance(choices, list) and len(choices) == 1 and isinstance(ids, list) and isinstance(values, list)):
+        raise Malformed("an answer that is no list of token ids with their log-probabilities, or several")
+    if reason not in ("stop", "length"):
+        raise Malformed(f"an answer that ended with {reason!r:.80}")
+    if not 0 < len(ids) <= most or len(ids) != len(values):
+        raise Malformed(
+            f"an answer of {len(ids)} tokens with {len(values)} log-probabilities, where {most} were asked for at most"
+        )
+    if any(type(one) is not int or not 0 <= one < vocabulary for one in ids):
+        raise Malformed(f"an answer with a token id that is none of the {vocabulary} of the model")
+    if not all(map(is_log_probability, values)):
+        raise Malformed("an answer with a log-probability that is no finite number up to 0")
+    return ids, [float(one) for one in values]

@@ -9,12 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from clustertune.evaluate.servers import Servers, ServingJob
+from clustertune.evaluate.servers import Servers, ServingJob, new_key
 from clustertune.launch.agent import process_state
 from clustertune.launch.node import free_port
 from clustertune.launch.serving import Serving
@@ -28,7 +29,9 @@ def job(folder: Path, model: Path | str = "model", servers: int = 1, **more: obj
     """A job of this machine; each test has ports of its own."""
     shape = Serving(servers, 1, 1, 2048, 16)
     port = free_port(21_000 + hash(str(folder)) % 9_000)
-    return ServingJob(str(model), shape, "float32", str(folder), port, str(folder / "cache"), **more)  # type: ignore[arg-type]
+    folder.mkdir(parents=True, exist_ok=True)
+    described = ServingJob(str(model), shape, "float32", str(folder), port, str(folder / "cache"), new_key(folder))
+    return replace(described, **more)  # type: ignore[arg-type]
 
 
 def program(folder: Path, exports: str = "") -> Path:

@@ -16,7 +16,6 @@ words = sys.argv
 if "--version" in words:
     sys.exit(not sys.stdout.write("0.0\n"))
 value = {word: words[i + 1] for i, word in enumerate(words[:-1])}
-key = os.environ.get("VLLM_API_KEY")
 if "CPU_SERVER_PIDS" in os.environ:
     Path(os.environ["CPU_SERVER_PIDS"], f"{value['--port']}-{os.getpid()}").touch()
 
@@ -103,17 +102,12 @@ POSTS = {"/v1/load_lora_adapter": load, "/v1/unload_lora_adapter": unload, "/v1/
 
 
 class Handler(JsonHandler):
-    def allowed(self):
-        return not key or not self.path.startswith("/v1") or self.headers.get("Authorization") == f"Bearer {key}"
-
     def do_GET(self):
         answers = {"/health": {}, "/v1/models": {"data": [{"id": "model", "root": words[2]}]}}
-        self.reply(401 if not self.allowed() else 200 if self.path in answers else 404, answers.get(self.path))
+        self.reply(200 if self.path in answers else 404, answers.get(self.path))
 
     def do_POST(self):
         body = self.read()
-        if not self.allowed():
-            return self.reply(401, {"error": "Unauthorized"})
         with one:
             return self.reply(*POSTS[self.path](body))
 

@@ -21,7 +21,7 @@ def prompts(count: int) -> list[Instance]:
 
 
 def client(servers: Servers, model: Path, **more: Any) -> ServersLM:
-    return ServersLM(servers.job.urls, model, model="model", concurrent=8, max_length=2048, **more)
+    return ServersLM(servers.job.urls, model, model="model", concurrent=8, max_length=2048, key=servers.job.read_key(), **more)
 
 
 def wanted(lm: ServersLM, count: int = 40) -> list[str]:

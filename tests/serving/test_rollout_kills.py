@@ -63,8 +63,8 @@ def trained(folder: Path) -> str:
 def is_serving(folder: Path) -> bool:
     """The newest ring's server answers."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        ring = max((folder / "servers").glob("*/ring.json"))
-        return ask(json.loads(ring.read_text())["urls"][0] + "/health", 2) is not None
+        ring = json.loads(max((folder / "servers").glob("*/ring.json")).read_text())
+        return ask(ring["urls"][0], "/health", ring["key"], 2) is not None
     return False
 
 

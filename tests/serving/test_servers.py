@@ -39,7 +39,7 @@ def test_a_dead_api_server_takes_its_engine_along(start: Start, tmp_path: Path) 
     assert gone([engine])
     assert list(servers.dead) == ["server 0"]
     assert "SIGKILL" in servers.dead["server 0"]
-    assert ask(f"{servers.job.urls[1]}/health") is not None
+    assert ask(servers.job.urls[1], "/health", servers.job.read_key()) is not None
 
 
 @pytest.mark.parametrize(
