@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import grp
 import hashlib
 import json
 import os
+import pwd
 import re
 import secrets
 import stat
@@ -211,6 +213,34 @@ def open_plain(path: Path, flags: int, mode: int = 0o666) -> int:
             os.close(fd)
         raise UserError("is not a plain file", file=str(path), fix=f"rm {path}")
     return fd
+
+
+def is_private_group(group: int) -> bool:
+    """Whether it is the user's own group of one, as most distributions make it; files are group-writable by default there."""
+    try:
+        named, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return named.gr_name == user.pw_name and group == user.pw_gid and set(named.gr_mem) <= {user.pw_name}
+
+
+def require_own_code(path: Path, shown: str) -> None:
+    """Raise UserError where others could have written a file that is run: a link, another user's, or one that they can write.
+
+    ``shown``: how messages call it. Raises OSError where it is not there.
+    """
+    at = path.lstat()
+    others = stat.S_IWOTH if is_private_group(at.st_gid) else stat.S_IWGRP | stat.S_IWOTH
+    if stat.S_ISLNK(at.st_mode):
+        raise UserError("is a link, and is run as you", file=shown, fix="put the file itself in its place")
+    if not stat.S_ISREG(at.st_mode):
+        raise UserError("is not a plain file, and is run as you", file=shown)
+    if at.st_uid not in (os.geteuid(), 0):
+        fix = "if you trust its owner: copy it, and put the copy in its place"
+        raise UserError(f"belongs to user {at.st_uid}, you are {os.geteuid()}, and is run as you", file=shown, fix=fix)
+    if at.st_mode & others:
+        text = f"others can write to it (mode {stat.S_IMODE(at.st_mode):04o}), and it is run as you"
+        raise UserError(text, file=shown, fix=f"chmod go-w {path}, if you are sure that nobody else has changed it")
 
 
 def find_shared(path: Path) -> Problem | None:

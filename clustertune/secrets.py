@@ -6,9 +6,7 @@ No value is ever part of a message, and neither is a line that does not parse: i
 from __future__ import annotations
 
 import errno
-import grp
 import os
-import pwd
 import re
 import shlex
 import stat
@@ -18,6 +16,7 @@ from pathlib import Path
 
 from clustertune.console import say
 from clustertune.errors import Problem, UserError, raise_if
+from clustertune.manifest import is_private_group
 from clustertune.tree import env_file
 
 DEFAULT = env_file()
@@ -174,17 +173,8 @@ def file_problems(info: os.stat_result, folder: os.stat_result, path: Path) -> l
         problems.append(Problem(f"belongs to user {info.st_uid}, not to you", file=str(path), fix=fix))
     if (mode := stat.S_IMODE(info.st_mode)) & 0o177:
         problems.append(Problem(f"mode {mode:04o}: it must be yours alone", file=str(path), fix=f"chmod 600 {path}"))
-    open_to = stat.S_IMODE(folder.st_mode) & (0o022 if not _is_private(folder.st_gid) else 0o002)
+    open_to = stat.S_IMODE(folder.st_mode) & (0o022 if not is_private_group(folder.st_gid) else 0o002)
     if open_to and not folder.st_mode & stat.S_ISVTX:
         fix = f"chmod go-w {path.parent}"
         problems.append(Problem("others may write in its folder, and put another file there", file=str(path.parent), fix=fix))
     return problems
-
-
-def _is_private(group: int) -> bool:
-    """The user's own group of one, as most distributions make it; folders are group-writable by default there."""
-    try:
-        named, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
-    except KeyError:
-        return False
-    return named.gr_name == user.pw_name and group == user.pw_gid and set(named.gr_mem) <= {user.pw_name}

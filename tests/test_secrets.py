@@ -105,7 +105,7 @@ def test_only_a_regular_file_of_one_s_own_where_others_may_not_write(closed: Pat
         with pytest.raises(UserError, match=message):
             secrets.read_env(closed / name)
     for mode, private, taken in ((0o777, False, False), (0o775, False, False), (0o775, True, True), (0o1777, True, True)):
-        monkeypatch.setattr(secrets, "_is_private", lambda group, private=private: private)
+        monkeypatch.setattr(secrets, "is_private_group", lambda group, private=private: private)
         closed.chmod(mode)
         with contextlib.nullcontext() if taken else pytest.raises(UserError, match="others may write in its folder"):
             assert secrets.read_env(path)

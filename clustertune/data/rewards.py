@@ -12,25 +12,30 @@ fails after the last prompt (EleutherAI/lm-evaluation-harness#2266). Here the da
 from __future__ import annotations
 
 import contextlib
-import importlib.abc
 import importlib.util
 import json
 import math
+import os
 import re
+import select
+import subprocess
+import sys
 import time
-import traceback
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from clustertune.bounded import StandingChild, allow
 from clustertune.console import say
+from clustertune.data import reward_process
 from clustertune.data.rendering import NO_THOUGHT
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.recipe.layers import did_you_mean
 from clustertune.recipe.sections import Reward
+from clustertune.rundir import ROLLOUT_SERVERS
+from clustertune.secrets import KNOWN as SECRETS
 
 NLTK_DATA = Path(__file__).with_name("nltk_data")
 """Its NOTICE says where the parameters are from."""
@@ -38,6 +43,15 @@ SECONDS = 5.0
 """Of CPU for one answer. It is then worth 0."""
 TRIES = 3
 """Of an answer whose child was killed before its time was over: by the kernel for memory, or by hand."""
+CALL_SECONDS = 60.0
+"""For one call of a recipe's own reward, and as many as :data:`SECONDS` more for each answer."""
+LOAD_SECONDS = 180.0
+"""Until a recipe's own file has been imported: it may import torch from slow storage."""
+END_SECONDS = 15.0
+"""Until a recipe's own rewards and all that they have started have ended."""
+REPLY_BYTES = 64 << 20
+_WITHHELD = {*SECRETS, "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN", "VLLM_API_KEY", ROLLOUT_SERVERS}
+"""Variables that a recipe's own rewards do not get."""
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 """What TRL gives a reward function beside the columns of the data."""
 PACKAGES = {"ifeval": "lm_eval", "json_schema": "jsonschema"}
@@ -227,9 +241,9 @@ def _lacking_instructions(row: Mapping[str, Any]) -> Iterator[tuple[str, str, st
 
 
 class Rewards:
-    """The rewards of a recipe, ready to judge. A context: inside, ours run in one child.
+    """The rewards of a recipe, ready to judge. A context: inside, ours run in one child, and the recipe's own in another.
 
-    ``code``: the texts of the recipe's own files, by name without ``.py``; they are run here. Raises UserError where one fails.
+    ``code``: the texts of the recipe's own files, by name without ``.py``. Raises UserError where one fails.
     """
 
     def __init__(self, rewards: Sequence[Reward], code: Mapping[str, str]) -> None:
@@ -244,15 +258,20 @@ class Rewards:
                 text = f"needs the Python package {package}, which is not installed"
                 fix = f"install {package} in the image, or leave the reward out"
                 raise UserError(Problem(text, key=f"reward.{reward.name}", fix=fix))
-        modules = {name: _run(name, text) for name, text in code.items()}
         self.thought = NO_THOUGHT
         """How the model's answers mark a thought: ours judge what follows it, as an evaluation does. Theirs get all of it."""
+        own = OwnRewards(code, self._beat) if code else None
+        if own is not None:
+            self._stack.callback(own.close)
         self.judges: list[Judge] = []
         """In TRL's form, each called by the reward's name."""
         for reward in self.rewards:
-            judge = self._own(reward) if reward.module is None else _theirs(reward, vars(modules[reward.module])[reward.name])
+            judge = self._own(reward) if own is None or reward.module is None else _theirs(reward, own)
             judge.__name__ = reward.name
             self.judges.append(judge)
+
+    def _beat(self) -> None:
+        self.beat()
 
     def __enter__(self) -> Rewards:
         if any(reward.function == "ifeval" for reward in self.rewards):
@@ -334,57 +353,104 @@ def text_of(messages: Any) -> str:
     return str(messages[-1]["content"]) if isinstance(messages, list) else str(messages)
 
 
-class _Kept(importlib.abc.ExecutionLoader):
-    """Imports a module from the text that a run keeps of it: the recipe folder may have another one by now, or be elsewhere."""
+class OwnRewards:
+    """The process of a recipe's own rewards (:mod:`clustertune.data.reward_process`), with a limit of time for each call.
 
-    def __init__(self, name: str, text: str) -> None:
-        self._name, self._text = name, text
+    ``code``: the texts of the recipe's own files, by name without ``.py``. Raises UserError where one fails.
+    """
 
-    def get_filename(self, fullname: str) -> str:  # noqa: ARG002
-        return f"{self._name}.py"
+    def __init__(self, code: Mapping[str, str], beat: Callable[[], None]) -> None:
+        self._beat, pipes = beat, [os.pipe() for _ in range(3)]
+        (requests, self._requests), (self._replies, replies), (lifeline, self._lifeline) = pipes
+        inner = (requests, replies, lifeline)
+        environment = {name: value for name, value in os.environ.items() if name not in _WITHHELD}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", reward_process.__file__, *map(str, inner)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.__stderr__.fileno() if sys.__stderr__ else subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=inner,
+        )
+        for fd in inner:
+            os.close(fd)
+        self._left = b""
+        self._end = weakref.finalize(self, _end_process, self._process, (self._requests, self._replies, self._lifeline))
+        try:
+            for name, text in code.items():
+                reply = self._ask({"module": name, "code": text}, LOAD_SECONDS)
+                if "wrong" in reply:
+                    raise UserError(Problem(reply["wrong"], file=f"{name}.py", key="reward"), ExitCode.STOP)
+        except BaseException:
+            self.close()
+            raise
 
-    def get_source(self, fullname: str) -> str:  # noqa: ARG002
-        return self._text
+    def call(self, reward: Reward, given: Mapping[str, Any], count: int) -> dict[str, Any]:
+        """``{"scores": ..., "calls": ...}`` of one call, or ``{"wrong": text}``."""
+        asked = {"module": reward.module, "name": reward.name, "given": dict(given), "count": count}
+        return self._ask(asked, CALL_SECONDS + SECONDS * count)
+
+    def close(self) -> None:
+        """End the process, and all that it has started."""
+        self._end()
+
+    def _ask(self, asked: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        until, data = time.monotonic() + seconds, json.dumps(asked, default=str).encode()
+        left = memoryview(reward_process.HEAD.pack(len(data)) + data)
+        os.set_blocking(self._requests, False)
+        while b"\n" not in self._left:
+            if time.monotonic() > until:
+                self.close()
+                return {"wrong": f"did not come to an end within {seconds:g} s"}
+            readable, writable, _ = select.select([self._replies], [self._requests] if left else [], [], 1.0)
+            self._beat()
+            with contextlib.suppress(BrokenPipeError):  # what it has left behind is read
+                left = left[os.write(self._requests, left) :] if writable else left
+            if readable:
+                part = os.read(self._replies, 1 << 16)
+                if not part or len(self._left) > REPLY_BYTES:
+                    code = self._process.wait()
+                    self.close()
+                    return {"wrong": f"ended its process (exit code {code})" if not part else "gave back far too much"}
+                self._left += part
+        line, _, self._left = self._left.partition(b"\n")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
 
 
-def _run(name: str, text: str) -> types.ModuleType:
-    """A module of the recipe's own file, as it was when the run was made."""
-    loader = _Kept(name, text)
-    spec = importlib.util.spec_from_loader(name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
+def _end_process(process: subprocess.Popen[bytes], pipes: Sequence[int]) -> None:
+    for fd in pipes:
+        with contextlib.suppress(OSError):
+            os.close(fd)
     try:
-        loader.exec_module(module)
-    except Exception as error:
-        raise UserError(Problem(f"fails: {_describe(error, name)}", file=f"{name}.py", key="reward"), ExitCode.STOP) from None
-    return module
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
-def _describe(error: Exception, module: str) -> str:
-    """The error, and the line of the recipe's file that raised it."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == f"{module}.py"]
-    return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
-
-
-def _theirs(reward: Reward, function: Callable[..., Any]) -> Judge:
+def _theirs(reward: Reward, own: OwnRewards) -> Judge:
     """A function of the recipe, whose columns are given as TRL gives them, and whose answer is looked at."""
 
     def judge(columns: Sequence[Mapping[str, Any]], **others: Any) -> list[float | None]:
         names = dict.fromkeys(name for row in columns for name in row if name not in RESERVED)
         of_rows = {name: [row.get(name) for row in columns] for name in names}
+        given = {key: others[key] for key in others if key in RESERVED and key not in ("log_extra", "log_metric")}
+        if (state := given.get("trainer_state")) is not None:
+            given["trainer_state"] = {name: value for name, value in vars(state).items() if name != "stateful_callbacks"}
+        count = len(others["completions"])
+        reply = own.call(reward, {**of_rows, **given, **reward.options}, count)
+        if "wrong" in reply:
+            raise _refused(reward, reply["wrong"])
         try:
-            scores = function(**{**of_rows, **{key: others[key] for key in others if key in RESERVED}, **reward.options})
-        except Exception as error:
-            raise _refused(reward, f"fails: {_describe(error, str(reward.module))}") from error
-        count, returned = len(others["completions"]), type(scores).__name__
-        if not isinstance(scores, Iterable) or len(scores := list(scores)) != count:
-            raise _refused(reward, f"returned {returned} of another length than the {count} answers it was given")
-        try:
-            values = [None if value is None else float(value) for value in scores]
-        except (TypeError, ValueError) as error:
-            raise _refused(reward, f"returned what is no number: {error}") from None
-        if bad := [value for value in values if value is not None and not math.isfinite(value)]:
-            raise _refused(reward, f"returned {bad[0]}")
+            values = [None if value is None else float(value) for value in reply["scores"]]
+            if len(values) != count or not all(value is None or math.isfinite(value) for value in values):
+                raise ValueError("another length, or no finite numbers")
+            for name, *arguments in reply["calls"]:
+                if (hook := others.get(name)) is not None:
+                    hook(*arguments)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:  # the process is foreign
+            raise _refused(reward, f"gave back what is no reward: {error}") from None
         return values
 
     return judge

@@ -75,7 +75,8 @@ class ServingJob:
     cache: str
     """A folder on each node's own disk; each server has its own below."""
     key_file: str
-    """The key, which a server proves to have before anything is sent to it, and asks for itself."""
+    """The key, which a server proves to have before anything is sent to it, and asks for itself. Empty: a person starts the
+    server and asks it (``clustertune serve``)."""
     nodes: tuple[str, ...] = ()
     """Names or addresses of the nodes, the first one's first; empty: this machine."""
     interface: str | None = None
@@ -170,12 +171,14 @@ def commands(job: ServingJob, node: int, address: str | None = None) -> list[Ser
         *("serve", job.model, "--served-model-name", NAME, "--dtype", job.dtype),
         *("--tensor-parallel-size", str(shape.tensor_parallel), "--max-model-len", str(shape.max_model_len)),
         *("--max-num-seqs", str(shape.max_num_seqs), "--generation-config", "auto", *job.options),
-        *("--middleware", "vllm_guard.Guard"),
     ]
     if job.adapter:
         both += ["--enable-lora", "--lora-modules", f"{job.served}={job.adapter}", "--max-lora-rank", str(lora_rank(job.rank))]
-    paths = [str(Path(vllm_guard.__file__).parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    guarded = {vllm_guard.KEY: job.read_key(), "PYTHONPATH": os.pathsep.join(paths)}
+    guarded = dict[str, str]()
+    if job.key_file:
+        both += ["--middleware", "vllm_guard.KeyGuard"]
+        paths = [str(Path(vllm_guard.__file__).parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        guarded |= {vllm_guard.KEY: job.read_key(), "PYTHONPATH": os.pathsep.join(paths)}
     if job.kept:
         lora = ["--enable-lora", "--max-lora-rank", str(lora_rank(job.rank)), "--max-loras"]
         # Of the token that was drawn, temperature and the like included: what the trainer corrects by.

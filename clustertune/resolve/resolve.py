@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError, collect_problems
+from clustertune.manifest import require_own_code
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import architecture as arch
 from clustertune.recipe import checks, native_rules, quantization
@@ -160,7 +161,9 @@ class _Resolution:
         assert reward.module is not None
         named = f"{shown}/{reward.module}.py"
         with collect_problems(self.problems):
-            text = read_text(folder / f"{reward.module}.py", named)
+            path = folder / f"{reward.module}.py"
+            text = read_text(path, named)
+            require_own_code(path, named)
             try:
                 body = ast.parse(text).body
             except (SyntaxError, ValueError) as error:

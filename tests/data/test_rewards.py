@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +19,10 @@ from clustertune.data.rewards import Rewards, lacking
 from clustertune.data.sequences import find_blind, read_prompts
 from clustertune.manifest import read_manifest
 from clustertune.recipe.sections import Data, Reward
+from clustertune.resolve.resolve import resolve
 from tests.command import REPO, run
 from tests.refusal import problems
+from tests.slurm import wait_for
 
 NO_COMMA = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
 TWO = {
@@ -135,6 +141,138 @@ def test_a_reward_that_gives_no_numbers_is_named(name: str) -> None:
 def test_code_that_does_not_run_is_named_with_its_line() -> None:
     (problem,) = problems(Rewards, [Reward(function="mine:f")], {"mine": "x = 1\ny = 1 / 0\n"})
     assert "line 2" in problem.message
+
+
+BAD = {
+    "exits": "def f(**_):\n    import sys\n    sys.exit(0)",
+    "exits-at-once": "def f(**_):\n    import os\n    os._exit(0)",
+    "kills": "def f(**_):\n    import os\n    os.kill(os.getpid(), 9)",
+    "interrupt": "def f(**_):\n    raise KeyboardInterrupt",
+    "base": "class Mine(BaseException):\n    pass\ndef f(**_):\n    raise Mine",
+    "silent": "class Mine(Exception):\n    def __str__(self):\n        raise SystemExit(0)\ndef f(**_):\n    raise Mine",
+    "recursion": "def f(**_):\n    return f()",
+    "float": "class F:\n    def __float__(self):\n        raise SystemExit(0)\ndef f(completions, **_):\n    return [F()] * 2",
+    "iter": "class L:\n    def __iter__(self):\n        raise GeneratorExit\ndef f(**_):\n    return L()",
+    "endless": "import itertools\ndef f(**_):\n    return itertools.count()",
+    "huge": "def f(completions, **_):\n    return [10**400, 0]",
+    "nan": "def f(completions, **_):\n    return [float('nan'), 0]",
+    "text": "def f(completions, **_):\n    return '12'",
+    "longer": "def f(completions, **_):\n    return [1.0] * 3",
+    "none": "def f(completions, **_):\n    pass",
+    "clears": "def f(completions, **_):\n    completions.clear()\n    return [1.0, 2.0]",
+    "rewrites": "def f(completions, level, **_):\n    level[0] = completions[0][0]['content'] = 'x'\n    return [1.0, 2.0]",
+    "sleeps": "import time\ndef f(**_):\n    time.sleep(1e6)",
+    "computes": "def f(**_):\n    while True:\n        pass",
+    "waits": "def f(**_):\n    while True:\n        try:\n            input()\n        except BaseException:\n            pass",
+}
+
+
+@pytest.mark.parametrize("form", BAD)
+def test_whatever_a_reward_does_is_one_message_that_names_it(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewards_module, "CALL_SECONDS", 2.0)
+    monkeypatch.setattr(rewards_module, "SECONDS", 0.1)
+    with Rewards([Reward(function="mine:f")], {"mine": BAD[form]}) as found:
+        (problem,) = problems(found.judge, [[], []], ["a", "b"], [{"level": 1}, {"level": 2}])
+    assert problem.file == "mine.py" and "reward f" in problem.message
+    if form not in ("exits-at-once", "kills", "sleeps", "computes", "waits"):  # of these nobody knows a line
+        assert "line " in problem.message
+
+
+@pytest.mark.parametrize(
+    "code", ["import sys\nsys.exit(0)", "import os\nos._exit(0)", "raise KeyboardInterrupt", "while True: pass"]
+)
+def test_a_file_of_rewards_that_does_not_load_is_named(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewards_module, "LOAD_SECONDS", 2.0)
+    (problem,) = problems(Rewards, [Reward(function="mine:f")], {"mine": f"{code}\ndef f(**_):\n    return [1.0]\n"})
+    assert problem.file == "mine.py"
+
+
+def test_a_reward_has_no_token_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY", "HUGGING_FACE_HUB_TOKEN"]
+    for name in names:
+        monkeypatch.setenv(name, "hf_secret")
+    code = "import os\ndef f(completions, **_):\n    return [float('hf_secret' in os.environ.values())]"
+    with Rewards([Reward(function="mine:f")], {"mine": code}) as found:
+        assert found.judge([[]], ["a"], [{}]) == [[0.0]]
+
+
+DAEMON = """
+import os, subprocess, sys
+def f(completions, mark, **_):
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", mark[0]])
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)", mark[0]])
+        os._exit(0)
+    return [1.0]
+"""
+
+
+def marked(mark: str) -> list[int]:
+    return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if mark.encode() in _read(path)]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_what_a_reward_starts_ends_with_the_rewards(tmp_path: Path) -> None:
+    """A daemon in a session of its own, too."""
+    mark = f"mark-of-{tmp_path.name}"
+    with Rewards([Reward(function="mine:f")], {"mine": DAEMON}) as found:
+        assert found.judge([[]], ["a"], [{"mark": mark}]) == [[1.0]]
+        wait_for(lambda: len(marked(mark)) == 2, "both", 20)
+    wait_for(lambda: not marked(mark), "the end of both", 20)
+
+
+def test_what_a_reward_starts_ends_with_a_killed_run(tmp_path: Path) -> None:
+    mark, folder = f"mark-of-{tmp_path.name}", tmp_path / "code.py"
+    folder.write_text(DAEMON)
+    code = (
+        "import sys, time; from pathlib import Path; from clustertune.data.rewards import Rewards\n"
+        "from clustertune.recipe.sections import Reward\n"
+        "found = Rewards([Reward(function='mine:f')], {'mine': Path(sys.argv[1]).read_text()}).__enter__()\n"
+        f"found.judge([[]], ['a'], [{{'mark': {mark!r}}}]); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(folder)]) as child:
+        try:
+            wait_for(lambda: len(marked(mark)) > 2, "both, beside the run itself", 60)
+        finally:
+            child.kill()
+    wait_for(lambda: not marked(mark), "the end of all", 20)
+
+
+def test_a_file_of_rewards_that_others_could_have_written_is_not_run(tmp_path: Path) -> None:
+    recipe = shutil.copytree(REPO / "recipes" / "tiny-grpo", tmp_path / "recipe")
+    own = recipe / "rewards.py"
+    assert resolve(str(recipe), []).reward_code
+    own.chmod(0o646)
+    assert "write" in str(problems(resolve, str(recipe), []))
+    own.chmod(0o644)
+    own.rename(tmp_path / "elsewhere.py")
+    own.symlink_to(tmp_path / "elsewhere.py")
+    assert "link" in str(problems(resolve, str(recipe), []))
+    if os.geteuid() == 0:
+        own.unlink()
+        shutil.copy(tmp_path / "elsewhere.py", own)
+        os.chown(own, 12345, 12345)
+        monkey = os.stat(own).st_uid  # noqa: PTH116
+        assert str(monkey) in str(problems(resolve, str(recipe), []))
+
+
+def test_metrics_that_a_reward_logs_reach_the_trainer() -> None:
+    code = (
+        "def f(completions, log_metric, log_extra, **_):\n    log_metric('m', 2.0)\n    log_extra('c', ['x'])\n    return [1.0]"
+    )
+    seen = list[Any]()
+    with Rewards([Reward(function="mine:f")], {"mine": code}) as found:
+        more = {name: lambda *args, name=name: seen.append((name, *args)) for name in ("log_metric", "log_extra")}
+        found.judges[0](prompts=[[]], completions=[[]], columns=[{}], **more)
+    assert seen == [("log_metric", "m", 2.0), ("log_extra", "c", ["x"])]
 
 
 # --- prepare --------------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def measure(model: Path, runs: int, folder: Path) -> list[tuple[float, float]]:
     url, paths = f"http://127.0.0.1:{port}", str(Path(vllm_guard.__file__).parent)
     environment = {**os.environ, vllm_guard.KEY: KEY, vllm_guard.ADDRESS: f"127.0.0.1:{port}", "PYTHONPATH": paths}
     words = [sys.executable, str(Path(__file__).with_name("cpu_server.py")), "serve", str(model), "--dtype", "float32"]
-    words += ["--middleware", "vllm_guard.Guard", "--host", "127.0.0.1", "--port", str(port)]
+    words += ["--middleware", "vllm_guard.KeyGuard", "--host", "127.0.0.1", "--port", str(port)]
     server = subprocess.Popen(words, env=environment)
     (folder / "ring.json").write_text(json.dumps({"urls": [url], "key": KEY}))
     ring = ServerRing(folder / "ring.json", lambda: None, vocabulary=1 << 30)

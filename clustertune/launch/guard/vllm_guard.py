@@ -1,4 +1,4 @@
-"""The door of a vLLM server that belongs to one job: ``vllm serve --middleware vllm_guard.Guard``.
+"""The door of a vLLM server that belongs to one job: ``vllm serve --middleware vllm_guard.KeyGuard``.
 
 The server proves that it has the job's key before anybody sends it the key, a path or a prompt: it answers a number drawn by
 the client (nonce) with an HMAC of that number and of its own address. Who has taken the server's port cannot, nor by asking
@@ -33,7 +33,7 @@ def prove(key: str, address: str, nonce: str) -> str:
     return hmac.new(key.encode(), f"clustertune server\0{address}\0{nonce}".encode(), hashlib.sha256).hexdigest()
 
 
-class Guard:
+class KeyGuard:
     """ASGI middleware: answers the proof, and lets through who has the key."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
