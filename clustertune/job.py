@@ -29,7 +29,7 @@ from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.environment import Setting, environment
 from clustertune.launch.judge import Outcome, any_node_failed
 from clustertune.launch.node import first_port, random_port
-from clustertune.manifest import read_object
+from clustertune.manifest import read_object, read_whole
 from clustertune.nccl_check import link_check
 from clustertune.process import STOP_SIGNALS, Stopped, end
 from clustertune.resolve.resolved import Resolved
@@ -438,7 +438,7 @@ def start(inputs: JobInputs, script: Path | None, command: Sequence[str]) -> Non
     cluster_paths.make()
     late = None
     if script is not None and inputs.trains:  # the other stages continue file by file, and need less
-        stated = shape.signal_given(script.read_text(errors="replace"))
+        stated = shape.signal_given(read_whole(script).decode(errors="replace"))
         late = shape.signal_warning(stated, inputs.resolved.recipe.slurm.signal_seconds, inputs.allocation.limit_minutes)
     for line in inputs.describe():
         say(line)

@@ -18,6 +18,7 @@ import contextlib
 import errno
 import grp
 import hashlib
+import io
 import json
 import os
 import pwd
@@ -28,7 +29,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
 from clustertune.errors import Problem, UserError, storing
 
@@ -133,7 +134,7 @@ class Manifest:
 
 def fsync_path(path: Path) -> None:
     """Flush a file or a directory to the device. Raises OSError: an fsync that failed must never be retried and believed."""
-    fd = os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(fd)
     finally:
@@ -243,6 +244,33 @@ def require_own_code(path: Path, shown: str) -> None:
         raise UserError(text, file=shown, fix=f"chmod go-w {path}, if you are sure that nobody else has changed it")
 
 
+def open_to_read(path: Path) -> io.BufferedReader:
+    """A file for reading. Raises OSError where it is none, and for a pipe or a device, whose reader may wait for ever.
+
+    Links are followed: :func:`open_plain` refuses them.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = os.fstat(fd).st_mode
+    if stat.S_ISREG(kind):
+        os.set_blocking(fd, True)
+        return os.fdopen(fd, "rb")
+    os.close(fd)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "is not a plain file", str(path))
+
+
+def open_text(path: Path) -> TextIO:
+    """As :func:`open_to_read`, of UTF-8 text."""
+    return io.TextIOWrapper(open_to_read(path), encoding="utf-8")
+
+
+def read_whole(path: Path) -> bytes:
+    """The content of a file. Raises OSError as :func:`open_to_read` does."""
+    with open_to_read(path) as file:
+        return file.read()
+
+
 def find_shared(path: Path) -> Problem | None:
     """Why another user could have written, or can write, a file or folder; None where nobody could."""
     at = path.lstat()
@@ -262,7 +290,7 @@ def find_shared(path: Path) -> Problem | None:
 def hash_file(path: Path, algorithm: str = SHA256, stop: threading.Event | None = None) -> FileRecord:
     """Size and digest of a file, read in chunks of 1 MiB. ``stop``, once set, ends it early with a digest of the part read."""
     digest, size = new_hasher(algorithm, path.stat().st_size), 0
-    with path.open("rb") as src:
+    with open_to_read(path) as src:
         while (chunk := src.read(_CHUNK)) and not (stop and stop.is_set()):
             digest.update(chunk)
             size += len(chunk)
@@ -336,7 +364,7 @@ def read_manifest(folder: Path, kind: str | None = None) -> Manifest:
     try:
         if path.exists() and not path.is_file():  # reading a pipe may wait for ever
             raise UserError("unreadable manifest: is not a plain file", file=str(path))
-        data = path.read_bytes()
+        data = read_whole(path)
     except FileNotFoundError:
         raise UserError("no manifest: the folder was never finished", file=str(path)) from None
     except OSError as error:
@@ -437,7 +465,7 @@ def _noted_etag(path: Path) -> str:
         note = around / ".cache/huggingface/download" / f"{path.relative_to(around)}.metadata"
         if note.is_file():
             with contextlib.suppress(OSError, ValueError):
-                return [*note.read_text().splitlines(), "", ""][1].strip()
+                return [*read_whole(note).decode().splitlines(), "", ""][1].strip()
     return ""
 
 
@@ -627,7 +655,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():  # who opens a pipe waits without end
         return
     try:
-        lines = path.open("rb")
+        lines = open_to_read(path)
     except OSError:
         return
     with lines:
@@ -651,7 +679,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise UserError("is not a plain file", file=str(path))
         if path.stat().st_size > MAX_JSON_BYTES:
             raise UserError(f"more than {MAX_JSON_BYTES >> 20} MiB: this is no configuration", file=str(path))
-        body = json.loads(path.read_bytes(), object_pairs_hook=once, parse_constant=_constant)
+        body = json.loads(read_whole(path), object_pairs_hook=once, parse_constant=_constant)
     except FileNotFoundError:
         raise UserError("missing", file=str(path)) from None
     except (OSError, ValueError, RecursionError) as error:
@@ -671,7 +699,7 @@ def _constant(name: str) -> float:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object that a file holds; empty where there is no such file, or something else in it."""
     try:
-        body = json.loads(path.read_bytes()) if path.is_file() else None
+        body = json.loads(read_whole(path)) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         return {}
     return body if isinstance(body, dict) else {}
@@ -680,6 +708,6 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_text(path: Path) -> str:
     """What a file holds, bytes that are not UTF-8 replaced; empty where it cannot be read (yet)."""
     try:
-        return path.read_text(errors="replace")
+        return read_whole(path).decode(errors="replace")
     except OSError:
         return ""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from clustertune import lock
 from clustertune.errors import UserError
-from clustertune.manifest import read_object, write_durably
+from clustertune.manifest import read_object, read_whole, write_durably
 
 if TYPE_CHECKING:
     from clustertune.cluster.schema import Cluster
@@ -139,7 +139,7 @@ class RunDir:
         try:
             if self.run_json.exists() and not self.run_json.is_file():
                 raise UserError("unreadable: is not a plain file", file=str(self.run_json))
-            body: dict[str, Any] = json.loads(self.run_json.read_bytes())
+            body: dict[str, Any] = json.loads(read_whole(self.run_json))
         except FileNotFoundError:
             raise UserError(
                 "is not a run folder: it has no run.json", file=str(self.path), fix="clustertune run RECIPE --run-dir DIR"
@@ -287,5 +287,5 @@ class RunDir:
 
 def _write_if_other(path: Path, text: str) -> None:
     """Durably, and only where something else stands there: ranks may be reading it."""
-    if not path.is_file() or path.read_text() != text:
+    if not path.is_file() or read_whole(path).decode() != text:
         write_durably(path, text)

@@ -31,7 +31,7 @@ from clustertune.host.system import format_cpu_list
 from clustertune.launch import bill, cluster_paths, serving, shape, stage_jobs
 from clustertune.launch.attempt import read_attempts
 from clustertune.launch.stage_jobs import StageJob
-from clustertune.manifest import write_durably
+from clustertune.manifest import read_whole, write_durably
 from clustertune.plan import explanation
 from clustertune.process import end
 from clustertune.recipe.eval_tasks import first_task
@@ -109,7 +109,7 @@ def read_sweep(path: Path) -> Sweep:
     """The sweep of a folder. Raises UserError where there is none."""
     file = path / SWEEP
     try:
-        body: dict[str, Any] = json.loads(file.read_bytes())
+        body: dict[str, Any] = json.loads(read_whole(file))
         points = tuple(
             Point(
                 index=index,
@@ -396,7 +396,7 @@ def _last_error(sweep: Sweep, point: Point) -> str:
     names = (f"*_{point.index}.log", f"point-{point.index:04d}.log")
     logs = [path for name in names for path in (sweep.path / "logs").glob(name)]
     for path in sorted(logs, key=lambda p: p.stat().st_mtime_ns, reverse=True)[:1]:
-        lines = path.read_text(errors="replace").splitlines()
+        lines = read_whole(path).decode(errors="replace").splitlines()
         return next((line.partition("error: ")[2][:500] for line in reversed(lines) if line.startswith("error: ")), "")
     return ""
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, raise_if, storage_error
-from clustertune.manifest import once
+from clustertune.manifest import once, open_to_read
 
 BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -101,7 +101,7 @@ def read_header(path: Path) -> TensorHeader:
     """
     if path.exists() and not path.is_file():
         raise ValueError("is not a plain file")
-    with path.open("rb") as src:
+    with open_to_read(path) as src:
         size = os.fstat(src.fileno()).st_size
         prefix = src.read(8)
         if len(prefix) < 8:

@@ -12,6 +12,7 @@ from clustertune.check.batch_script import TABLE, Option, Script, pattern_of, un
 from clustertune.check.batch_steps import Hit
 from clustertune.check.rule import SCRIPT, WARN, Check, Finding, Seen, rule_of
 from clustertune.host.credentials import holds_secret, names_secret
+from clustertune.manifest import read_whole
 
 MAX_BYTES = 256 * 1024
 """A batch script is some kB; Slurm itself refuses more than 4 MB (max_script_size)."""
@@ -147,4 +148,4 @@ def lint_file(path: str) -> list[Finding]:
         raise ValueError(f"larger than {MAX_BYTES} bytes: no batch script")
     if not file.is_file():
         raise ValueError("is not a file")
-    return lint(file.read_bytes().decode("utf-8", errors="replace"), path)
+    return lint(read_whole(file).decode("utf-8", errors="replace"), path)

@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from clustertune.errors import Problem, UserError
-from clustertune.manifest import SHA256, XXH3_128, FileRecord, new_hasher
+from clustertune.manifest import SHA256, XXH3_128, FileRecord, new_hasher, open_to_read, read_whole
 from clustertune.tensorfile import Tensor, build_header, byte_size, read_header
 
 INDEX = ".metadata"
@@ -240,7 +240,7 @@ class ShardReader(FileSystemReader):  # type: ignore[misc]
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """Raises ValueError for anything but an index of ours."""
-        index = self._index or parse_index(Path(self.path, INDEX).read_bytes())
+        index = self._index or parse_index(read_whole(Path(self.path, INDEX)))
         index.storage_meta = StorageMeta(load_id=self.load_id)
         return index
 
@@ -248,7 +248,7 @@ class ShardReader(FileSystemReader):  # type: ignore[misc]
         """Raises OSError for a file that is cut short."""
         for item in sorted(plan.items, key=lambda item: _order(self.storage_data[item.storage_index])):
             span = self.storage_data[item.storage_index]
-            with Path(self.path, span.relative_path).open("rb") as src:
+            with open_to_read(Path(self.path, span.relative_path)) as src:
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, io.BytesIO(_read(src, span.offset, span.length)))
                     continue
@@ -385,7 +385,7 @@ def load_small(folder: Path, name: str) -> Any:
     try:
         header = read_header(path)
         tensors: dict[str, torch.Tensor] = {}
-        with path.open("rb") as src:
+        with open_to_read(path) as src:
             for entry in header.tensors:
                 data, dtype = bytearray(entry.size), DTYPES[entry.dtype]
                 src.seek(entry.offset)

@@ -25,6 +25,7 @@ from clustertune.cluster import load, schema
 from clustertune.console import emit_json, reply, say
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error, storing
 from clustertune.launch import allocation, cluster_paths, slurm
+from clustertune.manifest import read_whole
 from clustertune.nccl_check import link_check, link_measure, link_rules, nccl_log
 from clustertune.process import Stopped
 from clustertune.recipe import layers
@@ -214,7 +215,7 @@ def _await(args: NcclCheckArguments, job: str, folder: Path) -> int:
         with contextlib.suppress(slurm.Unreachable):
             state = (slurm.show_job(job) or {}).get("JobState", "forgotten by Slurm")
     try:
-        result = json.loads((folder / link_check.RESULT).read_bytes())
+        result = json.loads(read_whole(folder / link_check.RESULT))
         code = EXIT[result["verdict"]["status"]]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         problem = Problem(f"job {job} ended without a result ({state})", file=str(folder), fix="its log is there")

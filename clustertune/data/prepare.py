@@ -30,7 +30,7 @@ from clustertune.data.rows import BadRow, Reject, Rejects, count_words
 from clustertune.data.sources import RecordSource, find_sources
 from clustertune.data.system_messages import BEFORE_USER, LEAVE_OUT
 from clustertune.errors import Problem, UserError, storage_error
-from clustertune.manifest import MANIFEST, find_problems, fsync_path, list_files, read_manifest, record_files, seal
+from clustertune.manifest import MANIFEST, find_problems, fsync_path, list_files, open_text, read_manifest, record_files, seal
 from clustertune.recipe.findings import read_model
 from clustertune.recipe.layers import RECIPES, Document, parse_value, read_yaml
 from clustertune.recipe.sections import COLUMNS, NAME, Data, DataSource
@@ -572,7 +572,7 @@ def _count(section: dict[str, Any]) -> MeasuredData:
     with tempfile.TemporaryDirectory(prefix="clustertune-data-") as folder:
         with contextlib.redirect_stderr(io.StringIO()):  # it names a file of rejected rows that is gone in a moment
             prepared = prepare(data, recipe_folder=Path(), seed=SEED, out=Path(folder, "data"))
-        with Path(folder, "data", "train.jsonl").open(encoding="utf-8") as lines:
+        with open_text(Path(folder, "data", "train.jsonl")) as lines:
             tokens.update(_tokens(json.loads(line)) for line in lines)
             lines.seek(0)
             examples = tuple(map(json.loads, islice(lines, EXAMPLES)))

@@ -19,7 +19,7 @@ from clustertune.bounded import StandingChild
 from clustertune.data import chats, rewards
 from clustertune.data.rows import KINDS, KNOWN, BadRow, RowLocation, kind_of, read_file
 from clustertune.errors import Problem, UserError, raise_if
-from clustertune.manifest import hash_file
+from clustertune.manifest import hash_file, open_to_read
 from clustertune.recipe.eval_tasks import with_rows
 
 RULES = ("contains", "regex", "json_schema")
@@ -110,7 +110,7 @@ def are_own(path: Path, tasks: Iterable[str]) -> bool:
 def _rows(path: Path, unused: set[str]) -> Iterator[tuple[RowLocation, dict[str, Any] | BadRow]]:
     """The records of a file; of a text file one prompt a line."""
     place = RowLocation(path.name, 0)
-    for at, row in read_file(lambda: path.open("rb"), place, str(path), _READ, unused=unused):
+    for at, row in read_file(lambda: open_to_read(path), place, str(path), _READ, unused=unused):
         if kind_of(path.name)[0] == ".txt" and not isinstance(row, BadRow):
             lines = enumerate(str(row["text"]).splitlines(), start=1)
             yield from ((RowLocation(path.name, number), {"prompt": line}) for number, line in lines if line.strip())

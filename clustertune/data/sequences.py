@@ -18,7 +18,7 @@ from clustertune.data.prepare import SPLITS
 from clustertune.data.rewards import Rewards, lacking
 from clustertune.data.tokens import LABEL
 from clustertune.errors import Problem, UserError
-from clustertune.manifest import MANIFEST, find_problems, read_manifest
+from clustertune.manifest import MANIFEST, find_problems, open_text, read_manifest
 from clustertune.recipe.native_rules import MAX_PROMPT
 from clustertune.recipe.sections import Reward
 from clustertune.resolve.resolved import Resolved
@@ -194,7 +194,7 @@ def check_ids(dataset: Path, tokenizer: Any, rows: int) -> None:
 
 def read_prompts(dataset: Path, split: str) -> list[dict[str, Any]]:
     """The rows of a split in the order of the file: ``prompt``, ``columns``, ``source``."""
-    with (dataset / f"{split}.jsonl").open(encoding="utf-8") as file:
+    with open_text(dataset / f"{split}.jsonl") as file:
         return [json.loads(line) for line in file]
 
 

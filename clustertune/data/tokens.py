@@ -68,7 +68,9 @@ from clustertune.manifest import (
     FileRecord,
     find_problems,
     new_hasher,
+    open_to_read,
     read_manifest,
+    read_whole,
     record_files,
     seal,
     write_durably,
@@ -329,7 +331,7 @@ def _check_weights(meta: Mapping[str, Any], encoder: Encoder, dataset: Path) -> 
 def _refusal(jobs: list[Job], index: int, text: str, fix: str) -> UserError:
     """With the line's number, counted only now."""
     path = next((path for path, start, end, _ in jobs if start <= index < end), jobs[0][0])
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         number = 1 + sum(file.read(min(1 << 20, index - at)).count(b"\n") for at in range(0, index, 1 << 20))
     return UserError(text, file=f"{path}:{number}", fix=fix)
 
@@ -1136,7 +1138,7 @@ def make_shard(job: Job, encoder: Encoder, at: mmap.mmap) -> float:
 
 def _lines(path: Path, start: int, end: int) -> Iterator[tuple[int, bytes]]:
     """The lines whose first byte is in [start, end), each with its place."""
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         file.seek(max(start - 1, 0))
         if start:
             file.readline()  # the rest of a line that belongs to the chunk before
@@ -1147,7 +1149,7 @@ def _lines(path: Path, start: int, end: int) -> Iterator[tuple[int, bytes]]:
 def read_shard(path: Path) -> tuple[npt.NDArray[Any], memoryview] | None:
     """Records and tokens (bytes) of a shard; None where it is not there, cut off or damaged."""
     try:
-        data = path.read_bytes()
+        data = read_whole(path)
     except FileNotFoundError:
         return None
     if len(data) < _HEAD or hashlib.sha256(memoryview(data)[_HEAD:]).digest() != data[8:_HEAD]:

@@ -24,6 +24,7 @@ from clustertune.host import packages
 from clustertune.host.facts import HostFacts, Mount
 from clustertune.host.mounts import mount_of, own_mounts
 from clustertune.launch import cluster_paths
+from clustertune.manifest import read_whole
 from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.recipe.sections import Recipe, parse_minutes
@@ -49,7 +50,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     try:
         if path.stat().st_size > MOST_BYTES:
             return None
-        body = json.loads(path.read_bytes())
+        body = json.loads(read_whole(path))
     except (OSError, ValueError, RecursionError):
         return None
     return body if isinstance(body, dict) else None
@@ -112,7 +113,7 @@ class ModelFolder:
     def template(self) -> str | None:
         """The chat template: a file of its own, or a key of the tokenizer's configuration; of several the default one."""
         try:
-            return (self.path / "chat_template.jinja").read_text(encoding="utf-8")
+            return read_whole(self.path / "chat_template.jinja").decode()
         except (OSError, UnicodeDecodeError):
             pass
         stated = self.tokenizer_config.get("chat_template")

@@ -18,7 +18,7 @@ from clustertune.data import rendering
 from clustertune.data.tokenizer import BoundedTokenizer, open_tokenizer, render_turn
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems
 from clustertune.export import companions
-from clustertune.manifest import read_json
+from clustertune.manifest import read_json, read_whole
 from clustertune.merge.base import read_base
 from clustertune.recipe import quantization
 from clustertune.recipe.architecture import implausible
@@ -119,7 +119,7 @@ def check_model(
 
 def _quantization(folder: Path) -> str | None:
     """What the model's configuration says about how its weights are stored."""
-    config = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
+    config = json.loads(read_whole(folder / "config.json")).get("quantization_config")
     return quantization.label(config) if isinstance(config, dict) else None
 
 

@@ -41,6 +41,7 @@ from clustertune.evaluate.model import (
 )
 from clustertune.evaluate.scores import METHOD, RESULT, clustered_stderr, compare, judge, read_result
 from clustertune.evaluate.thoughts import Thoughts, find
+from clustertune.manifest import read_whole
 from clustertune.recipe.eval_tasks import Seeds
 from clustertune.recipe.sections import OWN_PROMPTS, Eval
 from clustertune.replaced import replaced
@@ -408,7 +409,7 @@ class _Evaluation:
         """The answers to one's own prompts: all of them in a file, the first ones for the report."""
         from clustertune.evaluate import own_prompts
 
-        lines = (self.base / SAMPLES).read_text(encoding="utf-8").splitlines() if self.base else []
+        lines = read_whole(self.base / SAMPLES).decode().splitlines() if self.base else []
         before, after = ([row for row in rows if row["task"] == OWN_PROMPTS] for rows in (map(json.loads, lines), samples))
         answers = own_prompts.side_by_side(self.asked.prompts, after, before)
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in answers)
@@ -461,7 +462,7 @@ class _Evaluation:
         before = read_result(self.base)
         assert before is not None
         own = {"tasks": result["tasks"], "samples": samples, "higher_is_better": higher}
-        lines = (self.base / SAMPLES).read_text(encoding="utf-8").splitlines()
+        lines = read_whole(self.base / SAMPLES).decode().splitlines()
         compared = compare({"samples": [json.loads(line) for line in lines]}, own, self.members)
         base = {"model": before["model"], "tasks": before["tasks"], "dir": str(self.base)}
         return {**compared, "paired_method": METHOD, "base": base}

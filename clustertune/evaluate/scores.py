@@ -13,6 +13,7 @@ from rich.text import Text
 
 from clustertune.console import make_table
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.manifest import read_whole
 from clustertune.recipe.eval_tasks import find_task
 from clustertune.recipe.sections import OWN_PROMPTS, Eval
 
@@ -42,7 +43,7 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     """The result in an evaluation's folder; None where there is none. Raises OSError and ValueError where it cannot be read."""
     if not (folder / RESULT).is_file():
         return None
-    result: dict[str, Any] = json.loads((folder / RESULT).read_bytes())
+    result: dict[str, Any] = json.loads(read_whole(folder / RESULT))
     return result
 
 

@@ -34,7 +34,7 @@ from clustertune.launch.guard import vllm_guard
 from clustertune.launch.node import random_port
 from clustertune.launch.server_requests import GONE, NotOurs, ask, load_adapter, unload_adapter
 from clustertune.launch.serving import ModelSize, Serving, deadline_seconds, serving, start_seconds
-from clustertune.manifest import write_durably
+from clustertune.manifest import read_whole, write_durably
 from clustertune.process import Stopped, captured, die_with_parent, stop_signals
 from clustertune.recipe.sections import Eval
 from clustertune.tensorfile import FLOATS, read_header
@@ -126,7 +126,7 @@ class ServingJob:
 
     def read_key(self) -> str:
         """The job's key."""
-        return Path(self.key_file).read_text()
+        return read_whole(Path(self.key_file)).decode()
 
     def write(self, path: Path) -> None:
         """Durably, for the nodes."""
@@ -135,7 +135,7 @@ class ServingJob:
     @classmethod
     def read(cls, path: Path) -> ServingJob:
         """What :meth:`write` wrote."""
-        body: dict[str, Any] = json.loads(path.read_bytes())
+        body: dict[str, Any] = json.loads(read_whole(path))
         lists = {key: tuple(value) for key, value in body.items() if isinstance(value, list)}
         return cls(**{**body, **lists, "shape": Serving(**body["shape"])})
 
@@ -433,7 +433,7 @@ def _how_it_ended(code: int) -> str:
 
 def _tail(log: Path) -> str:
     try:
-        return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+        return "\n".join(read_whole(log).decode(errors="replace").splitlines()[-_LOG_LINES:])
     except OSError:
         return ""
 
@@ -482,7 +482,7 @@ def _run_kept(job: ServingJob, folder: Path, node: int) -> None:
         stack.callback(_remove_cache, job.cache, node)
         stack.enter_context(_stop_on_signals())
         ready = folder / READY.format(node)
-        known = int(json.loads(ready.read_bytes())["port"]) if ready.exists() else None  # the ranks know it: started again
+        known = int(json.loads(read_whole(ready))["port"]) if ready.exists() else None  # the ranks know it: started again
         servers = stack.enter_context(Servers(job if known is None else replace(job, port=known), node))
         if known not in (None, servers.job.port):
             fix = "run again: the same command continues"
@@ -536,7 +536,7 @@ def kept_urls(job: ServingJob) -> list[str]:
     """The addresses of all nodes' servers, as the nodes have said them. Raises OSError where one has not."""
     urls = []
     for node in range(len(job.nodes)):
-        port = int(json.loads((Path(job.folder) / READY.format(node)).read_bytes())["port"])
+        port = int(json.loads(read_whole(Path(job.folder) / READY.format(node)))["port"])
         urls += replace(job, port=port).urls_of(node)
     return urls
 
@@ -684,7 +684,7 @@ def _await(folder: Path, name: str, seconds: float, ended: Callable[[], int | No
         if (code := ended()) is not None:
             raise UserError(f"the servers ended with exit code {code}", file=str(folder), code=ExitCode.FAILED)
         if name in os.listdir(folder):  # noqa: PTH208
-            body: dict[str, Any] = json.loads((folder / name).read_bytes())
+            body: dict[str, Any] = json.loads(read_whole(folder / name))
             return body
         time.sleep(POLL_SECONDS)
     fix = "the logs there say how far they came"
@@ -694,7 +694,7 @@ def _await(folder: Path, name: str, seconds: float, ended: Callable[[], int | No
 def _given_up(folder: Path) -> UserError | None:
     """The messages of the nodes of a Slurm job that gave up."""
     names = [name for name in os.listdir(folder) if name.startswith(FAILED) and name.endswith(".json")]  # noqa: PTH208
-    bodies = [json.loads((folder / name).read_bytes()) for name in sorted(names)]
+    bodies = [json.loads(read_whole(folder / name)) for name in sorted(names)]
     problems = [Problem(**problem) for body in bodies for problem in body["problems"]]
     return UserError(problems, ExitCode(bodies[0]["exit_code"])) if bodies else None
 
@@ -705,7 +705,7 @@ def job_here(model: ModelFacts, adapter: Path | None = None) -> ServingJob:
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     room = min((torch.cuda.get_device_properties(i).total_memory for i in range(gpus)), default=None)
-    size = ModelSize.of(json.loads((model.folder / "config.json").read_bytes()), weight_bytes(model.folder))
+    size = ModelSize.of(json.loads(read_whole(model.folder / "config.json")), weight_bytes(model.folder))
     shape = serving(size, room, gpus, nodes=1)
     if shape is None:
         text = f"{size.weights / 1e9:,.0f} GB do not fit {gpus} GPUs of {(room or 0) / 1e9:,.0f} GB"
@@ -720,7 +720,7 @@ def job_here(model: ModelFacts, adapter: Path | None = None) -> ServingJob:
 
 def dtype_of(folder: Path) -> str:
     """The type that transformers would load the weights as: the configuration's, else that of the first tensor."""
-    config = json.loads((folder / "config.json").read_bytes())
+    config = json.loads(read_whole(folder / "config.json"))
     if named := config.get("dtype") or config.get("torch_dtype"):
         return str(named)
     return FLOATS.get(read_header(min(folder.glob("*.safetensors"))).tensors[0].dtype, "float32")
@@ -728,7 +728,7 @@ def dtype_of(folder: Path) -> str:
 
 def rank_of(adapter: Path) -> int:
     """The largest LoRA rank of an adapter."""
-    config = json.loads((adapter / "adapter_config.json").read_bytes())
+    config = json.loads(read_whole(adapter / "adapter_config.json"))
     return int(max([config["r"], *(config.get("rank_pattern") or {}).values()]))
 
 

@@ -24,7 +24,7 @@ from clustertune.data.rows import BadRow, RowLocation, read_file
 from clustertune.data.sources import snapshot
 from clustertune.data.tokenizer import BoundedTokenizer
 from clustertune.errors import Problem, UserError, raise_if
-from clustertune.manifest import hash_file, require_whole, write_durably
+from clustertune.manifest import hash_file, open_to_read, require_whole, write_durably
 from clustertune.recipe import eval_tasks
 from clustertune.recipe.eval_tasks import PinnedRows, Seeds, TaskFile, with_rows
 from clustertune.recipe.layers import did_you_mean
@@ -215,7 +215,7 @@ class TaskRows:
         self.rows: list[dict[str, Any]] = []
         problems: list[Problem] = []
         columns = frozenset(task.columns)
-        for at, row in read_file(lambda: path.open("rb"), RowLocation(path.name, 0), str(path), columns):
+        for at, row in read_file(lambda: open_to_read(path), RowLocation(path.name, 0), str(path), columns):
             if isinstance(row, BadRow):
                 faults: list[Wrong] = [(None, f"{row.reason}: {row.detail}", None)]
             else:

@@ -35,7 +35,7 @@ from clustertune.launch import node
 from clustertune.launch.agent import Agent, await_object, await_records, launcher_pid_file, log_file, monitored, of_ranks
 from clustertune.launch.attempt import OUTCOME, AttemptPlan, Node, newest_attempt
 from clustertune.launch.judge import Outcome, check_progress, conclude, how_ended, judge
-from clustertune.manifest import write_durably
+from clustertune.manifest import open_to_read, read_whole, write_durably
 from clustertune.process import handled
 from clustertune.rundir import RunDir
 from clustertune.tree import ROOT
@@ -209,7 +209,7 @@ class Shown:
         self._show_progress()
         while self.attempt < newest:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                body = json.loads((self._folder / OUTCOME).read_bytes())
+                body = json.loads(read_whole(self._folder / OUTCOME))
                 for problem in body["problems"]:
                     say(f"attempt {self.attempt}: {Problem(**problem)}")
             self.attempt, self.offset = self.attempt + 1, 0
@@ -221,7 +221,7 @@ class Shown:
         return RunDir(self.run_path).attempt(self.attempt)
 
     def _show_progress(self) -> None:
-        with contextlib.suppress(OSError), (self._folder / PROGRESS).open("rb") as lines:
+        with contextlib.suppress(OSError), open_to_read(self._folder / PROGRESS) as lines:
             lines.seek(self.offset)
             new = lines.read()
             complete = new[: new.rfind(b"\n") + 1]

@@ -39,6 +39,7 @@ from clustertune.manifest import (
     list_files,
     read_json,
     read_manifest,
+    read_whole,
     seal,
 )
 from clustertune.recipe import quantization
@@ -307,7 +308,7 @@ def read_recipe(checkpoint: Path) -> Resolved:
     """``recipe.json`` of a checkpoint. Raises UserError where it is not a resolved recipe."""
     path = checkpoint / "recipe.json"
     try:
-        return Resolved.from_dict(json.loads(path.read_bytes()))
+        return Resolved.from_dict(json.loads(read_whole(path)))
     except OSError as error:
         raise UserError(f"unreadable: {error.strerror or error}", file=str(path)) from None
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:

@@ -26,7 +26,7 @@ from torch.serialization import safe_globals
 
 from clustertune.checkpoint.shards import ShardReader, parse_index
 from clustertune.errors import Problem, UserError
-from clustertune.manifest import Manifest, find_problem
+from clustertune.manifest import Manifest, find_problem, read_whole
 from clustertune.recipe.deepspeed_file import ALIGNMENT
 from clustertune.tensorfile import read_header
 
@@ -55,7 +55,7 @@ class ShardedSource:
     def _read_index(self) -> Metadata:
         """Parse the very bytes whose hash the manifest gives."""
         path = self.checkpoint / INDEX
-        data = path.read_bytes()
+        data = read_whole(path)
         if hashlib.sha256(data).hexdigest() != self.manifest.files[INDEX].sha256:
             raise UserError("content differs from the manifest's SHA-256", file=str(path))
         try:
@@ -269,7 +269,7 @@ class ZeroSource:
         return flat
 
     def _note(self, name: str) -> dict[str, str]:
-        files: dict[str, str] = json.loads((self.checkpoint / name).read_bytes())
+        files: dict[str, str] = json.loads(read_whole(self.checkpoint / name))
         return files
 
     def _from_disk(self, number: int, name: str) -> torch.Tensor:

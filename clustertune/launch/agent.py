@@ -18,7 +18,7 @@ from typing import Any
 from clustertune import secrets
 from clustertune.errors import ExitCode, Problem
 from clustertune.launch.attempt import AttemptPlan, newest_attempt
-from clustertune.manifest import read_object, read_text, write_durably
+from clustertune.manifest import read_object, read_text, read_whole, write_durably
 from clustertune.process import handled, start, stop_signals
 from clustertune.rundir import RunDir
 
@@ -284,7 +284,7 @@ def rank_pids(folder: Path, plan: AttemptPlan, node: int) -> dict[int, int]:
     pids = {}
     for rank in plan.ranks_of(node):
         with contextlib.suppress(OSError, ValueError):
-            pids[rank] = int((folder / f"rank-{rank}.pid").read_text())
+            pids[rank] = int(read_whole(folder / f"rank-{rank}.pid").decode())
     return pids
 
 
@@ -390,7 +390,7 @@ class HeartbeatMonitor:
 def process_state(pid: int) -> str:
     """The kernel's letter for what a process does (proc(5)): R, S, D, T, Z; empty where there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return read_whole(Path(f"/proc/{pid}/stat")).decode().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
 

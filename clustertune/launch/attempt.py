@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.manifest import read_object, write_durably
+from clustertune.manifest import read_object, read_whole, write_durably
 
 PLAN = "plan.json"
 RENDEZVOUS = "rendezvous.json"
@@ -87,7 +87,7 @@ class AttemptPlan:
     def read(cls, folder: Path) -> AttemptPlan:
         """The plan of an attempt's folder. Raises UserError where there is none."""
         try:
-            body: dict[str, Any] = json.loads((folder / PLAN).read_bytes())
+            body: dict[str, Any] = json.loads(read_whole(folder / PLAN))
             body["nodes"] = tuple(Node(**node) for node in body["nodes"])
             return cls(**body)
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:

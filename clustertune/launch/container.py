@@ -27,6 +27,7 @@ from clustertune.containers import package_lock, pins
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
 from clustertune.launch import cluster_paths
 from clustertune.launch.inventory import MARK, inventory
+from clustertune.manifest import open_to_read
 from clustertune.process import captured
 from clustertune.resolve import kernels
 from clustertune.resolve.resolved import Resolved
@@ -215,7 +216,7 @@ def _stated(path: Path) -> tuple[str | None, list[str]]:
     """The sum in the file beside an image, and a note where there is none. Raises UserError for a file that holds none."""
     beside = path.with_name(path.name + ".sha256")
     try:
-        with beside.open("rb") as file:
+        with open_to_read(beside) as file:
             text = file.read(_MAX_SUM).decode(errors="replace")
     except FileNotFoundError:
         path.stat()  # the image itself is named as missing
@@ -250,7 +251,7 @@ def _identity(path: Path) -> dict[str, int]:
 
 def _read(path: Path, size: int) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file, byte_progress() as bar:
+    with open_to_read(path) as file, byte_progress() as bar:
         task = bar.add_task(path.name, total=size)
         while chunk := file.read(_CHUNK):
             digest.update(chunk)

@@ -21,7 +21,7 @@ from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, is_full
 from clustertune.launch.agent import ask_anew, log_file, node_record, rank_record
 from clustertune.launch.attempt import OUTCOME, PLAN, AttemptPlan, PastAttempt, read_attempts
-from clustertune.manifest import read_object, read_text, write_durably
+from clustertune.manifest import read_object, read_text, read_whole, write_durably
 from clustertune.rundir import RunDir
 
 MISSING_RECORD = "ended without a record: killed (out of memory, kill -9, or a node fault)"
@@ -269,7 +269,7 @@ def check_requeue(run_path: Path, job: str) -> None:
     """
     path, mark = run_path / REQUEUED, _mark(run_path)
     try:
-        before = json.loads(path.read_bytes())
+        before = json.loads(read_whole(path))
         same = before["job"] == job and all(now <= then for now, then in zip(mark, before["mark"], strict=True))
         count = int(before["count"]) + 1 if same else 1
         mark = [max(pair) for pair in zip(mark, before["mark"], strict=True)]

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from clustertune.cluster.hardware import read_hardware
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
+from clustertune.manifest import open_to_read
 from clustertune.plan.generation_cost import BANDWIDTH_SHARE, GPU_OVERHEAD, GPU_SHARE, LAYER_S, MOST
 from clustertune.plan.strategy import LONGEST, servers_beside
 from clustertune.recipe.eval_tasks import find_task, first_task
@@ -345,7 +346,7 @@ def count_prompts(resolved: Resolved) -> int | None:
     if path is None or path.suffix not in (".jsonl", ".csv", ".tsv", ".txt"):
         return None
     try:
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             lines = sum(not line.isspace() for line in file)
     except OSError:
         return None

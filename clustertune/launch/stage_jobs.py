@@ -20,7 +20,7 @@ from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
 from clustertune.launch import cluster_paths, slurm
 from clustertune.launch.shape import JobShape
-from clustertune.manifest import write_durably
+from clustertune.manifest import read_whole, write_durably
 from clustertune.recipe.sections import NAME
 from clustertune.rundir import STAGES
 from clustertune.tree import ROOT, env_file, python_lines
@@ -178,7 +178,7 @@ def read_jobs(run_path: Path) -> dict[str, Any]:
     """``jobs/jobs.json`` of a run: which jobs were submitted; empty where none were."""
     path = run_path / "jobs" / JOBS
     try:
-        body = json.loads(path.read_bytes())
+        body = json.loads(read_whole(path))
     except FileNotFoundError:
         return {"jobs": []}
     except (OSError, ValueError, RecursionError) as error:

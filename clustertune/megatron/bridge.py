@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from clustertune.errors import Problem, UserError
+from clustertune.manifest import open_text
 from clustertune.megatron.settings import Counts, sizes
 from clustertune.resolve.resolved import Resolved
 
@@ -215,7 +216,7 @@ def _rows(path: Path) -> int:
 def _lines(path: Path) -> int:
     if not path.is_file():
         return 0
-    with path.open(encoding="utf-8") as stream:
+    with open_text(path) as stream:
         return sum(bool(json.loads(line)) for line in stream if line.strip())
 
 

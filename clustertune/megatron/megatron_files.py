@@ -15,6 +15,7 @@ from pathlib import Path
 from clustertune import manifest
 from clustertune.data import rendering
 from clustertune.errors import Problem, UserError
+from clustertune.manifest import open_text
 from clustertune.resolve.resolved import Resolved
 
 FOLDER = "megatron"
@@ -69,7 +70,7 @@ def _write_data(prepared: Path, out: Path) -> dict[str, int]:
 def _lines(path: Path) -> Iterator[str]:
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as stream:
+    with open_text(path) as stream:
         for line in stream:
             if line.strip():
                 yield json.dumps({"messages": json.loads(line)["messages"]}, ensure_ascii=False) + "\n"

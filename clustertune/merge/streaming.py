@@ -40,6 +40,7 @@ from clustertune.manifest import (
     parse_record,
     read_json,
     read_manifest,
+    read_whole,
     seal,
     write_durably,
 )
@@ -113,7 +114,7 @@ def _check_finished(job: MergeJob) -> None:
 
 def _peak_rss() -> int:
     """Bytes; VmHWM and not getrusage, whose value a child inherits from its parent."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in read_whole(Path("/proc/self/status")).decode().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0
@@ -220,7 +221,7 @@ def merge(base: Path, adapter: Path, out: Path, *, shard_size: str | int = "5GB"
 
 def _write_text(job: MergeJob) -> dict[str, FileRecord]:
     """Everything but the weights, ``config.json`` last: until it is there nothing loads the folder."""
-    texts = {name: path.read_bytes() for name, path in job.companions.items()} | job.changed
+    texts = {name: read_whole(path) for name, path in job.companions.items()} | job.changed
     config = texts.pop("config.json")
     if len(job.shards) > 1:
         texts[INDEX] = index_text(job.base, job.shards).encode()
@@ -589,7 +590,7 @@ def companion_files(base: Base, adapter: Adapter) -> tuple[dict[str, Path], dict
     if not chat and not (trained and companions.has_template(tokenizer)):
         chat = before
     extra = base.folder / "additional_chat_templates"
-    if extra.is_dir() and chat and [p.read_bytes() for p in chat.values()] == [p.read_bytes() for p in before.values()]:
+    if extra.is_dir() and chat and [read_whole(p) for p in chat.values()] == [read_whole(p) for p in before.values()]:
         chat |= {f"{extra.name}/{p.name}": p for p in sorted(extra.glob("*.jinja"))}
     generation = companions.matching(base.folder, (companions.GENERATION,))
     files = {**companions.matching(base.folder, _OTHER), **generation, **tokenizer, **chat}
@@ -700,7 +701,7 @@ class Journal:
     def load(self) -> Journal:
         """Read what is there, up to the first line that is torn or unknown."""
         try:
-            text = self.path.read_bytes()
+            text = read_whole(self.path)
         except FileNotFoundError:
             return self
         for line in text.splitlines(keepends=True):

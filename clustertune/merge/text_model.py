@@ -15,7 +15,7 @@ from typing import Any
 
 from clustertune.errors import UserError, raise_if, storage_error
 from clustertune.export import companions
-from clustertune.manifest import DigestComparison, fsync_path, read_json, seal
+from clustertune.manifest import DigestComparison, fsync_path, read_json, read_whole, seal
 from clustertune.resolve.models import PLAIN_TEXT, plain_rope
 from clustertune.tensorfile import OpenFiles, Tensor, build_header
 from clustertune.training.base_weights import CONFIG, INDEX, SINGLE, read_weights
@@ -52,7 +52,7 @@ def save_text_model(source: Path, out: Path) -> dict[str, Any]:
             size = _write(chosen, out)
             raise_if(compared.finish())
         for name, path in names.items():
-            (out / name).write_bytes(path.read_bytes())
+            (out / name).write_bytes(read_whole(path))
         (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         kind = config["architectures"][0]
         seal(out, KIND, {"text_model_of": str(read_json(source / CONFIG).get("model_type")), "architecture": kind})

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.host.system import GIB
-from clustertune.manifest import write_durably
+from clustertune.manifest import read_whole, write_durably
 from clustertune.plan.constants import Constants
 from clustertune.plan.explanation import as_json
 from clustertune.plan.machine import MeasuredLinks, PlanMachine, beside, find_measured, machine, read_measured
@@ -170,7 +170,7 @@ def store(path: Path, cluster: str, date: str, fitted: Fit) -> None:
 def read(path: Path, *, cluster: str | None = None) -> Constants:
     """The constants with a stored calibration laid over them. Raises UserError where the file is none, or not ``cluster``'s."""
     try:
-        body = CalibrationFile.model_validate_json(path.read_bytes())
+        body = CalibrationFile.model_validate_json(read_whole(path))
     except OSError as error:
         raise storage_error(error, "cannot be read", path) from None
     except ValidationError as error:

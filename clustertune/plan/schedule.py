@@ -18,6 +18,7 @@ from statistics import NormalDist
 from typing import Any
 
 from clustertune.errors import Problem, UserError, storage_error
+from clustertune.manifest import read_whole
 from clustertune.plan import generation_cost
 from clustertune.plan.constants import SECONDS, Constants, Term, total
 from clustertune.plan.machine import PlanMachine
@@ -96,7 +97,7 @@ def known_lengths(resolved: Resolved) -> Lengths | None:
 def read_lengths(path: Path) -> Lengths:
     """A file of whole numbers, one a line, or JSON ``{"lengths": {"LENGTH": COUNT}}``. Raises UserError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_whole(path).decode()
     except OSError as error:
         raise storage_error(error, "cannot be read", path) from None
     except UnicodeDecodeError:

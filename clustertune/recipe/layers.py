@@ -22,7 +22,7 @@ import yaml
 from yaml.composer import Composer
 
 from clustertune.errors import Problem, UserError, collect_problems
-from clustertune.manifest import once
+from clustertune.manifest import once, read_whole
 from clustertune.recipe.sections import NAME, named_bases
 from clustertune.tree import ROOT
 
@@ -153,7 +153,7 @@ def read_text(path: Path, shown: str) -> str:
             raise UserError(
                 Problem(f"{size} bytes; a configuration file holds at most {MAX_BYTES}", file=shown, fix="give the right file")
             )
-        return path.read_bytes().decode("utf-8-sig")
+        return read_whole(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(Problem(f"not UTF-8 text (byte {error.start})", file=shown, fix="save the file as UTF-8")) from None
     except OSError as error:
@@ -481,7 +481,7 @@ def same_model(folder: Path, model: object) -> Path | None:
     for file in sorted(base_folder(folder).parent.glob(f"*/{DESCRIPTION}")):
         recipe = file.parent / "recipe.yaml"
         try:
-            section = read_yaml(recipe, str(recipe)).data.get("model") if name in recipe.read_text("utf-8") else None
+            section = read_yaml(recipe, str(recipe)).data.get("model") if name in read_whole(recipe).decode() else None
         except (OSError, UnicodeDecodeError, UserError):
             continue  # a recipe that cannot be read says nothing of this one
         if isinstance(section, dict) and section.get("name") == name:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from clustertune.console import make_table
 from clustertune.errors import Problem, UserError, collect_problems, raise_if, storing
+from clustertune.manifest import read_whole
 from clustertune.report import cost, plots
 from clustertune.report.content import dataset_of, get, is_number, model_of, recipe_of
 from clustertune.report.metrics import TELEMETRY, Metrics, TelemetryReader, read_metrics
@@ -172,7 +173,7 @@ def read(path: Path) -> ComparedRun:
     try:
         if path.stat().st_size > LARGEST:
             raise UserError(Problem(f"is larger than {LARGEST >> 20} MiB", file=str(path), fix=GIVE))
-        body = json.loads(path.read_bytes())
+        body = json.loads(read_whole(path))
     except FileNotFoundError:
         raise UserError(Problem("no such file or folder", file=str(path), fix=GIVE)) from None
     except (OSError, ValueError, RecursionError) as error:
@@ -227,7 +228,7 @@ def _run(path: Path) -> ComparedRun:
     entry = ComparedRun(_shown(path), "run")
     file = path / "run.json"
     try:
-        run = json.loads(file.read_bytes())
+        run = json.loads(read_whole(file))
     except (OSError, ValueError, RecursionError) as error:
         what = "is not a run folder: it has no run.json" if isinstance(error, FileNotFoundError) else f"unreadable: {error}"
         raise UserError(Problem(what, file=str(path), fix=GIVE)) from None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from clustertune.manifest import open_to_read
 from clustertune.report.steps import FIGURES, LARGEST, StepRecord, Steps
 
 
@@ -205,7 +206,7 @@ class MetricsReader:
         """Take the whole lines that came since the call before; returns what follows them. Raises OSError."""
         if path.exists() and not path.is_file():
             raise OSError(errno.EINVAL, "is not a plain file", str(path))
-        with path.open("rb") as lines:
+        with open_to_read(path) as lines:
             lines.seek(self._place)
             for line in lines:
                 if not line.endswith(b"\n"):
@@ -461,7 +462,7 @@ class TelemetryReader:
         return self.nodes
 
     def _follow(self, path: Path) -> None:
-        with path.open("rb") as lines:
+        with open_to_read(path) as lines:
             lines.seek(self._places.get(path, 0))
             node = self.nodes.setdefault(path.stem, NodeTelemetry())
             for row in parse(lines, node.about):

@@ -13,7 +13,7 @@ from clustertune import manifest
 from clustertune.console import duration, say
 from clustertune.errors import ExitCode, Problem, UserError, storing
 from clustertune.evaluate.scores import BETTER, FEW, SAME, WORSE, read_result, shown
-from clustertune.manifest import MANIFEST, read_object, require_whole, write_durably
+from clustertune.manifest import MANIFEST, read_object, read_whole, require_whole, write_durably
 from clustertune.nccl_check.link_check import FOLDER, RESULT
 from clustertune.nccl_check.link_measure import SCHEMA
 from clustertune.report import content, cost, plots
@@ -359,7 +359,7 @@ def _read_json(path: Path) -> Any:
     if path.exists() and not path.is_file():
         say(f"warning: {path} is left out of the report: it is not a plain file")
         return None
-    return _read(lambda file: json.loads(file.read_bytes()), path)
+    return _read(lambda file: json.loads(read_whole(file)), path)
 
 
 # --- nccl -----------------------------------------------------------------------------------------------------------------

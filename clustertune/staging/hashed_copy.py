@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from clustertune import bounded, console
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
-from clustertune.manifest import MANIFEST, FileRecord, hash_file, hub_digest, read_manifest
+from clustertune.manifest import MANIFEST, FileRecord, hash_file, hub_digest, open_to_read, read_manifest, read_whole
 
 STALL_SECONDS = 120.0
 """How long nothing may move: longer than the fail-over of a file server, shorter than what holds up a job unnoticed."""
@@ -225,8 +225,8 @@ def _await(answers: Connection, pid: int, stall: float, path: Path, shown: tuple
 def _counts(pid: int) -> tuple[int, int, int]:
     """Bytes that a process has read and written, and clock ticks that it has computed (proc(5)); zeros where it has ended."""
     try:
-        done = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
-        ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        done = dict(line.split(": ") for line in read_whole(Path(f"/proc/{pid}/io")).decode().splitlines())
+        ticks = read_whole(Path(f"/proc/{pid}/stat")).decode().rpartition(")")[2].split()[11:13]
     except OSError:
         return 0, 0, 0
     return int(done["rchar"]), int(done["wchar"]), sum(map(int, ticks))
@@ -289,7 +289,7 @@ def _record(file: SourceFile, path: Path, algorithm: str) -> FileRecord | None:
     """
     known = hash_file(path, file.algorithm) if file.algorithm else None
     record = known if known and file.algorithm == algorithm else hash_file(path, algorithm)
-    with path.open("rb") as copy:
+    with open_to_read(path) as copy:
         _forget(copy.fileno())
     return record if known is None or known.digest == file.digest else None
 
@@ -307,7 +307,7 @@ def hash_all(paths: Sequence[tuple[Path, str]]) -> list[FileRecord | str]:
         path, algorithm = item
         try:
             record = hash_file(path, algorithm)
-            with path.open("rb") as file:
+            with open_to_read(path) as file:
                 _forget(file.fileno())
         except OSError as error:
             return error.strerror or str(error)

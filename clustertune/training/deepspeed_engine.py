@@ -25,7 +25,7 @@ from torch.serialization import safe_globals
 
 from clustertune.errors import ExitCode, Problem, UserError, free_bytes, storage_error
 from clustertune.launch.environment import own_folder
-from clustertune.manifest import MANIFEST, find_problem, read_manifest
+from clustertune.manifest import MANIFEST, find_problem, read_manifest, read_whole
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import deepspeed_file as ds
 from clustertune.resolve.resolved import Resolved
@@ -205,7 +205,7 @@ def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     if swapper is not None:
         for path in sorted(Path(swapper.swap_folder).glob("*.swp")):
             if "gradient" not in path.name:
-                yield torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+                yield torch.frombuffer(bytearray(read_whole(path)), dtype=torch.uint8)
 
 
 def swapped_masters(optimizer: Any) -> dict[str, str]:
@@ -351,7 +351,7 @@ def follow(engine: Any) -> None:
     def load_whole(folder: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         loaded = load(folder, tag, *args, **kwargs)
         if loaded[0] is not None:
-            tag = tag or Path(folder, "latest").read_text(encoding="utf-8").strip()
+            tag = tag or read_whole(Path(folder, "latest")).decode().strip()
             states = engine._get_all_zero_checkpoints(folder, tag)
             restore(optimizer, states[torch.distributed.get_rank(engine.optimizer.dp_process_group)])
         return loaded

@@ -55,6 +55,7 @@ from clustertune.launch.server_requests import (
     shown,
     unload_adapter,
 )
+from clustertune.manifest import read_whole
 from clustertune.plan.generation_cost import MOST
 from clustertune.replaced import replaced
 from clustertune.rundir import ROLLOUT_SERVERS
@@ -421,7 +422,7 @@ class ServerRing:
     """
 
     def __init__(self, file: Path, beat: Callable[[], object], vocabulary: int) -> None:
-        ring = json.loads(file.read_bytes())
+        ring = json.loads(read_whole(file))
         self.urls: list[str] = ring["urls"]
         self._key, self._beat, self._folder, self._vocabulary = ring["key"], beat, file.parent, vocabulary
         self._adapter = ""

@@ -44,7 +44,7 @@ from clustertune.checkpoint.saving import (
 )
 from clustertune.checkpoint.store import Cadence, CheckpointStore
 from clustertune.errors import ExitCode, Problem, UserError, free_bytes, is_full, storage_cause
-from clustertune.manifest import FileRecord
+from clustertune.manifest import FileRecord, read_whole
 from clustertune.replaced import replaced
 from clustertune.training import deepspeed_engine, parallelism
 from clustertune.training.collectives import Group
@@ -580,7 +580,7 @@ class RankTrainer(Base):  # type: ignore[misc]
                 (aside / "recipe.json").write_text(json.dumps(self.resolved.as_dict(), indent=1) + "\n")
             if folder is None:
                 files = (path for path in aside.rglob("*") if path.is_file())
-                state.small = {path.relative_to(aside).as_posix(): path.read_bytes() for path in files}
+                state.small = {path.relative_to(aside).as_posix(): read_whole(path) for path in files}
         return state
 
     def _plain_state(self) -> tuple[Mapping[str, Any], Callable[[Path, Mapping[str, Any]], Mapping[str, FileRecord]]]:
