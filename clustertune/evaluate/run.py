@@ -40,6 +40,7 @@ from clustertune.evaluate.model import (
     weight_bytes,
 )
 from clustertune.evaluate.scores import METHOD, RESULT, clustered_stderr, compare, judge, read_result
+from clustertune.evaluate.scoring import BoundedScoring
 from clustertune.evaluate.thoughts import Thoughts, find
 from clustertune.manifest import read_whole
 from clustertune.recipe.eval_tasks import Seeds
@@ -250,6 +251,8 @@ class _Evaluation:
     progress_file: Path | None = None
     members: dict[str, list[str]] = field(default_factory=dict)
     """The tasks of each group."""
+    endless: dict[str, list[int]] = field(default_factory=dict)
+    """By task, the documents whose answer had no verdict in time."""
 
     def __post_init__(self) -> None:
         groups = self.loaded.get("groups", {})
@@ -338,6 +341,7 @@ class _Evaluation:
             wrapped = RecordedLM(lm, log, size, report, whole=whole, thoughts=self.thoughts, render=render)
             if self.asked is not None:
                 self.asked.encode = wrapped._encode_pair
+            scorers = [stack.enter_context(BoundedScoring(self.loaded["tasks"][name])) for name in self.own.rows]
             raw = lm_eval.evaluator.evaluate(
                 lm=wrapped,
                 task_dict=self.loaded,
@@ -346,6 +350,7 @@ class _Evaluation:
                 fewshot_as_multiturn=self.settings.apply_chat_template,
                 log_samples=True,
             )
+        self.endless = {name: one.endless for name, one in zip(self.own.rows, scorers, strict=True) if one.endless}
         if self.asked is not None:  # lm-eval counts by metric: a row without an answer or a rule has none
             count = len(raw["samples"][OWN_PROMPTS])
             raw["results"][OWN_PROMPTS]["sample_len"] = raw["n-samples"][OWN_PROMPTS]["effective"] = count
@@ -401,6 +406,9 @@ class _Evaluation:
             if name not in self.own.rows and name in details and details[name]["limited"]:
                 first = f"the first {scores[name]['n']} documents"
                 document["notes"].append(f"Not all of {name} ({first}): these numbers compare with nothing published.")
+        for name, rows in self.endless.items():
+            numbers = ", ".join(map(str, sorted(set(rows))[:20])) + (", ..." if len(set(rows)) > 20 else "")
+            document["notes"].append(f"No verdict in time, scored as an empty answer: {name}, document {numbers} (from 0).")
         if self.asked is not None:
             document["notes"] += self.asked.notes()
         return self.own.describe(document, samples)

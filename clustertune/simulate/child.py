@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from clustertune.process import Stopped, die_with_parent
+from clustertune.simulate.scratch import PREFIX, scratch_folder
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled",
@@ -26,6 +30,7 @@ def main() -> int:
     """All ranks of the file, one after the other."""
     began = time.perf_counter()
     spec: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    parent = os.getpid()
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     os.environ |= ENVIRONMENT
@@ -37,13 +42,20 @@ def main() -> int:
     from clustertune.simulate import one_rank
 
     for one in spec["ranks"]:
-        with tempfile.TemporaryDirectory(prefix="clustertune-simulate-") as folder:
+        with scratch_folder() as folder:
             # On one GPU transformers would read the bytes of whole files.
             for resumes in (False, True) if spec["world"] > 1 else (False,):
                 child = os.fork()
                 if child == 0:
-                    os._exit(one_rank.run(spec, one, guard, out, began, Path(folder), resumes=resumes))
-                _, status = os.waitpid(child, 0)
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                    die_with_parent(signal.SIGKILL, parent)
+                    os._exit(one_rank.run(spec, one, guard, out, began, folder, resumes=resumes))
+                try:
+                    _, status = os.waitpid(child, 0)
+                except Stopped:
+                    os.kill(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+                    raise
                 if os.WIFSIGNALED(status):
                     out.write(json.dumps({"rank": one["rank"], "signal": os.WTERMSIG(status)}) + "\n")
                 if status != 0:
@@ -51,5 +63,22 @@ def main() -> int:
     return 0
 
 
+def _stop(number: int, _frame: object) -> None:
+    raise Stopped(signal.Signals(number).name)
+
+
+def guarded() -> int:
+    """:func:`main`; where the process that asked ends, or asks for it, its folder goes too."""
+    signal.signal(signal.SIGTERM, _stop)
+    asked = os.getppid()
+    try:
+        return main()
+    except Stopped:
+        folder = Path(sys.argv[1]).parent
+        if os.getppid() != asked and folder.name.startswith(PREFIX):  # it was killed, and cannot remove what it has made
+            shutil.rmtree(folder, ignore_errors=True)
+        return 1
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded())

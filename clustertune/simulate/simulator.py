@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import html
 import json
+import signal
 import subprocess
 import sys
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,12 @@ from clustertune.plan.machine import PlanMachine
 from clustertune.plan.memory import EVALUATION, UPDATE, save_copy
 from clustertune.plan.predict import Plan
 from clustertune.plan.step import RankGroup, traffic
+from clustertune.process import die_with_parent, end
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
 from clustertune.resolve.resolved import Resolved
 from clustertune.simulate import guard
+from clustertune.simulate.scratch import scratch_folder
 
 CAPABILITY = {"volta": (7, 0), "turing": (7, 5), "ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0),
               "blackwell-gddr": (12, 0)}  # fmt: skip
@@ -120,8 +123,8 @@ def simulate(
     """
     raise_if(refusals(resolved))
     library, why = guard.build()
-    with tempfile.TemporaryDirectory(prefix="clustertune-simulate-") as folder:
-        results = _run(Path(folder), specification(resolved, machine, ranks, library), tell)
+    with scratch_folder() as folder:
+        results = _run(folder, specification(resolved, machine, ranks, library), tell)
     note = "" if library is not None else f"{why}: tensors are called cpu, and a wrong device is not found"
     return Simulation(resolved, results, note)
 
@@ -144,6 +147,10 @@ def specification(resolved: Resolved, machine: PlanMachine, ranks: Sequence[int]
     }
 
 
+END_SECONDS = 5.0
+"""Until the child has ended its rank and removed its folder."""
+
+
 def progress(body: dict[str, Any]) -> str:
     """One line of progress for a person."""
     if "layer" in body:
@@ -157,7 +164,11 @@ def _run(folder: Path, spec: dict[str, Any], tell: Callable[[dict[str, Any]], No
     results: dict[int, dict[str, Any]] = {}
     problems: list[Problem] = []
     command = [sys.executable, "-m", "clustertune.simulate.child", str(file)]
-    with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+    dies = partial(die_with_parent, signal.SIGTERM)
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, preexec_fn=dies) as process,  # noqa: PLW1509
+    ):
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -171,7 +182,7 @@ def _run(folder: Path, spec: dict[str, Any], tell: Callable[[dict[str, Any]], No
                 else:
                     tell(body)
         except BaseException:
-            process.kill()
+            end(process, END_SECONDS)
             raise
     if not problems and len(results) < len(spec["ranks"]):
         last = [line for line in log.read_text().splitlines() if line.strip()]

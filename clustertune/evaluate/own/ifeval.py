@@ -10,10 +10,14 @@ import difflib
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from clustertune.bounded import StandingChild, allow
+from clustertune.data.rewards import SECONDS
 from clustertune.evaluate.tasks import TaskRows, Wrong
+from clustertune.recipe.eval_tasks import TaskFile
 
 BENCHMARK_PROMPTS, BENCHMARK_INSTRUCTIONS, KINDS = 541, 834, 25
 """The size of google/IFEval: prompts, instructions in them, kinds of instruction (arXiv:2311.07911 and its data file)."""
@@ -36,7 +40,25 @@ _PROBES = (
 
 
 class OwnRows(TaskRows):
-    """google/IFEval's rows."""
+    """google/IFEval's rows. Their checkers are tried in a child: a row's pattern may go back without end."""
+
+    def __init__(self, task: TaskFile, path: Path, called: str) -> None:
+        self._child: StandingChild | None = None
+        try:
+            super().__init__(task, path, called)
+        finally:
+            if self._child is not None:
+                self._child.close()
+            self._child = None
+
+    def _try(self, name: str, prompt: str, kwargs: Mapping[str, Any]) -> str | None:
+        """What is wrong with a checker, as :func:`_try_checker` says it, or that it does not come to an end."""
+        if self._child is None or self._child.ended:
+            self._child = StandingChild(_try_in_child)
+        found = self._child.ask([name, prompt, dict(kwargs)]).found
+        if found is None:
+            return f"it does not come to an end within {SECONDS:g} s: a pattern must not repeat what repeats itself"
+        return found["error"]  # type: ignore[no-any-return]
 
     def check(self, row: Mapping[str, Any]) -> Iterator[Wrong]:
         """A key of its own, a prompt, and checkers that can judge."""
@@ -53,7 +75,20 @@ class OwnRows(TaskRows):
             yield "kwargs", f"must be {len(names)} mappings, one for each instruction", None
         else:
             for index, (name, arguments) in enumerate(zip(names, kwargs, strict=True)):
-                yield from _check_instruction(str(name), arguments, str(prompt), index)
+                yield from self._check_instruction(str(name), arguments, str(prompt), index)
+
+    def _check_instruction(self, name: str, kwargs: Mapping[str, Any], prompt: str, index: int) -> Iterator[Wrong]:
+        """Whether there is such a checker, and it can be built with these arguments and judge the probes."""
+        from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
+
+        if name not in INSTRUCTION_DICT:
+            near = difflib.get_close_matches(name, INSTRUCTION_DICT, n=1, cutoff=0.4)
+            fix = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(INSTRUCTION_DICT))}"
+            yield f"instruction_id_list[{index}]", f"unknown instruction {name!r}", fix
+        elif odd := [one for one in _LISTS if kwargs.get(one) is not None and not isinstance(kwargs[one], list)]:
+            yield f"kwargs[{index}].{odd[0]}", f"must be a list of texts, is {kwargs[odd[0]]!r}", None
+        elif error := self._try(name, prompt, kwargs):
+            yield f"kwargs[{index}]", f"{name} refuses {json.dumps(kwargs, ensure_ascii=False)}: {error}", None
 
     def plain(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The four columns and the arguments that count; whole numbers may be written as 2 and 2.0."""
@@ -73,18 +108,15 @@ class OwnRows(TaskRows):
         return recognise_benchmark(self.rows)
 
 
-def _check_instruction(name: str, kwargs: Mapping[str, Any], prompt: str, index: int) -> Iterator[Wrong]:
-    """Whether there is such a checker, and it can be built with these arguments and judge the probes."""
+def _try_in_child(request: Sequence[Any]) -> Mapping[str, Any]:
     from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
 
-    if name not in INSTRUCTION_DICT:
-        near = difflib.get_close_matches(name, INSTRUCTION_DICT, n=1, cutoff=0.4)
-        fix = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(INSTRUCTION_DICT))}"
-        yield f"instruction_id_list[{index}]", f"unknown instruction {name!r}", fix
-    elif odd := [one for one in _LISTS if kwargs.get(one) is not None and not isinstance(kwargs[one], list)]:
-        yield f"kwargs[{index}].{odd[0]}", f"must be a list of texts, is {kwargs[odd[0]]!r}", None
-    elif error := _try_checker(INSTRUCTION_DICT[name], name, prompt, kwargs):
-        yield f"kwargs[{index}]", f"{name} refuses {json.dumps(kwargs, ensure_ascii=False)}: {error}", None
+    name, prompt, kwargs = request
+    allow(SECONDS)
+    try:
+        return {"error": _try_checker(INSTRUCTION_DICT[name], name, prompt, kwargs)}
+    finally:
+        allow(0)
 
 
 def _try_checker(checker: Any, name: str, prompt: str, kwargs: Mapping[str, Any]) -> str | None:
