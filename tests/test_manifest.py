@@ -256,3 +256,22 @@ def test_telemetry_follows_no_link(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="link"):
         TelemetryWriter(tmp_path / "telemetry", "n0", {})
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("read", [manifest.read_whole, manifest.open_to_read, manifest.open_text, manifest.hash_file])
+def test_a_pipe_or_a_device_is_an_error_and_no_wait(tmp_path: Path, read: Any) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for path in (tmp_path / "pipe", tmp_path / "link", Path("/dev/zero"), tmp_path):
+        with pytest.raises(OSError, match=r"plain file|directory"):
+            read(path)
+
+
+@pytest.mark.timeout(60)
+def test_readers_of_what_others_write_do_not_wait_for_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert manifest.read_text(tmp_path / "pipe") == "" and manifest.read_object(tmp_path / "pipe") == {}
+    assert list(manifest.read_events(tmp_path / "pipe")) == []
+    with pytest.raises(UserError, match="plain file"):
+        manifest.read_json(tmp_path / "pipe")

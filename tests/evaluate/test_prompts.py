@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from clustertune.data import rewards
 from clustertune.errors import UserError
+from clustertune.evaluate import scoring
 from clustertune.evaluate.own import ifeval as room
 from clustertune.evaluate.own.ifeval import OwnRows, recognise_benchmark
 from tests.evaluate.conftest import IFEVAL, OWN
@@ -89,3 +91,35 @@ def test_two_reworded_landmarks_are_tolerated_three_are_not(monkeypatch: pytest.
     assert recognise_benchmark(rows)
     rows[2]["prompt"] = "fixed"
     assert not recognise_benchmark(rows)
+
+
+def test_a_pattern_that_goes_back_without_end_is_named_with_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a model is loaded; the other rows are looked at."""
+    monkeypatch.setattr(room, "SECONDS", 0.5)
+    row = {"key": 1, "prompt": "Write.", "instruction_id_list": ["keywords:existence"]}
+    bad, good = {**row, "kwargs": [{"keywords": ["(.|.)*Q9$"]}]}, {**row, "key": 2, "kwargs": [{"keywords": ["day"]}]}
+    with pytest.raises(UserError) as caught:
+        read_prompts(write(tmp_path, bad, good))
+    (problem,) = caught.value.problems
+    assert str(problem.file).endswith(":1") and problem.key == "kwargs[0]"
+
+
+class Scored:
+    """A task as lm-eval's, whose row's pattern is searched in the answer."""
+
+    task_name = "mine"
+    eval_docs = ({"pattern": "a"}, {"pattern": "(.|.)*Q9$"})
+
+    def process_results(self, doc: dict[str, str], results: list[str]) -> dict[str, bool]:
+        return {"found": bool(re.search(doc["pattern"], results[0]))}
+
+
+def test_an_answer_on_which_a_pattern_does_not_end_counts_as_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "SECONDS", 0.1)
+    task = Scored()
+    with scoring.BoundedScoring(task) as bounded:
+        assert task.process_results(task.eval_docs[0], ["bad"]) == {"found": True}
+        assert task.process_results(task.eval_docs[1], ["x" * 60]) == {"found": False}
+        assert task.process_results(task.eval_docs[0], ["bad"]) == {"found": True}
+        assert bounded.endless == [1]
+    assert task.process_results.__func__ is Scored.process_results

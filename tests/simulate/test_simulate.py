@@ -9,8 +9,10 @@ import copy
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,8 @@ from clustertune.plan.schedule import Lengths
 from clustertune.plan.step import flops
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
-from clustertune.simulate import guard, simulator
+from clustertune.simulate import guard, scratch, simulator
+from tests.slurm import wait_for
 from tests.tree import REPO
 
 pytestmark = pytest.mark.timeout(900)
@@ -395,3 +398,40 @@ def test_the_guard_is_built_once_and_never_taken_from_others(tmp_path: Path, mon
     library.parent.chmod(0o777)
     found, why = guard.build()
     assert found is None and "others may write" in why
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_plan_that_is_killed_leaves_no_child_and_no_folder(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "clustertune", "plan", "recipes/tiny-oasst2", "--simulate"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=REPO, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as plan:
+        try:
+            wait_for(lambda: len(list(tmp_path.glob("clustertune-simulate-*"))) > 1, "the child's folder", 240)
+        finally:
+            plan.send_signal(number)
+
+    def left() -> list[Path]:
+        return [path for path in Path("/proc").glob("[0-9]*/cmdline") if _is_child(path, tmp_path)]
+
+    wait_for(lambda: not left() and not list(tmp_path.glob("clustertune-simulate-*")), "the end of all", 60)
+
+
+def _is_child(path: Path, folder: Path) -> bool:
+    try:
+        return str(folder).encode() in path.read_bytes()
+    except OSError:
+        return False
+
+
+def test_what_a_killed_simulation_left_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, young = tmp_path / "clustertune-simulate-left", tmp_path / "clustertune-simulate-young"
+    for path in (left, young):
+        path.mkdir()
+    os.utime(left, (0, 0))
+    with scratch.scratch_folder() as mine:
+        os.utime(mine, (0, 0))
+        with scratch.scratch_folder():
+            assert mine.is_dir()
+    assert sorted(tmp_path.iterdir()) == [young]
