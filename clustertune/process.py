@@ -114,7 +114,7 @@ def start(command: Sequence[str | Path], last: signal.Signals, **options: Any) -
     return subprocess.Popen(list(command), preexec_fn=in_child, **started)  # noqa: PLW1509 - it calls libc only
 
 
-def end(child: subprocess.Popen[bytes], seconds: float) -> None:
+def end(child: subprocess.Popen[Any], seconds: float) -> None:
     """Ask a child to end (SIGTERM), and kill it where it has not within ``seconds``."""
     for ask, patience in ((child.terminate, seconds), (child.kill, 10)):  # a child that hangs in a driver cannot be ended
         with contextlib.suppress(subprocess.TimeoutExpired):

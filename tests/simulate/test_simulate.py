@@ -403,7 +403,7 @@ def test_the_guard_is_built_once_and_never_taken_from_others(tmp_path: Path, mon
 @pytest.mark.jobs
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_plan_that_is_killed_leaves_no_child_and_no_folder(number: signal.Signals, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "clustertune", "plan", "recipes/tiny-oasst2", "--simulate"]
+    command = [sys.executable, "-m", "clustertune", "plan", "recipes/tiny-oasst2", "--gpus", "1x2xh100-sxm", "--simulate"]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, cwd=REPO, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as plan:
         try:

@@ -47,9 +47,12 @@ class OwnRows(TaskRows):
         try:
             super().__init__(task, path, called)
         finally:
-            if self._child is not None:
-                self._child.close()
-            self._child = None
+            self._close()
+
+    def _close(self) -> None:
+        if self._child is not None:
+            self._child.close()
+        self._child = None
 
     def _try(self, name: str, prompt: str, kwargs: Mapping[str, Any]) -> str | None:
         """What is wrong with a checker, as :func:`_try_checker` says it, or that it does not come to an end."""
