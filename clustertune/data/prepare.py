@@ -583,6 +583,7 @@ def _count(section: dict[str, Any]) -> MeasuredData:
         f"{counts['train']:,} training conversations and {counts['eval']:,} for evaluation were counted ({section['format']})",
         f"{mean:,.0f} tokens a conversation are estimated ({BYTES_PER_TOKEN:g} bytes a token): clustertune prepare counts them",
     ]
+    notes += prepared["warnings"]
     if rejected := sum(prepared["rejected"].values()):
         notes.append(f"{rejected:,} rows are left out: clustertune prepare names each")
     section |= {"expect": {**counts, "mean_tokens": round(mean)}}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.data.prepare import prepare
+from clustertune.data.prepare import measure, prepare
 from clustertune.recipe.sections import Data
 
 PROMPTS, ANSWERS = 30, 5
@@ -101,6 +101,14 @@ def test_of_a_prompt_with_more_answers_than_the_share_all_are_trained(run: Any) 
 def test_one_prompt_alone_leaves_nothing_to_hold_out(run: Any) -> None:
     got = run([{"prompt": "Tell a joke.", "completion": f"joke {number}"} for number in range(60)], format="prompt-completion")
     assert got.result["eval"]["conversations"] == 0 and "one prompt" in " ".join(got.result["warnings"])
+
+
+def test_data_of_one_prompt_are_said_to_leave_no_evaluation(tmp_path: Path) -> None:
+    """By new and plan, too: what prepare warns of stands among the notes on data that no recipe describes."""
+    rows = [json.dumps({"prompt": "Tell a joke.", "completion": f"joke {number}"}) for number in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    found = measure(str(tmp_path / "rows.jsonl"))
+    assert found.section["expect"]["eval"] == 0 and any("eval split is empty" in note for note in found.notes)
 
 
 def test_the_sources_of_a_mixture_share_no_prompt_over_the_splits(tmp_path: Path) -> None:
