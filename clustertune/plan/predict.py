@@ -333,7 +333,7 @@ def step_range(shape: ModelShape, machine: PlanMachine, constants: Constants, on
     if "compute_scale" in constants.calibrated:
         kind = max(SPREAD["calibrated"], constants.deviation.get("compute_scale", 0.0))
     if any(term.name == LAUNCHING for term in one.compute):  # the whole step is the host's then, not what it adds alone
-        kind = math.hypot(kind, SPREAD["host"])
+        share, kind = 1.0, math.hypot(kind, SPREAD["host"])
     wide = math.exp(evidence.QUANTILE * math.hypot(share * kind, links))
     return 1 / wide, wide
 

@@ -66,6 +66,8 @@ def micro_batch(shape: ModelShape, machine: PlanMachine, constants: Constants) -
     if shape.strategy.weight_bytes == 4 and shape.strategy.weight_shards > 1:
         forward.append(work.casts(1))
         backward.append(work.casts(2 if shape.strategy.reshard else 1))
+    if head := shape.strategy.head_again:
+        backward.append(work.products(head, "recomputation")[1])
     if again:
         name, policy = "recomputation", SavedActivations(shape, constants)
         backward += work.products(again * policy.products_again, name, head=False)
@@ -73,9 +75,9 @@ def micro_batch(shape: ModelShape, machine: PlanMachine, constants: Constants) -
     return ComputeTime([t for t in forward if t.value], [t for t in backward if t.value])
 
 
-def flops(shape: ModelShape, *, hardware: bool) -> float:
-    """FLOPs of one optimizer step over all ranks: the model's, or with ``hardware`` also what checkpointing computes again.
-    A reference's forward pass is the model's.
+def flops(shape: ModelShape, *, hardware: bool, attention: bool = True) -> float:
+    """FLOPs of one optimizer step over all ranks: the model's, or with ``hardware`` also what is computed again, and LoRA's
+    update of experts. A reference's forward pass is the model's. ``attention``: its scores and sums, else products alone.
 
     Of LoRA the frozen base counts 4 per parameter and token, its adapters 6; attention counts the causal half of each
     conversation, with ``hardware`` what a mask makes of it.
@@ -85,12 +87,14 @@ def flops(shape: ModelShape, *, hardware: bool) -> float:
     again = plan.recompute.share if hardware else 0.0
     second = int(plan.second_forward == "reference")
     passes = (2 if plan.lora else 3) + second + again * policy.products_again
-    looks = 1 + second + ATTENTION_BACKWARD + again * policy.attention_again
+    looks = (1 + second + ATTENTION_BACKWARD + again * policy.attention_again) if attention else 0.0
     per_token = 0.0
     for kind in counted.layers:
         per_token += kind.count * (2 * kind.active_matmul * passes + _attention_flops(kind, plan, masks=hardware) * looks)
-    per_token += 2 * shape.head_weights * ((2 if plan.lora else 3) + second) + (6 + 2 * again) * shape.per_token
-    return per_token * shape.step_tokens
+    head = (2 if plan.lora else 3) + second + (plan.head_again if hardware else 0)
+    per_token += 2 * shape.head_weights * head + (6 + 2 * again) * shape.per_token
+    updates = 2 * shape.rank * shape.all_experts * (3 + again) * plan.accumulation * plan.world_size if hardware else 0.0
+    return per_token * shape.step_tokens + updates
 
 
 def _attention_flops(kind: LayerKind, plan: Strategy, *, masks: bool = True) -> float:
@@ -626,9 +630,14 @@ LAUNCHING = "host launching kernels"
 LAUNCH_S = 40e-6
 """Seconds of the host for each kernel that it launches, with the Python above it. Measured on one H200: 38 us of an 8B with
 LoRA, 44 us of a 1B (docs/results/gpu-h200.md), over the launches that simulations of the same recipes count."""
-LAYER_LAUNCHES, PLAIN_LAUNCHES, ADAPTER_LAUNCHES, OTHER_LAUNCHES = 180, 130, 31, 140
+LAYER_LAUNCHES, PLAIN_LAUNCHES, OTHER_LAUNCHES = 180, 130, 140
 """Kernels of a micro batch, forward and backward, as simulations count them: of a layer that is recomputed, of one that is not,
-of each module with an adapter, and of what is no layer."""
+and of what is no layer."""
+ADAPTER_LAUNCHES, SHARDED_ADAPTER_LAUNCHES = 31, 20
+"""What LoRA adds for each module: where autocast casts its input, and under FSDP, which casts before (405B: 262 in a layer)."""
+HEAD_NORM_LAUNCHES, ROUTER_LAUNCHES, UPDATE_LAUNCHES = 52, 58, 13
+"""What norms of queries and keys add to a layer (Qwen3-8B: 232), a mixture (router, sorting, weighing; Mixtral 8x7B: 238), and
+LoRA for each matrix of experts (Qwen3-30B-A3B: 396 with adapters on four modules and two of these)."""
 
 
 def launching(shape: ModelShape, seconds: float) -> Term | None:
@@ -638,9 +647,17 @@ def launching(shape: ModelShape, seconds: float) -> Term | None:
     if plan.compiled or plan.liger or not plan.tiled_loss or plan.pp > 1:
         return None
     again = plan.recompute.share
-    adapted = len(shape.targets) if plan.lora else 0
-    layer = LAYER_LAUNCHES * again + PLAIN_LAUNCHES * (1 - again) + ADAPTER_LAUNCHES * adapted
-    kernels = layer * shape.layers + OTHER_LAUNCHES
+    kernels: float = OTHER_LAUNCHES
+    adapter = SHARDED_ADAPTER_LAUNCHES if plan.is_fsdp else ADAPTER_LAUNCHES
+    for kind in shape.counted.layers:
+        layer = LAYER_LAUNCHES * again + PLAIN_LAUNCHES * (1 - again)
+        layer += HEAD_NORM_LAUNCHES * (kind.other % shape.counted.hidden == 2 * kind.attention.qk_dim)
+        layer += ROUTER_LAUNCHES * any(linear.copies > 1 for linear in kind.linears)
+        if plan.lora:
+            modules = sum(not linear.bare and linear.name.rpartition(".")[2] in shape.targets for linear in kind.linears)
+            layer += adapter * modules
+            layer += UPDATE_LAUNCHES * len({linear.name for linear in kind.linears if linear.name in shape.wrapped})
+        kernels += kind.count * layer
     values = {"n": plan.accumulation, "kernels": kernels, "each": LAUNCH_S * 1e6, "seconds": seconds}
     text = "{n} micro batches x {kernels} kernels x {each} us - {seconds} s of computing and exposed communication"
     value = plan.accumulation * kernels * LAUNCH_S - seconds

@@ -346,6 +346,13 @@ class Strategy(Distribution, Sizes):
     """Servers beside the trainer; None: there are none."""
 
     @property
+    def head_again(self) -> int:
+        """How often the backward pass computes the output head again: TRL's tiles do so once (trl/kernels/chunked_logprob.py),
+        but for preferences, and where vLLM or the model has answered. Found by simulating."""
+        tiles = self.fused_loss and self.tiled_loss and self.second_forward != "metrics"
+        return int(tiles and self.answers == 1 and self.rollouts is None)
+
+    @property
     def row(self) -> int:
         """Tokens of a row of attention: TRL lays the packed rows of a micro batch end to end where it keeps them apart."""
         return self.sequence * (self.micro_batch if self.packing and self.isolated else 1)

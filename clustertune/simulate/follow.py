@@ -269,6 +269,8 @@ class Counted:
     """Of them those that a GPU would run: neither views nor empty memory."""
     flops: float = 0.0
     """Of matrix products and attention."""
+    product_flops: float = 0.0
+    """Of matrix products alone."""
     device_seconds: float = 0.0
     """At the very least: each operator's FLOPs at the peak, or its large tensors at the memory's full speed."""
     waits: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -390,6 +392,7 @@ def _make(known: _Result, args: Any) -> Any:
 
 
 _DEVICE = torch.ops.prim.device.default
+_PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm)
 
 
 class Follow(TorchDispatchMode):  # type: ignore[misc]
@@ -508,6 +511,8 @@ class Follow(TorchDispatchMode):  # type: ignore[misc]
         tensors = {id(t): t for t in (*(a for a in tree_leaves(args) if isinstance(a, torch.Tensor)), *results)}
         moved = sum(size for t in tensors.values() if (size := _bytes(t)) > CACHE)
         counted.flops += flops * self._times
+        if func.overloadpacket in _PRODUCTS:
+            counted.product_flops += flops * self._times
         counted.device_seconds += max(flops / self._flops_per_s, moved / self._bytes_per_s) * self._times
 
     def _collective(self, name: str, args: Any, kwargs: Any) -> None:

@@ -420,6 +420,7 @@ class _Simulated:
             "operators": counted.operators,
             "launches": counted.launches,
             "flops": counted.flops,
+            "product_flops": counted.product_flops,
             "device_seconds": counted.device_seconds,
             "micro_batches": self._micro_batches,
             "sharding": self._sharding,

@@ -61,11 +61,12 @@ def _parts(one: dict[str, Any]) -> Any:
 
 
 def _terms(plan: Plan, simulation: Simulation) -> Any:
-    table = make_table("term", "plan, GiB", "simulated, GiB", "plan against it", title="the plan beside it")
+    table = make_table("term", "", "plan", "simulated", "plan against it", title="the plan beside it", text_columns=2)
     for one in simulator.terms(plan, simulation):
-        planned = "-" if one.planned is None else f"{one.planned / GIB:,.2f}"
+        unit, scale = ("GiB", GIB) if one.unit == "B" else ("TFLOP", 1e12)
+        planned = "-" if one.planned is None else f"{one.planned / scale:,.2f}"
         difference = "" if one.difference is None else f"{round(one.difference, 3) + 0.0:+.1%}"
-        table.add_row(Text(one.term), planned, f"{one.counted / GIB:,.2f}", difference)
+        table.add_row(Text(one.term), Text(unit), planned, f"{one.counted / scale:,.2f}", difference)
     return table
 
 

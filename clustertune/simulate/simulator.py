@@ -17,14 +17,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.host.system import GIB
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.memory import EVALUATION, UPDATE, save_copy
 from clustertune.plan.predict import Plan
-from clustertune.plan.step import RankGroup, traffic
+from clustertune.plan.step import RankGroup, flops, traffic
+from clustertune.plan.strategy import ModelShape
 from clustertune.process import die_with_parent, end
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
@@ -207,12 +208,13 @@ RESTING = ("weights", "adapters", "optimizer", "reference model")
 
 @dataclass(frozen=True)
 class Compared:
-    """One term of the plan and what was counted. Bytes."""
+    """One term of the plan and what was counted."""
 
     term: str
     planned: float | None
     """None: the plan has no such term."""
     counted: float
+    unit: Literal["B", "FLOP"] = "B"
 
     @property
     def difference(self) -> float | None:
@@ -222,11 +224,12 @@ class Compared:
         return self.planned / self.counted - 1
 
     def as_json(self) -> dict[str, Any]:
-        return {"term": self.term, "planned": self.planned, "counted": self.counted, "difference": self.difference}
+        body = {"term": self.term, "planned": self.planned, "counted": self.counted, "difference": self.difference}
+        return body | {"unit": self.unit}
 
 
 def terms(plan: Plan, simulation: Simulation) -> list[Compared]:
-    """Each moment's memory, and the bytes of each kind of collective in a step."""
+    """Each moment's memory, the operations of a step, and the bytes of each kind of collective in it."""
     one = simulation.first
     rest = sum(term.value for term in plan.moment(UPDATE).parts if term.name in RESTING)
     planned = {moment.name: moment.bytes for moment in plan.moments}
@@ -236,7 +239,20 @@ def terms(plan: Plan, simulation: Simulation) -> list[Compared]:
         counted.pop(EVALUATION, None)
     compared += [Compared(name, planned.get(name), size) for name, size in counted.items()]
     compared.append(Compared("peak", plan.peak.bytes, max(counted.values())))
-    return [*compared, *_traffic(plan, simulation), *_saved(plan, one)]
+    work = Compared(PRODUCTS, product_flops(plan.shape), one["product_flops"], "FLOP")
+    return [*compared, work, *_traffic(plan, simulation), *_saved(plan, one)]
+
+
+PRODUCTS = "matrix products of this rank in a step"
+
+
+def product_flops(shape: ModelShape) -> float:
+    """FLOPs of the matrix products of one rank in a step, with what recomputation repeats; TRL's tiles take the head whole on
+    every rank of tensor parallelism (trl/trainer/utils.py, full_tensor)."""
+    plan = shape.strategy
+    shared = flops(shape, hardware=True, attention=False) / plan.world_size
+    whole = 2 * ((2 if plan.lora else 3) + plan.head_again) * shape.head_weights * shape.step_tokens / plan.world_size
+    return shared + (plan.tp - 1) * (whole if plan.fused_loss and plan.tiled_loss else 0.0)
 
 
 def _saved(plan: Plan, one: dict[str, Any]) -> Iterator[Compared]:
