@@ -351,12 +351,16 @@ def _variants(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def transformers_facts(kinds: list[str]) -> dict[str, Any]:
-    """All model types, and the keys that all take."""
+    """All model types, the keys that all take, and the names of activations and rotary embeddings."""
+    from transformers.activations import ACT2CLS
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     facts = {}
     for kind in kinds:
         sys.stderr.write(f"{kind}\n")
         facts[kind] = model_facts(kind)
-    return {"transformers": version("transformers"), "keys": base_keys(), "models": facts}
+    named = {"activations": sorted(ACT2CLS), "rope_types": sorted([*ROPE_INIT_FUNCTIONS, "default", "mrope"])}
+    return {"transformers": version("transformers"), "keys": base_keys(), **named, "models": facts}
 
 
 def lm_eval_facts() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.recipe.findings import is_number, is_whole
 from clustertune.recipe.layers import did_you_mean, parse_json, read_text
-from clustertune.recipe.library_facts import config_fields, model_facts, model_types
+from clustertune.recipe.library_facts import config_fields, facts, model_facts, model_types
 from clustertune.recipe.parameters import Values, count
 
 INTEGERS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
@@ -47,13 +47,18 @@ _TINY_AT_MOST = {
     **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group", "decoder_sparse_step", "interleave_moe_layer_step"), 2),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 2 * TINY_HEAD),
     **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "linear_key_head_dim", "linear_value_head_dim"), TINY_HEAD),
+    **dict.fromkeys(("global_head_dim", "index_head_dim", "hidden_size_per_layer_input"), TINY_HEAD),
+    **dict.fromkeys(("top_k_experts", "index_n_heads"), 2),
+    "vocab_size_per_layer_input": TINY_VOCABULARY,
+    "num_kv_shared_layers": 0,
+    "num_global_key_value_heads": 2,
     "qk_rope_head_dim": TINY_HEAD // 2,
     "first_k_dense_replace": 1,
     "linear_num_key_heads": TINY_HEADS // 2,
     "linear_num_value_heads": TINY_HEADS,
 }
 """What the sizes of a scaled-down model are at most; mixtures with dense layers keep one of each kind in two layers."""
-_PER_LAYER = ("layer_types", "no_rope_layers")
+_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "indexer_types")
 _LAYER_NUMBERS = ("mlp_only_layers", "moe_layers")
 _STEPS = (
     "decoder_sparse_step",
@@ -62,6 +67,10 @@ _STEPS = (
     "sliding_window_pattern",
     "full_attention_interval",
 )
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+"""What families call the activation of the feed-forward block."""
+_OLD_ROPE = {"phi3": ("su",)}
+"""Former names that a configuration class reads as another."""
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -154,8 +163,9 @@ def _check_numbers(body: dict[str, Any], kind: str) -> Iterator[Wrong]:
     for key, value in body.items():
         counted = key in names and (key in INTEGERS or key.startswith("num_") or key.endswith("_size"))
         most = _MAX_LAYERS if key == "num_hidden_layers" else _MAX_INTEGER
-        if counted and (value is not None or key in INTEGERS) and not (is_whole(value) and value <= most):
-            yield key, f"{_short(value)} is not a whole number from 1 to {most:,}", None
+        least = 0 if model_facts(kind)["defaults"].get(key) == 0 and key not in INTEGERS else 1
+        if counted and (value is not None or key in INTEGERS) and not (is_whole(value, least) and value <= most):
+            yield key, f"{_short(value)} is not a whole number from {least} to {most:,}", None
 
 
 SIZES = (
@@ -202,14 +212,25 @@ def _check_rest(body: dict[str, Any], kind: str) -> Iterator[Wrong]:
     if not isinstance(classes, list) or len(classes) != 1 or classes[0] not in causal:
         text = "missing" if classes is None else f"{_short(classes)} is not one causal language model class of {kind}"
         yield "architectures", text, f"write {json.dumps(causal[:1])}" if causal else None
+    known = facts("transformers")
+    for key in ACTIVATIONS:
+        if isinstance(value := body.get(key), str) and value not in known["activations"]:
+            text = f"{_short(value)} is no activation of the pinned transformers"
+            yield key, text, did_you_mean(value, known["activations"]) or f"known: {', '.join(known['activations'])}"
     for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(body.get(key), dict | None):
+        if not isinstance(rope := body.get(key), dict | None):
             yield key, "must hold rope_type and its values", None
+        for part in [rope, *rope.values()] if isinstance(rope, dict) else ():
+            value = part.get("rope_type", part.get("type")) if isinstance(part, dict) else None
+            if value is not None and value not in (*known["rope_types"], *_OLD_ROPE.get(kind, ())):
+                text = f"rope_type {_short(value)} is no rotary embedding of the pinned transformers"
+                yield key, text, did_you_mean(str(value), known["rope_types"]) or f"known: {', '.join(known['rope_types'])}"
 
 
 def _check_heads(body: dict[str, Any]) -> Iterator[Wrong]:
     hidden, heads, groups = (body.get(key) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    if hidden and heads and not body.get("head_dim") and hidden % heads:
+    latent = Values(body).get("qk_nope_head_dim")  # heads of their own width
+    if hidden and heads and not (body.get("head_dim") or latent) and hidden % heads:
         yield "hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}", None
     if heads and groups and heads % groups:
         yield "num_attention_heads", f"{heads} is not a multiple of num_key_value_heads {groups}", None
@@ -241,7 +262,7 @@ def scale_down(body: dict[str, Any], tensor_parallel: int = 1) -> dict[str, Any]
         "vocab_size": min(int(body["vocab_size"]), TINY_VOCABULARY),
         "max_position_embeddings": min(int(body["max_position_embeddings"]), TINY_POSITIONS),
     }
-    if values.get("head_dim"):
+    if values.get("head_dim") and "head_dim" not in model_facts(values.kind)["aliases"]:
         small["head_dim"] = TINY_HIDDEN // heads
     known = model_facts(values.kind)
     fields = {key for key in known["types"] if known["aliases"].get(key) not in body} | body.keys()
@@ -271,6 +292,10 @@ def _scale_layers(values: Values, layers: int, fields: set[str]) -> dict[str, An
     for key in _LAYER_NUMBERS:
         if isinstance(by_layer := values.get(key), list):
             small[key] = [number for number in by_layer if number < layers]
+    if isinstance(by_layer := values.get("mlp_layer_types"), list):
+        small["mlp_layer_types"] = [*dict.fromkeys(by_layer), *by_layer][:layers]
+    if isinstance(by_layer := values.get("indexer_types"), list):
+        small["indexer_types"] = by_layer[:layers]
     if isinstance(by_layer := values.get("no_rope_layers"), list):
         small["no_rope_layers"] = by_layer[:layers]
     # Where positions differ from layer to layer, the kinds of attention follow from no_rope_layers.

@@ -110,12 +110,20 @@ _LOCAL: dict[str, Callable[[Values, int], bool]] = {
     "gpt_oss": lambda _, layer: layer % 2 == 0,
     "gemma3_text": lambda values, layer: _every(layer, values, "sliding_window_pattern", 6),
     "qwen3_next": lambda values, layer: _every(layer, values, "full_attention_interval", 4),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"), lambda values, layer: _every(layer, values, "full_attention_interval", 4)
+    ),
+    "gemma4_text": lambda values, layer: (layer + 1) % 6 != 0 and layer + 1 < values.layers,
+    "olmo3": lambda _, layer: (layer + 1) % 4 != 0,
     "llama4_text": _has_rope,
     "smollm3": lambda values, layer: not _has_rope(values, layer),
     **dict.fromkeys(("mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe"), lambda *_: True),
 }
 """Which layers see a part only, by model type: ``__post_init__`` of the configuration classes; others see everything."""
-_NAMES = {"qwen3_next": "linear_attention", "llama4_text": "chunked_attention"}
+_NAMES = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "linear_attention"),
+    "llama4_text": "chunked_attention",
+}
 _SEES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """The key that says how many tokens a layer sees, by its kind of attention."""
 
@@ -148,7 +156,8 @@ class Linear:
     bare: bool = False
     """A bare parameter, not a linear module: the fused experts and the routers of transformers 5."""
     derived: bool = False
-    """A class of transformers' own that inherits from nn.Linear: Llama 4's router, all of Falcon's."""
+    """A class of transformers' own below nn.Linear (Llama 4's router, all of Falcon's), or a module that its family
+    keeps in float32 (``_keep_in_fp32_modules``): bitsandbytes converts neither."""
 
     @property
     def weights(self) -> int:
@@ -214,11 +223,11 @@ class ParameterCount:
     hidden: int
     vocabulary: int
     embedding: int
-    """Parameters of the token embedding, and of learned positions where there are such."""
+    """Parameters of the token embedding, and of learned positions and rows for each layer where there are such."""
     head: int
     """Parameters of the output head; 0 where it is the token embedding (tied)."""
     other: int
-    """The final norm."""
+    """The final norm, and what makes the rows for each layer."""
     tied: bool
 
     @property
@@ -439,8 +448,79 @@ def deepseek_layer(values: Values, layer: int) -> LayerKind:
     return _together(first, routed, shared, norms=2 * hidden + corrections)
 
 
+def glm_latent_layer(values: Values, layer: int) -> LayerKind:
+    """GLM-4.7-Flash and GLM-5: DeepSeek's layer, dense by ``mlp_layer_types`` or for the first layers.
+
+    GLM-5's layers have an indexer that chooses the tokens that attention sees; transformers lays its choice over the scores of
+    all of them as a mask, so that attention is counted whole. Of the indexer the projections are counted.
+    """
+    hidden, first = values.hidden, _latent_attention(values)
+    if values.kind == "glm_moe_dsa" and _has_indexer(values, layer):
+        heads, width = values.integer("index_n_heads"), values.integer("index_head_dim")
+        indexer = (
+            Linear("self_attn.indexer.wq_b", values.integer("q_lora_rank"), heads * width),
+            Linear("self_attn.indexer.wk", hidden, width),
+            Linear("self_attn.indexer.weights_proj", hidden, heads, derived=True),
+        )
+        first = replace(first, linears=(*first.linears, *indexer), other=first.other + 2 * width)
+    kinds, dense = values.get("mlp_layer_types"), values.get("first_k_dense_replace")
+    if kinds[layer] == "dense" if kinds else layer < int(1 if dense is None else dense):
+        return _together(first, gated("mlp", hidden, values.integer("intermediate_size")), norms=2 * hidden)
+    inner, number = values.integer("moe_intermediate_size"), values.integer("n_routed_experts")
+    shared = gated("mlp.shared_experts", hidden, inner * values.integer("n_shared_experts"))
+    return _together(first, experts("mlp", values, number, inner), shared, norms=2 * hidden + number)
+
+
+def _has_indexer(values: Values, layer: int) -> bool:
+    """The rule of GlmMoeDsaConfig.__post_init__; other layers take the choice of the one before."""
+    kinds = values.get("indexer_types")
+    if kinds is None and (pattern := values.get("index_topk_pattern")) is not None:
+        kinds = [{"F": "full", "S": "shared"}.get(part, part) for part in pattern]
+    if kinds is not None:
+        return bool(kinds[layer] == "full")
+    every, skipped = max(int(values.get("index_topk_freq") or 1), 1), values.get("index_skip_topk_offset")
+    return max(layer - (2 if skipped is None else int(skipped)) + 1, 0) % every == 0
+
+
+def gemma4_layer(values: Values, layer: int) -> LayerKind:
+    """Wide heads where a layer sees everything, layers that share keys and values, a gated row of each token's own embedding
+    in every layer, and experts beside the dense block."""
+    hidden, bias, inner = values.hidden, values.flag("attention_bias"), values.integer("intermediate_size")
+    sees_all = values.attention_types[layer] == "full_attention"
+    wide, equal = values.get("global_head_dim"), values.flag("attention_k_eq_v")
+    head = int(512 if wide is None else wide) if sees_all else values.head_dim
+    groups = int((sees_all and equal and values.get("num_global_key_value_heads")) or values.kv_heads)
+    reused = layer >= values.layers - int(values.get("num_kv_shared_layers") or 0)
+    linears = [Linear("self_attn.q_proj", hidden, values.heads * head, bias)]
+    if not reused:
+        linears.append(Linear("self_attn.k_proj", hidden, groups * head, bias))
+        if not (equal and sees_all):
+            linears.append(Linear("self_attn.v_proj", hidden, groups * head, bias))
+    linears.append(Linear("self_attn.o_proj", values.heads * head, hidden, bias))
+    seen = Attention(values.heads, groups, head, head, window(values, layer))
+    first = LayerPart(tuple(linears), head if reused else 2 * head, attention=seen)
+    parts = [gated("mlp", hidden, inner * (2 if reused and values.flag("use_double_wide_mlp") else 1))]
+    norms = 4
+    if values.flag("enable_moe_block"):
+        number, chosen = values.integer("num_experts"), values.integer("top_k_experts")
+        width = values.integer("moe_intermediate_size")
+        routed = (
+            Linear("router.proj", hidden, number),
+            Linear("experts.gate_up_proj", hidden, 2 * width, False, number, chosen, bare=True),
+            Linear("experts.down_proj", width, hidden, False, number, chosen, bare=True),
+        )
+        parts.append(LayerPart(routed, hidden + number, inner=chosen * width))
+        norms += 3
+    if own := int(values.get("hidden_size_per_layer_input") or 0):
+        parts.append(
+            LayerPart((Linear("per_layer_input_gate", hidden, own), Linear("per_layer_projection", own, hidden)), inner=0)
+        )
+        norms += 1
+    return _together(first, *parts, norms=norms * hidden)
+
+
 def qwen3_next_layer(values: Values, layer: int) -> LayerKind:
-    """Every fourth layer has gated attention, the others the gated delta rule."""
+    """Qwen3-Next and Qwen3.5: every fourth layer has gated attention, the others the gated delta rule."""
     if values.attention_types[layer] == "linear_attention":
         first = _delta_rule(values)
     else:
@@ -458,9 +538,11 @@ def _delta_rule(values: Values) -> LayerPart:
     heads, groups = values.integer("linear_num_value_heads"), values.integer("linear_num_key_heads")
     key, value = values.integer("linear_key_head_dim"), values.integer("linear_value_head_dim")
     keys, width = groups * key, heads * value
+    sizes = {"qkvz": 2 * keys + 2 * width, "ba": 2 * heads}
+    if values.kind != "qwen3_next":
+        sizes = {"qkv": 2 * keys + width, "z": width, "b": heads, "a": heads}
     linears = (
-        Linear("linear_attn.in_proj_qkvz", values.hidden, 2 * keys + 2 * width),
-        Linear("linear_attn.in_proj_ba", values.hidden, 2 * heads),
+        *(Linear(f"linear_attn.in_proj_{name}", values.hidden, size) for name, size in sizes.items()),
         Linear("linear_attn.out_proj", width, values.hidden),
     )
     convolution = (2 * keys + width) * values.integer("linear_conv_kernel_dim")
@@ -484,6 +566,8 @@ class Family:
     """The final norm has a bias."""
     positions: bool = False
     """Positions are learned."""
+    per_layer: bool = False
+    """Each token has a row of its own for every layer (``hidden_size_per_layer_input``), and a projection makes another."""
 
 
 @dataclass(frozen=True)
@@ -561,6 +645,13 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family(_BIASED),
     "gemma2": Family(_Dense("attention_bias", "attention_bias", norms=4)),
     "gemma3_text": Family(_Dense("attention_bias", "attention_bias", qk_norm="head", norms=4)),
+    "gemma4_text": Family(
+        gemma4_layer,
+        outside=("model.embed_tokens", "model.embed_tokens_per_layer", "model.per_layer_model_projection", "lm_head"),
+        per_layer=True,
+    ),
+    "glm": Family(_Dense("attention_bias", mlp=("gate_up_proj", "down_proj"))),
+    **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa"), Family(glm_latent_layer)),
     "glm4": Family(_Dense("attention_bias", mlp=("gate_up_proj", "down_proj"), norms=4)),
     "gpt2": Family(_gpt2_layer, "transformer.h", _GPT2, norm_bias=True, positions=True),
     "gpt_neox": Family(_gpt_neox_layer, "gpt_neox.layers", ("gpt_neox.embed_in", "lm_head"), norm_bias=True),
@@ -571,11 +662,12 @@ FAMILIES: dict[str, Family] = {
     "nemotron": Family(
         _Dense("attention_bias", "attention_bias", "mlp_bias", mlp=("up_proj", "down_proj"), norm_bias=True), norm_bias=True
     ),
-    "olmo2": Family(_Dense("attention_bias", "attention_bias", qk_norm="all")),
+    **dict.fromkeys(("olmo2", "olmo3"), Family(_Dense("attention_bias", "attention_bias", qk_norm="all"))),
     "phi3": Family(_Dense(fused_qkv=True, mlp=("gate_up_proj", "down_proj"))),
     "qwen2": Family(_Dense(True)),
     "qwen3": Family(_Dense("attention_bias", "attention_bias", qk_norm="head")),
-    "qwen3_next": Family(qwen3_next_layer),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), Family(qwen3_next_layer)),
+    "seed_oss": Family(_Dense("attention_bias", "attention_out_bias", "mlp_bias")),
     "starcoder2": Family(_Dense("use_bias", "use_bias", "use_bias", mlp=("c_fc", "c_proj"), norm_bias=True), norm_bias=True),
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), Family(mixture_layer)),
 }
@@ -595,7 +687,9 @@ _UNCOUNTED = (
 _QWEN = {"gate": "gate", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 _CONVERTED: dict[str, dict[str, str]] = {
     "mixtral": {"gate": "gate", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
-    **dict.fromkeys(("qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "glm4_moe"), _QWEN),
+    **dict.fromkeys(
+        ("qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), _QWEN
+    ),
 }
 """Model types for which PEFT puts targets of the names that experts and routers had before transformers 5 onto the bare
 parameters that they are now: ``_MOE_TARGET_MODULE_MAPPING`` of peft/utils/transformers_weight_conversion.py."""
@@ -638,13 +732,16 @@ def _count(text: str) -> ParameterCount:
     kinds = Counter(layers_of(architecture))
     hidden, vocabulary, tied = values.hidden, values.integer("vocab_size"), values.flag("tie_word_embeddings")
     positions = values.integer("max_position_embeddings") if family.positions else 0
+    own = int(values.get("hidden_size_per_layer_input") or 0) if family.per_layer else 0
+    rows = values.integer("vocab_size_per_layer_input") * values.layers * own if own else 0
+    projection = (hidden * values.layers + 1) * own
     return ParameterCount(
         layers=tuple(replace(kind, count=number) for kind, number in kinds.items()),
         hidden=hidden,
         vocabulary=vocabulary,
-        embedding=(vocabulary + positions) * hidden,
+        embedding=(vocabulary + positions) * hidden + rows,
         head=0 if tied else vocabulary * hidden,
-        other=2 * hidden if family.norm_bias else hidden,
+        other=(2 * hidden if family.norm_bias else hidden) + projection,
         tied=tied,
     )
 
@@ -675,11 +772,20 @@ def lora_parameter_count(architecture: Mapping[str, Any], lora: Mapping[str, Any
     named = list(_named(architecture))
     if isinstance(target, str) and target.lower() == "all-linear":
         target = "all-linear"
+        named += _projection(architecture)
     elif any(matches(target, name) for name in _others(FAMILIES[kind].outside, named)):
         return None  # embeddings, the head, or a module that holds the linears: another count, or refused by PEFT
     if kind in _CONVERTED:
         return _converted(named, target, rank, lora, _CONVERTED[kind])
     return sum(rank * (linear.inputs + linear.outputs) for name, linear in named if _chosen(target, name, linear)) or None
+
+
+def _projection(architecture: Mapping[str, Any]) -> Iterator[tuple[str, Linear]]:
+    """The linear module outside of the layers with which Gemma 4 makes its rows for each layer."""
+    values = Values(architecture)
+    if FAMILIES[values.kind].per_layer and (own := int(values.get("hidden_size_per_layer_input") or 0)):
+        name = "model.per_layer_model_projection"
+        yield name, Linear(name, values.hidden, values.layers * own)
 
 
 def weight_bytes(architecture: Mapping[str, Any]) -> float | None:

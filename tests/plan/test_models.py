@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from clustertune.resolve.models import known_models
 from clustertune.resolve.resolve import resolve
 from tests.conftest import REPO
 from tests.launch.test_serving import on
-from tests.plan.test_command import answer
+from tests.plan.test_command import answer, refused
+from tests.recipe.architectures import ARCHITECTURES
+from tests.recipe.test_parameters import build, stored
 
 CONVERSATIONS = REPO / "recipes" / "tiny-oasst2" / "conversations.jsonl"
 TWINS = {
@@ -57,3 +61,39 @@ def test_random_weights_are_served_like_others() -> None:
     assert large.backend == "hf" and "too large" in large.why and "small" not in large.why
     tiny = evaluation(resolve("llama70b-lora", tiny=True), cluster)
     assert tiny.backend == "hf" and "--tiny" in tiny.why
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"hidden_act": "swigluu"}, "hidden_act"),
+        ({"rope_scaling": {"rope_type": "yarm", "factor": 4.0}}, "rope_scaling"),
+        ({"rope_scaling": {"type": "dinamic", "factor": 4.0}}, "rope_scaling"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "lama3"}}}, "rope_parameters"),
+    ],
+)
+def test_names_that_transformers_does_not_know(change: dict[str, Any], key: str, tmp_path: Path) -> None:
+    """A config.json with them is refused with file and key, before it has a price; as it was published it has one."""
+    body = dict(ARCHITECTURES["Qwen/Qwen3-8B"])
+    file = tmp_path / "own-8b" / "config.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(body | change))
+    text = refused("--model", file, "--gpus", "1x1xh100-sxm")
+    assert str(file) in text and f"{key}: " in text
+    file.write_text(json.dumps(body))
+    assert answer("--model", file, "--gpus", "1x1xh100-sxm")["fits"]
+
+
+NEWEST = ("olmo3", "seed_oss", "qwen3_5_text", "qwen3_5_moe_text", "gemma4_text", "glm4_moe_lite", "glm_moe_dsa", "glm")
+
+
+@pytest.mark.parametrize("kind", NEWEST)
+def test_newest_families_are_planned(kind: str, tmp_path: Path) -> None:
+    """By their config.json, with as many parameters as transformers makes of it."""
+    (body,) = (one for one in ARCHITECTURES.values() if one["model_type"] == kind)
+    file = tmp_path / "own" / "config.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(body))
+    planned = answer("--model", file, "--gpus", "32x8xh200-sxm", "--data", CONVERSATIONS)
+    assert planned["parameters"] == sum(tensor.numel() for tensor in stored(build(body)).values())
+    assert planned["fits"] and planned["step_s"] > 0 and planned["total"]["gpu_hours"] > 0

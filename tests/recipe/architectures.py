@@ -72,6 +72,32 @@ _SHAPES: dict[str, tuple[str, str, tuple[int | None, ...], dict[str, Any]]] = {
     "baidu/ERNIE-4.5-0.3B-PT": (
         "ernie4_5", "Ernie4_5", (1024, 3072, 18, 16, 2, 103424, 131072), {"head_dim": 128, "tie_word_embeddings": True},
     ),
+    "allenai/Olmo-3-1125-32B": ("olmo3", "Olmo3", (5120, 27648, 64, 40, 8, 100278, 65536), {"sliding_window": 4096}),
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": (
+        "seed_oss", "SeedOss", (5120, 27648, 64, 80, 8, 155136, 524288), {"head_dim": 128, "attention_bias": True},
+    ),
+    "THUDM/glm-4-9b-hf": ("glm", "Glm", (4096, 13696, 40, 32, 2, 151552, 131072), {"head_dim": 128, "attention_bias": True}),
+    "Qwen/Qwen3.5-27B": (
+        "qwen3_5_text", "Qwen3_5", (5120, 17408, 64, 24, 4, 248320, 262144),
+        {"head_dim": 256, "linear_num_value_heads": 48, "linear_num_key_heads": 16},
+    ),
+    "Qwen/Qwen3.5-35B-A3B": (
+        "qwen3_5_moe_text", "Qwen3_5Moe", (2048, None, 40, 16, 2, 248320, 262144),
+        {"head_dim": 256, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+         "shared_expert_intermediate_size": 512, "linear_num_value_heads": 32, "linear_num_key_heads": 16},
+    ),
+    "zai-org/GLM-4.7-Flash": (
+        "glm4_moe_lite", "Glm4MoeLite", (2048, 10240, 47, 20, 20, 154880, 202752),
+        {"moe_intermediate_size": 1536, "n_routed_experts": 64, "num_experts_per_tok": 4},
+    ),
+    "zai-org/GLM-5": (
+        "glm_moe_dsa", "GlmMoeDsa", (6144, 12288, 78, 64, 64, 154880, 202752),
+        {"moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8},
+    ),
+    "google/gemma-4-E4B": (
+        "gemma4_text", "Gemma4", (2560, 10240, 42, 8, 2, 262144, 131072),
+        {"head_dim": 256, "num_kv_shared_layers": 18, "hidden_size_per_layer_input": 256, "sliding_window": 512},
+    ),
 }  # fmt: skip
 """By name: the model type, its class without ForCausalLM, the values of :data:`_KEYS` (None: it has no such key), and more."""
 

@@ -45,6 +45,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4 chosen layers": ("meta-llama/Llama-4-Scout-17B-16E", {"moe_layers": [3, 4], "attention_bias": True}),
     "nemotron biases": ("nvidia/Minitron-8B-Base", {"attention_bias": True, "mlp_bias": True}),
     "smollm3 window": ("HuggingFaceTB/SmolLM3-3B", {"use_sliding_window": True, "sliding_window": 512, "mlp_bias": True}),
+    "gemma4 experts": (
+        "google/gemma-4-E4B",
+        {
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "moe_intermediate_size": 704,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+        },
+    ),
+    "gemma4 wide": ("google/gemma-4-E4B", {"use_double_wide_mlp": True, "global_head_dim": 256, "attention_bias": True}),
+    "glm5 shared indexers": ("zai-org/GLM-5", {"index_topk_freq": 4, "first_k_dense_replace": 1}),
+    "glm flash dense": ("zai-org/GLM-4.7-Flash", {"mlp_layer_types": ["dense"] * 5 + ["sparse"] * 42, "attention_bias": True}),
+    "olmo3 pattern": ("allenai/Olmo-3-1125-32B", {"layer_types": ["full_attention"] * 64}),
+    "qwen3.5 interval": ("Qwen/Qwen3.5-27B", {"full_attention_interval": 2, "attention_bias": True}),
     "ernie biases": ("baidu/ERNIE-4.5-0.3B-PT", {"use_bias": True, "tie_word_embeddings": False}),
 }
 
