@@ -191,7 +191,8 @@ def _control_tokens(tokenizer: Any, asked: OwnPrompts | None, own: tasks.Inputs)
             texts = ([value for value in row.values() if isinstance(value, str)] for row in rows.rows)
             turns = ([{"role": "user", "content": text} for text in some] for some in texts)
             files[rows.called] = list(enumerate(turns, start=1))
-    encoder = Encoder(tokenizer, str(tokenizer.chat_template or "{{ messages }}"), answers=False).looked_at()
+    template = str(tokenizer.get_chat_template()) if tokenizer.chat_template else "{{ messages }}"
+    encoder = Encoder(tokenizer, template, answers=False).looked_at()
     sentences = []
     for file, numbered in files.items():
         if found := [(line, count) for line, messages in numbered if (count := encoder.count_control(messages))]:

@@ -143,6 +143,23 @@ def test_an_answer_that_lost_its_thought_teaches_nothing(turns: Any, prepared: A
     assert "two" in "".join(learnt) and "hm" in "".join(learnt) and not any("no label" in text for text in made["warnings"])
 
 
+@pytest.mark.parametrize("turns", [TURNS, FIELDS], ids=["in the text", "in a field"])
+def test_marks_around_answers_do_not_hide_a_lost_thought(turns: Any, prepared: Any) -> None:
+    """A template with marks of its own that drops the thoughts of earlier turns, as SmolLM3's."""
+    own = "{% set said = (m.reasoning_content ~ '</think>' if m.reasoning_content else '') ~ m.content %}"
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\\n' }}{% if m.role == 'assistant' %}" + own + "{% generation %}"
+        "{{ said if loop.last else said.split('</think>')[-1].lstrip() }}{{ '<|im_end|>\\n' }}{% endgeneration %}"
+        "{% else %}{{ m.content ~ '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    made, learnt = prepared(template, [{"messages": turns}])
+    assert "four" in "".join(learnt) and "so" in "".join(learnt) and "two" not in "".join(learnt)
+    assert any("no label" in text for text in made["warnings"])
+    made, learnt = prepared(template, [{"messages": turns[:2]}])
+    assert "two" in "".join(learnt) and "hm" in "".join(learnt) and made["warnings"] == []
+
+
 def test_without_thoughts_all_answers_are_learnt(prepared: Any) -> None:
     plain = [{**turn, "content": turn["content"].split("</think>")[-1].strip()} for turn in TURNS]
     made, learnt = prepared(QWEN3 + "{# ours #}", [{"messages": plain}], chat_template_kwargs={"enable_thinking": False})
