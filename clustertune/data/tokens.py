@@ -899,7 +899,9 @@ class Encoder:
             for place, (at, begin, (_, end)) in enumerate(zip(numbers, begins, places, strict=True))
             if at in thoughts and thoughts[at][1] not in text[begin:end]
         ]
-        early = [place for place in lost if thoughts[numbers[place]][1] in str(render(turns[: numbers[place] + 1]))]
+        early = [
+            place for place in lost if self.answers and thoughts[numbers[place]][1] in str(render(turns[: numbers[place] + 1]))
+        ]
         if self.answers:
             kept = [span for place, span in enumerate(spans) if not parted or place not in early]
             ids, mask = self._one_bos(*tokens_within(self.tokenizer, text, kept))

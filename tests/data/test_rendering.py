@@ -166,6 +166,12 @@ def test_without_thoughts_all_answers_are_learnt(prepared: Any) -> None:
     assert [part.strip() for part in learnt] == ["two<|im_end|>", "four<|im_end|>"] and made["warnings"] == []
 
 
+def test_where_all_is_learnt_a_lost_thought_is_counted(prepared: Any) -> None:
+    made, learnt = prepared(QWEN3 + "{# ours #}", [{"messages": TURNS}], assistant_only_loss=False)
+    assert "two" in "".join(learnt)
+    assert any(re.search(r"\b1 answers, in 1 conversations.*learns to answer without", text) for text in made["warnings"])
+
+
 def test_thoughts_that_no_turn_renders_are_counted(prepared: Any) -> None:
     made, learnt = prepared(R1, [{"messages": TURNS}, {"messages": FIELDS[:2]}])
     assert "two" in "".join(learnt) and "hm" not in "".join(learnt)
