@@ -136,7 +136,7 @@ def agreed(rows: Mapping[str, Mapping[str, int]], count: int) -> tuple[dict[str,
 def _macro(text: str, day: str) -> str:
     """``strftime_now`` for one day. It knows the directives that the template holds, which llama.cpp's Jinja renders, too."""
     moment = datetime.combine(date.fromisoformat(day), time())
-    known = sorted(set(re.findall(r"%-?[A-Za-z]", text)), key=len, reverse=True)
+    known = sorted(set(re.findall(r"%-?[A-Za-z]", text)))
     filters = "".join(f" | replace({_literal(one)}, {_literal(moment.strftime(one))})" for one in known)
     return f"{{%- macro {CLOCK}(format) -%}}{{{{- format{filters} -}}}}{{%- endmacro -%}}"
 

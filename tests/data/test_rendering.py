@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +123,19 @@ def test_every_template_renders_the_same_with_its_arguments_in_front(path: Path,
         own = own.replace(rendering.today(), "2024-02-03")
         own = re.sub(r"\d\d \w{3} 20(?!24)\d\d", "03 Feb 2024", own)
         assert rendered(pinned, **more) == own
+
+
+def test_each_process_writes_the_same_header() -> None:
+    """Ranks compare the template with the one that the data were prepared with."""
+    text = "strftime_now('%d %B %Y %A %H')"
+    code = f"from clustertune.data.rendering import pinned; print(pinned({text!r}, '2024-02-03', {{'a': 1, 'b': 2}}))"
+    made = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2", "3", "4")
+    }
+    assert len(made) == 1
 
 
 def test_the_template_that_trl_knows_is_known_behind_a_header(folder: Path) -> None:
