@@ -385,7 +385,12 @@ def open_thought(text: str) -> str:
 def has_thought(example: Mapping[str, Any]) -> bool:
     """Whether an answer of the example holds a thought, in a field of its own or in its text."""
     answers = [message for message in messages_of(example) if message["role"] == "assistant"]
-    return any(any(answer.get(name) for name in REASONING) or _THOUGHT.search(answer["content"]) for answer in answers)
+    return any(any(answer.get(name) for name in REASONING) or _marks(answer["content"]) for answer in answers)
+
+
+def _marks(text: str) -> bool:
+    """Whether a mark stands in a text; most texts have none of the signs that one begins with."""
+    return any(sign in text for sign in "<[\u25c1") and _THOUGHT.search(text) is not None
 
 
 def kind_of_prompt(example: Mapping[str, Any]) -> str:
