@@ -62,6 +62,10 @@ class PlanArguments:
         typer.Option(metavar="PART", help="Show the arithmetic of one part: step, memory, communication, hours, mfu ..."),
     ] = None
     advise: Annotated[bool, typer.Option("--advise", help="Search the strategies that fit and rank them.")] = False
+    within: Annotated[
+        float | None,
+        typer.Option(metavar="AMOUNT", help="A budget in the prices' currency: what costs more is left out, and exits with 2."),
+    ] = None
     goal: Annotated[str, typer.Option(metavar="time|cost|memory", help="What --advise ranks by.")] = "time"
     nodes: Annotated[
         str | None, typer.Option(metavar="N[,N...]", help="Node counts that --advise tries; the recipe's by default.")

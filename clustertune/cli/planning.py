@@ -6,9 +6,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import re
 import shlex
 import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +77,9 @@ def _compare_clusters(args: PlanArguments, known: Lengths | None) -> None:
     from clustertune.report import comparison as runs_page
 
     choices = bill.choices(args.names[0], args.overrides, bill.clusters(args.clusters or "", args.gpus), lengths=known)
+    if args.within is not None:
+        choices = [bill.within(one, args.within) for one in choices]
+        choices.sort(key=lambda one: not one.fits)
     document = {"recipe": args.names[0], "clusters": [one.as_json() for one in choices]}
     rows = bill.cells(choices)
     reply(args.as_document, document, lambda: tables.clusters(args.names[0], bill.COLUMNS, rows, console.stdout))
@@ -112,7 +118,7 @@ def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedClu
         reply(args.as_document, document, lambda: tables.compare(plans[0], plans[1], rows, console.stdout))
         _end(all(plan.fits for plan in plans))
     elif args.why is not None:
-        lines = explanation.why(plans[0], args.why)
+        lines = bills[0].why_energy() if args.why.strip().lower() == "energy" else explanation.why(plans[0], args.why)
         reply(args.as_document, {"part": args.why, "arithmetic": lines}, lambda: show("\n".join(lines)))
     elif args.advise and plans[0].resolved.recipe.rollout == "servers":
         _advise_splits(calibrated, plans[0], args, overrides)
@@ -125,7 +131,33 @@ def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedClu
             out = path_argument(args.out)
             replace_ours(out, simulator.svg(*simulated), simulator.MARK)
             say(f"in {out}")
-        _show(plans[0], bills[0], tuple(overrides), args.as_document, scored, simulated)
+        budget = _budget(plans[0], bills[0], args.within) if args.within is not None else None
+        _show(plans[0], bills[0], tuple(overrides), args.as_document, scored, simulated, budget)
+
+
+def _budget(plan: Plan, billed: bill.Bill, amount: float) -> dict[str, Any]:
+    """What of a plan a budget pays: whether the whole run, and how many steps and epochs. Raises UserError without a cost."""
+    cost, steps, hours = billed.total, plan.schedule.steps, plan.hours
+    if cost is None or not steps or hours is None:
+        text = f"what the run costs is not known ({'no price' if billed.price is None else plan.schedule.steps_why})"
+        raise UserError(
+            text, file="command line", key="--within", fix="--data FILE, data.expect.train, or a price in ops/prices.yaml"
+        )
+    around = plan.totals() or {}
+    fixed = billed.money(around.get("load", 0.0) / 3600 * plan.gpus) or 0.0  # with the evaluation, which every run has
+    each = (cost - fixed) / steps
+    most = max(0, math.floor((amount - fixed) / each + 1e-9)) if each > 0 else steps
+    epochs = float(plan.resolved.train_args["num_train_epochs"]) if plan.resolved.train_args["max_steps"] <= 0 else None
+    text = f"({amount:,.2f} - {fixed:,.2f} for loading and evaluation) / {each:.4g} a step = {most:,} of {steps:,} steps"
+    return {
+        "amount": amount,
+        "currency": billed.currency,
+        "cost": cost,
+        "within": cost <= amount,
+        "steps_within": most,
+        "epochs_within": None if epochs is None else epochs * most / steps,
+        "arithmetic": text,
+    }
 
 
 def _simulate(plan: Plan, args: PlanArguments) -> tuple[Plan, Simulation]:
@@ -143,6 +175,18 @@ def _end(fits: bool) -> None:
     """Exit with 2 where nothing fits."""
     if not fits:
         raise typer.Exit(int(ExitCode.CONFIG))
+
+
+def _budget_problems(args: PlanArguments) -> Iterator[Problem]:
+    """What is wrong with ``--within``."""
+    if args.within is None:
+        return
+    if not (math.isfinite(args.within) and args.within > 0):
+        text = f"{args.within:g} is not an amount of money above 0"
+        yield Problem(text, file="command line", key="--within", fix="--within 500")
+    if args.compare or args.calibrate or args.why is not None or args.simulate:
+        fix = "leave the other option out"
+        yield Problem("goes with a plan, --advise and --clusters", file="command line", key="--within", fix=fix)
 
 
 def _check_usage(args: PlanArguments) -> None:
@@ -176,6 +220,7 @@ def _check_usage(args: PlanArguments) -> None:
         wrong("--gpus", "--gpus and --cluster exclude each other: a cluster file says which GPUs there are", "leave one out")
     if args.clusters is not None and (args.cluster is not None or args.model is not None):
         wrong("--clusters", "takes the place of --cluster, and needs a recipe", "leave --cluster or --model out")
+    problems += _budget_problems(args)
     if args.out is not None and args.clusters is None and not args.simulate:
         wrong("--out", "is read only with --clusters and --simulate", "add --clusters all, or --simulate")
     if args.goal not in GOALS:
@@ -199,21 +244,30 @@ def _show(
     as_document: bool,
     scored: serving.Evaluation,
     simulated: tuple[Plan, Simulation] | None = None,
+    budget: dict[str, Any] | None = None,
 ) -> None:
     better = [] if plan.fits else advisor.remedies(plan, overrides)
     if as_document:
         body = explanation.as_json(plan) | {"evaluation": scored.as_json(), "total": total.as_json()}
+        if budget is not None:
+            body["budget"] = budget
         if simulated is not None:
             body["simulation"] = simulator.as_json(*simulated)
         if not plan.fits:
             body["remedies"] = [{"change": r.what, "overrides": r.arguments, "step_s": r.plan.step.seconds} for r in better]
         emit_json(body)
-        return _end(plan.fits)
+        return _end(plan.fits and (budget is None or budget["within"]))
     from clustertune.plan import tables  # they load rich, which a document has no use for
     from clustertune.simulate import show as simulation_show
 
     tables.render(plan, total.headline(), total.rows(plan.machine.gpu), console.stdout)
     show(f"\n{scored}")
+    if budget is not None:
+        epochs = "" if budget["epochs_within"] is None else f", {budget['epochs_within']:.2f} epochs"
+        show(
+            f"\nwithin {budget['amount']:,.2f} {budget['currency']}: {'yes' if budget['within'] else 'NO'}, the run costs "
+            f"{budget['cost']:,.2f}; {budget['arithmetic']}{epochs}"
+        )
     if not plan.fits:
         told = "It would fit with one of these, the smallest change first:" if better else "No single change would make it fit."
         show(f"\n{told}")
@@ -224,7 +278,7 @@ def _show(
     if simulated is not None:
         show("")
         simulation_show.render(*simulated, console.stdout)
-    return _end(plan.fits)
+    return _end(plan.fits and (budget is None or budget["within"]))
 
 
 def _advise_splits(calibrated: CalibratedCluster, base_plan: Plan, args: PlanArguments, overrides: list[str]) -> None:
@@ -263,6 +317,16 @@ def _advise(calibrated: CalibratedCluster, plan: Plan, total: bill.Bill, args: P
     advice = advisor.advise(
         source, calibrated.machine(max(counts)), plan.constants, nodes=counts, goal=args.goal, lengths=plan.lengths,  # type: ignore[arg-type]
     )  # fmt: skip
+    if args.within is not None:
+        costs = {id(o): None if o.hours is None else total.money(o.hours * o.strategy.gpus) for o in advice.fitting}
+        paid = [option for option in advice.fitting if (cost := costs[id(option)]) is not None and cost <= args.within]
+        if not paid:
+            known = min((cost for cost in costs.values() if cost is not None), default=None)
+            text = "what the run costs is not known" if known is None else f"the cheapest that fits costs {known:,.2f}"
+            raise UserError(
+                f"{text}, the budget is {args.within:,.2f}", file="command line", key="--within", fix="fewer epochs or steps"
+            )
+        advice = replace(advice, fitting=paid)
     named = advisor.overrides(advice, source)
     if args.as_document:
         emit_json(explanation.advice_json(advice, named, calibrated.cluster, total.money, total.currency))

@@ -51,6 +51,8 @@ class GpuModel(Sourced):
     """The same in fp8; None: they have none."""
     hbm_gb_s: Figure
     """Bandwidth of the device memory, GB/s."""
+    power_w: Figure | None = None
+    """What the board may draw at most, watts; None: not published of the GPU alone."""
     host_link: Literal["pcie3", "pcie4", "pcie5", "pcie6", "c2c", "c2c-shared"]
     """How the GPU reaches the memory of its node."""
     nvlink: Annotated[int, Field(ge=2, le=5)] | None = None

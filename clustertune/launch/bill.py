@@ -10,10 +10,10 @@ import math
 import re
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from clustertune.cluster.hardware import Price, price, shown_prices
+from clustertune.cluster.hardware import Price, price, read_hardware, shown_prices
 from clustertune.cluster.load import known_clusters, load_cluster, of_gpus
 from clustertune.cluster.schema import Cluster
 from clustertune.console import duration
@@ -46,6 +46,8 @@ class Bill:
     """Wall time of each stage that takes more than moments, queues left out."""
     price: Price | None
     """Of a GPU-hour."""
+    power: float | None = None
+    """What a GPU may draw at most, watts; None: not known."""
     saving: str = ""
     """What makes the evaluation dear, and what it would take otherwise; empty: nothing that is known."""
 
@@ -74,6 +76,23 @@ class Bill:
         return spent(self.gpu_hours, self.price)
 
     @property
+    def energy(self) -> float | None:
+        """kWh of the GPUs at most: as if each drew its limit all the time. Hosts, network and cooling are not in it."""
+        return None if self.gpu_hours is None or self.power is None else self.gpu_hours * self.power / 1000
+
+    def why_energy(self) -> list[str]:
+        """The arithmetic of :attr:`energy`."""
+        if self.energy is None or self.gpu_hours is None:
+            lacking = "the GPU-hours are" if self.power is not None else "power_w of this GPU in ops/hardware.yaml is"
+            return [f"energy: unknown, because {lacking} unknown"]
+        watts = f"x {self.power:,.0f} W"
+        return [
+            f"training: {self.training:,.2f} GPU-hours {watts}; evaluation: {self.evaluation:,.2f} GPU-hours {watts}",
+            f"energy: {self.gpu_hours:,.2f} GPU-hours {watts} / 1,000 = {self.energy:,.2f} kWh at most: each GPU at its limit "
+            "all the time (ops/hardware.yaml, power_w), an upper bound; hosts, network and cooling are not in it",
+        ]
+
+    @property
     def age(self) -> int | None:
         """Days since the price was read."""
         return (datetime.date.today() - datetime.date.fromisoformat(self.price.date)).days if self.price else None
@@ -82,6 +101,11 @@ class Bill:
     def currency(self) -> str:
         """Of the price; empty without one."""
         return self.price.currency if self.price else ""
+
+    @property
+    def total(self) -> float | None:
+        """Money of the whole run; None: not known."""
+        return self.money(self.training)
 
     def money(self, training: float | None) -> float | None:
         """What the whole run costs if its training takes so many GPU-hours: on demand, or spot where that alone is offered."""
@@ -98,6 +122,8 @@ class Bill:
             "gpu_hours_range": self.around and list(self.around),
             "cost": self.cost,
             "price_age_days": self.age,
+            "energy_kwh_at_most": self.energy,
+            "gpu_power_w": self.power,
             "wall_s": self.wall,
             "stages": {name: {"seconds": value, "gpu_hours": hours.get(name, 0.0)} for name, value in self.seconds.items()},
             "saving": self.saving,
@@ -120,6 +146,8 @@ class Bill:
         rows = {"GPU-hours": self._hours(), "wall clock": self._wall(), "cost": self._money(gpu)}
         if self.price is not None and self.cost is not None:
             rows["prices"] = f"of {self.price.date}, {self.age} days old ({self.price.source})"
+        if self.energy is not None:
+            rows["energy"] = f"{self.energy:,.1f} kWh at most, {self.power:,.0f} W a GPU; hosts and cooling left out"
         return rows | ({"saving": self.saving} if self.saving else {})
 
     def _hours(self) -> str:
@@ -163,8 +191,9 @@ def bill(plan: Plan, cluster: Cluster) -> Bill:
     if during is not None:  # all GPUs of the training wait for them
         hours = None if during.seconds is None else during.seconds / 3600 * plan.gpus
         training = None if training is None or hours is None else training + hours
-    rate = price(plan.machine.gpu)
-    return Bill(training, scored.gpu_hours, plan.low, plan.high, seconds, rate, _saving(plan, cluster, scored, rate))
+    rate, known = price(plan.machine.gpu), read_hardware().gpus.get(plan.machine.gpu)
+    saving, power = _saving(plan, cluster, scored, rate), known.power_w if known is not None else None
+    return Bill(training, scored.gpu_hours, plan.low, plan.high, seconds, rate, power, saving)
 
 
 def of_recipe(resolved: Resolved, cluster: Cluster) -> tuple[Plan, Bill] | None:
@@ -217,7 +246,8 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        return self.plan is not None and self.plan.fits
+        """It fits, and nothing else keeps it from running there."""
+        return self.plan is not None and self.plan.fits and not self.why_not
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``: no hours of what does not fit."""
@@ -292,6 +322,15 @@ def choices(recipe: str, overrides: Sequence[str], where: Iterable[Cluster], *, 
     """
     options = [_choice(recipe, overrides, cluster, lengths) for cluster in where]
     return sorted(options, key=lambda one: (not one.fits, _price(one), one.plan.hours or 0.0 if one.plan else 0.0))
+
+
+def within(one: Choice, amount: float) -> Choice:
+    """The same with what a budget says: dearer than it, or of unknown cost, does not run there."""
+    cost = one.bill.total if one.bill and one.fits else None
+    if not one.fits or (cost is not None and cost <= amount):
+        return one
+    why = "what it costs is not known" if cost is None else f"costs {cost:,.2f}, the budget is {amount:,.2f}"
+    return replace(one, why_not=why)
 
 
 def _price(one: Choice) -> float:
