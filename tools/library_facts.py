@@ -129,6 +129,7 @@ def trl_facts() -> dict[str, Any]:
         "optimizer_modules": optimizer_modules(),
         "trackers": tracker_names(),
         "compilers": compiler_names(),
+        "schedules": schedule_arguments(),
     }
 
 
@@ -184,6 +185,16 @@ def compiler_names() -> list[str]:
     from accelerate.utils import DynamoBackend
 
     return sorted({one.value.lower() for one in DynamoBackend} & set(torch._dynamo.list_backends(())))
+
+
+def schedule_arguments() -> dict[str, list[str] | None]:
+    """By schedule: the keys of ``lr_scheduler_kwargs`` that its function takes beside what the Trainer gives it; None where it
+    hands all of them on."""
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+    given = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
+    taken = {kind.value: list(inspect.signature(function).parameters) for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
+    return {kind: None if "kwargs" in names else [name for name in names if name not in given] for kind, names in taken.items()}
 
 
 def peft_facts() -> dict[str, Any]:

@@ -6,6 +6,7 @@ median of its largest sizes. What to expect comes with the document (``clustertu
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -175,7 +176,8 @@ def _repeating(name: str, row: Mapping[str, Any]) -> Check:
             # What torch says around a reason is longer than the reason, and comes first.
             faults.sort(key=lambda fault: "NCCL error" in fault.text or "ncclRemoteError" in fault.text)
             again = f" ({times} times)" if times > 1 else ""
-            yield Seen(status, f"{faults[0].text}{again}", where=names(fault.host for fault in faults))
+            other = next((fix for words, fix in row.get("fixes", ()) if re.search(words, faults[0].text, re.IGNORECASE)), "")
+            yield Seen(status, f"{faults[0].text}{again}", other, names(fault.host for fault in faults))
 
     return Check(rule_of(name, row), look, LINKS)
 

@@ -285,7 +285,7 @@ class _NcclLogReader:
             log.bootstrap[host] = self.interfaces(host, [], text.partition("Using")[2]) or log.bootstrap.get(host, [])
         elif text.startswith("Using network "):
             log.networks.setdefault(text[14:74].strip(), set()).add(host)
-        elif word == "GPU" or "GPU Direct RDMA" in text:
+        elif word in ("GPU", "MNNVL") or "GPU Direct RDMA" in text:
             self.gpu(record)
         elif word in ("P2P", "Could"):
             words = ("P2P is disabled between", "Could not enable P2P")
@@ -301,6 +301,11 @@ class _NcclLogReader:
             log.no_verbs.add(host)
         elif " -> " in text and _RETURNED.search(text):
             log.failed += 1
+
+    def fabric(self, record: Record) -> None:
+        """What NVML says of the fabric that joins GPUs of several nodes: ``MNNVL busId ... state 3 healthMask 0xaa``."""
+        if (mask := _HEALTH.search(record.text)) and (bad := fabric_faults(int(mask[1], 16))):
+            self.keep(LoggedFault("fabric-health", record.host, f"healthMask 0x{mask[1]}: {', '.join(bad)}"))
 
     def edge(self, record: Record) -> None:
         match = _EDGE.search(record.text)
@@ -367,7 +372,8 @@ class _NcclLogReader:
         log.complete += "Init COMPLETE" in text
 
     def gpu(self, record: Record) -> None:
-        """Paths between GPUs, and what is said of GPUDirect RDMA."""
+        """Paths between GPUs, and what is said of GPUDirect RDMA and of the fabric."""
+        self.fabric(record)
         if match := _GDR_OFF.search(record.text):
             self.log.gdr_off.setdefault(record.host, set()).add(match[1] or match[2] or "")
         own = record.text.partition(" ")[0]
@@ -417,9 +423,30 @@ class _NcclLogReader:
         text = cause if last and record.level != WARN and kind_of(cause) == kind else record.text
         if kind in ("nvls", "p2p-refused") and text.lower().startswith("cuda failure"):
             text = f"{record.source.partition(':')[0]}: {text}"  # the message alone does not say what was tried
-        fault = LoggedFault(kind, record.host, text.strip()[:400])
+        self.keep(LoggedFault(kind, record.host, text.strip()[:400]))
+
+    def keep(self, fault: LoggedFault) -> None:
+        """Count a fault; the first of each kind always."""
+        log, kind = self.log, fault.kind
         if fault in log.faults or len(log.faults) < MOST_FAULTS or not any(seen.kind == kind for seen in log.faults):
             log.faults[fault] += 1
+
+
+_HEALTH = re.compile(r"\bhealthMask (?:0x)?([0-9a-fA-F]{1,8})\b")
+_TRUE = 1
+"""Of the fields of two bits: 0 is not supported, 1 true, 2 false; of the manager's state 2 is disconnected."""
+_FABRIC = {
+    "degraded bandwidth": (0, 0x3, (_TRUE,)), "a route recovers": (2, 0x3, (_TRUE,)),
+    "a route is unhealthy": (4, 0x3, (_TRUE,)),
+    "recovers from an access time-out": (6, 0x3, (_TRUE,)), "incorrect configuration": (8, 0xF, tuple(range(2, 16))),
+    "the fabric manager is disconnected": (14, 0x3, (2,)),
+}  # fmt: skip
+"""Shift, width and bad values of the fields of NVML's mask (nvml.h of 13.615, NVML_GPU_FABRIC_HEALTH_MASK_*)."""
+
+
+def fabric_faults(mask: int) -> list[str]:
+    """What is wrong in a fabric's health mask; empty where nothing is."""
+    return [words for words, (shift, width, bad) in _FABRIC.items() if mask >> shift & width in bad]
 
 
 def _put(into: dict[str, list[LoggedDevice]], host: str, devices: list[LoggedDevice]) -> None:

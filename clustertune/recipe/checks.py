@@ -218,7 +218,14 @@ def _check_arguments(train: Mapping[str, Any]) -> Iterator[Found]:
     arguments, rate = train["lr_scheduler_kwargs"] or {}, train["learning_rate"]
     if schedule in ("constant", "constant_with_warmup") and arguments:
         yield ("train", "lr_scheduler_kwargs"), f"the {schedule} schedule reads none", "leave it out"
-    for key, value in arguments.items():  # one that a schedule does not know, or lacks, transformers names as it makes it
+    known = facts("trl")["schedules"].get(schedule)
+    for key, value in arguments.items():  # one that a schedule lacks, transformers names as it makes it
+        if (
+            known is not None and key not in known and not schedule.startswith("constant")
+        ):  # a TypeError once the base is loaded
+            text = f"the {schedule} schedule takes no {show_value(key)}; it takes {', '.join(known) or 'none'}"
+            yield ("train", "lr_scheduler_kwargs"), text, did_you_mean(key, known)
+            continue
         if needed := _outside(key, value, rate if is_number(rate) else math.inf):
             text = f"{key} is {show_value(value)}: {needed}"
             yield ("train", "lr_scheduler_kwargs"), text, "see the function of this schedule in transformers/optimization.py"
@@ -229,9 +236,10 @@ def _check_arguments(train: Mapping[str, Any]) -> Iterator[Found]:
     if fault:
         yield ("train", TEMPLATE_ARGUMENTS), fault, "such as {enable_thinking: false}"
     metric = str(train["metric_for_best_model"] or "loss").removeprefix("eval_")
-    if train["save_strategy"] == "best" and metric not in _EVALUATED:
+    reader = "save_strategy is best" if train["save_strategy"] == "best" else f"the {schedule} schedule reads it"
+    if (train["save_strategy"] == "best" or schedule == "reduce_lr_on_plateau") and metric not in _EVALUATED:
         # Trainer looks for it after the first evaluation only.
-        text = f"{show_value(train['metric_for_best_model'])} is no figure of an evaluation, and save_strategy is best"
+        text = f"{show_value(train['metric_for_best_model'])} is no figure of an evaluation, and {reader}"
         yield ("train", "metric_for_best_model"), text, f"one of {', '.join(_EVALUATED)}"
     taken, path = facts("trl")["optimizers"].get(optimizer), ("train", "optim_args")
     for item in filter(None, str(train["optim_args"] or "").replace(" ", "").split(",")):
@@ -458,7 +466,12 @@ def _check_targets(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> 
     targeted = [name for name in modules if (name not in ends if is_all_linear(target) else matches(target, name))]
     targeted += [name for name, _ in adapted_experts(architecture, lora)]
     for key in ("rank_pattern", "alpha_pattern"):
-        for pattern in lora[key]:
+        for pattern, value in lora[key].items():
+            wanted = is_whole(value) if key == "rank_pattern" else is_number(value) and value > 0
+            if not wanted:
+                # PEFT refuses a rank below 1 once the base is loaded; an alpha of 0 takes the adapter away without a message.
+                text = f"{pattern} is {show_value(value)}: {'a rank is a whole number from 1' if 'rank' in key else 'above 0'}"
+                yield ("lora", key), text, "leave it out, or name the module in exclude_modules"
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in targeted):
                 text = f"{show_value(pattern)} matches none of the modules that target_modules names: it has no effect"
                 yield ("lora", key), text, did_you_mean(pattern, {name.split(".")[-1] for name in targeted})
@@ -564,6 +577,8 @@ def check_strategy(
         if kind in ("MULTI_GPU", "NO", "DEEPSPEED") and axis in sizes:
             text = f"{sizes[axis]}, with {acc.TYPE}: {kind}: only FSDP2 is combined with it here"
             yield _mesh(axis), text, acc.USE_FSDP2
+    if kind == "FSDP" and architecture is not None:
+        yield from _wrapped(accelerate, architecture)
     if kind == "FSDP" and (why := sharded_optimizer(str(train["optim"]))):
         whole = f"accelerate.{acc.TYPE}=MULTI_GPU accelerate.fsdp_config=null, with the whole model on every GPU"
         fix = f"train.optim=adamw_torch_fused; or {whole}"
@@ -591,6 +606,18 @@ def sharded_optimizer(name: str) -> str | None:
         "adafactor": "transformers' Adafactor mixes tensors with FSDP2's DTensors: the first step would fail",
         "adagrad": "torch makes Adagrad's state ahead of the sharding: no checkpoint could be saved",
     }.get(name)
+
+
+def _wrapped(accelerate: Mapping[str, Any], architecture: Mapping[str, Any]) -> Iterator[Found]:
+    """Classes that FSDP2 is to shard by and the model does not have: accelerate looks for them once the base is loaded."""
+    section, key = acc.section(accelerate, "fsdp_config"), "fsdp_transformer_layer_cls_to_wrap"
+    named, policy = section.get(key), str(section.get("fsdp_auto_wrap_policy") or "TRANSFORMER_BASED_WRAP")
+    known = model_facts(str(architecture["model_type"]))["classes"]
+    for name in str(named).split(",") if named and policy == "TRANSFORMER_BASED_WRAP" else ():
+        if name.strip() not in known:
+            layers = [one for one in known if one.endswith(("DecoderLayer", "Block"))]
+            text = f"{show_value(name.strip())} is no class of {architecture['model_type']} in transformers"
+            yield ("accelerate", "fsdp_config", key), text, did_you_mean(name, known) or f"one of {', '.join(layers)}"
 
 
 def _mesh(axis: str) -> KeyPath:

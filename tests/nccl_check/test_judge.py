@@ -163,6 +163,8 @@ IB: dict[str, Case] = {
     "two networks": ("nodes-differ", "fail: IBext_v8 on node2", "node2:1:2 [0] NCCL INFO Using network IBext_v8"),
     "link-local": ("wrong-interface", "fail fail: eth0 with fe80",
         text(INFINIBAND_JOB).replace("10.0.0.1<", "fe80::1%eth0<").replace("10.0.0.2<", "fe80::2%eth0<")),
+    "a fabric between nodes that is slow": ("fabric-health", "fail: healthMask 0xa9",
+        lines("MNNVL busId 0x801000 fabric UUID 3f.9c cliqueId 0x7ffe state 3 healthMask 0xa9")),
     "protocol": ("nccl-settings", "warn: NCCL_PROTO=LL", environment(NCCL_PROTO="LL")),
     "no adapter by the log": ("socket-fallback", "fail: the cluster file says infiniband", SOCKETS, no_facts),
     "a bridge does not matter to RDMA": ("wrong-interface", "pass",

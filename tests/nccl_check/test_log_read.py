@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding
 from clustertune.nccl_check import nccl_log
 from clustertune.nccl_check.link_rules import headline_of, judge_log, page
-from clustertune.nccl_check.nccl_log import Log, LoggedDevice, read
+from clustertune.nccl_check.nccl_log import Log, LoggedDevice, fabric_faults, read
 from tests.command import run
 from tests.nccl_check.command_line import judge_files
 from tests.nccl_check.log_maker import PREFIXES, Job, lines, text
@@ -345,6 +345,43 @@ def test_gdr_that_the_plugin_of_efa_disables() -> None:
     for line, status in ((said, WARN), ("", PASS)):
         _, findings = found(job + line)
         assert (WARN if "gdr-off" in {item.rule for item in findings if item.status == WARN} else PASS) == status
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        ("0xaa", ()), ("0x0", ()), ("0xa9", ("degraded bandwidth",)), ("0x9a", ("unhealthy",)),
+        ("0xa5", ("degraded", "recovers")),
+        ("0x1aa", ()), ("0x5aa", ("incorrect configuration",)), ("0x8000", ("disconnected",)), ("0x4000", ()),
+    ],
+)  # fmt: skip
+def test_a_fabric_that_is_not_healthy_is_seen(mask: str, words: tuple[str, ...]) -> None:
+    """Every field of NVML's mask has a value of its own for well, bad and not supported."""
+    line = f"node1:1:1 [0] NCCL INFO MNNVL busId 0x801000 fabric UUID 3f.9c cliqueId 0x7ffe state 3 healthMask {mask}\n"
+    log, findings = found(line)
+    assert ("fabric-health" in {item.rule for item in findings if item.status != PASS}) == bool(words)
+    assert all(word in "".join(fault.text for fault in log.faults) for word in words)
+
+
+def test_the_layout_of_the_mask_is_nvmls() -> None:
+    import pynvml
+
+    names = ("DEGRADED_BW", "ROUTE_RECOVERY", "ROUTE_UNHEALTHY", "ACCESS_TIMEOUT_RECOVERY")
+    for name in names:
+        shift, true, false = (
+            getattr(pynvml, f"NVML_GPU_FABRIC_HEALTH_MASK_{one}") for one in (f"SHIFT_{name}", f"{name}_TRUE", f"{name}_FALSE")
+        )
+        assert len(fabric_faults(true << shift)) == 1 and not fabric_faults(false << shift)
+
+
+def test_a_link_local_address_asks_for_no_firewall() -> None:
+    said = "socketPollConnect: connect to fe80::1%ib0<4> returned Network is unreachable(101)"
+    line = f"node1:1:1 [0] misc/socket.cc:557 NCCL WARN {said}\n"
+    _, findings = found(line)
+    bad = [item for item in findings if item.status != PASS]
+    assert bad[0].rule == "port-refused" and "NCCL_SOCKET_FAMILY=AF_INET" in bad[0].fix and "firewall-cmd" not in bad[0].fix
+    _, findings = found(line.replace("fe80::1%ib0", "10.1.2.3"))
+    assert "firewall-cmd" in next(item.fix for item in findings if item.rule == "port-refused")
 
 
 def test_the_page_of_the_rules_is_current() -> None:
