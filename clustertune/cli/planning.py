@@ -118,7 +118,7 @@ def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedClu
         reply(args.as_document, document, lambda: tables.compare(plans[0], plans[1], rows, console.stdout))
         _end(all(plan.fits for plan in plans))
     elif args.why is not None:
-        lines = bills[0].why_energy() if args.why.strip().lower() == "energy" else explanation.why(plans[0], args.why)
+        lines = bill.why(plans[0], bills[0], serving.evaluation(plans[0].resolved, calibrated.cluster), args.why)
         reply(args.as_document, {"part": args.why, "arithmetic": lines}, lambda: show("\n".join(lines)))
     elif args.advise and plans[0].resolved.recipe.rollout == "servers":
         _advise_splits(calibrated, plans[0], args, overrides)

@@ -22,6 +22,7 @@ from clustertune.host.system import GIB, ask
 from clustertune.launch import serving, shape
 from clustertune.plan.calibration import find_calibrated
 from clustertune.plan.explanation import bottleneck, money, spent
+from clustertune.plan.explanation import why as explain
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.plan.schedule import TOKENS_PER_CPU_S, Lengths, tokens_to_prepare
 from clustertune.resolve.resolve import asked_size, resolve
@@ -194,6 +195,37 @@ def bill(plan: Plan, cluster: Cluster) -> Bill:
     rate, known = price(plan.machine.gpu), read_hardware().gpus.get(plan.machine.gpu)
     saving, power = _saving(plan, cluster, scored, rate), known.power_w if known is not None else None
     return Bill(training, scored.gpu_hours, plan.low, plan.high, seconds, rate, power, saving)
+
+
+COSTS = ("cost", "gpu-hours", "total", "bill")
+"""What ``--why`` is asked for the whole bill."""
+
+
+def why(plan: Plan, total: Bill, scored: serving.Evaluation, topic: str) -> list[str]:
+    """The arithmetic of a part of the plan or of the bill, a line each. Raises UserError where there is no such part."""
+    named = topic.strip().lower().replace(" ", "-").replace("_", "-")
+    if named in COSTS:
+        return _bill_lines(plan, total)
+    if named == "energy":
+        return total.why_energy()
+    lines = explain(plan, topic, more=(*COSTS, "energy"))
+    if named == "evaluation":
+        return [f"while training: {line}" for line in lines] + [f"after the training: {line}" for line in scored.arithmetic]
+    return [*lines, *_bill_lines(plan, total)] if named == "hours" else lines
+
+
+def _bill_lines(plan: Plan, total: Bill) -> list[str]:
+    """GPU-hours by stage, and what they cost."""
+    lines = [f"{name}: {'unknown' if value is None else f'{value / 3600:,.2f} h'}" for name, value in total.seconds.items()]
+    if total.training is None or total.evaluation is None or total.gpu_hours is None:
+        return lines
+    hours = f"training {total.training:,.2f} ({plan.gpus} GPUs) + evaluation {total.evaluation:,.2f} (--why evaluation)"
+    lines.append(f"GPU-hours: {hours} = {total.gpu_hours:,.2f}")
+    for kind in ("on_demand", "spot"):
+        if total.cost is not None and (rate := total.cost["per_gpu_hour"][kind]) is not None:
+            name = f"cost, {kind.replace('_', ' ')}"
+            lines.append(f"{name}: {total.gpu_hours:,.2f} GPU-hours x {rate:g} = {total.cost[kind]:,.2f} {total.currency}")
+    return lines
 
 
 def of_recipe(resolved: Resolved, cluster: Cluster) -> tuple[Plan, Bill] | None:

@@ -14,6 +14,7 @@ from clustertune.cluster.hardware import read_hardware
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
 from clustertune.manifest import open_to_read
+from clustertune.plan.constants import SECONDS, Term, total
 from clustertune.plan.generation_cost import BANDWIDTH_SHARE, GPU_OVERHEAD, GPU_SHARE, LAYER_S, MOST
 from clustertune.plan.strategy import LONGEST, servers_beside
 from clustertune.recipe.eval_tasks import find_task, first_task
@@ -128,7 +129,7 @@ def beside_serving(resolved: Resolved, gpus: int) -> Serving:
     return Serving(max(1, gpus // servers.gpus), servers.gpus if gpus else 1, 1, servers.longest, MOST)
 
 
-def seconds(shape: Serving, size: ModelSize, hbm_bytes_s: float, documents: int, answer_tokens: int) -> float:
+def terms(shape: Serving, size: ModelSize, hbm_bytes_s: float, documents: int, answer_tokens: int) -> list[Term]:
     """An estimate of an evaluation's wall time: start, reading the weights, and the steps of the longest answers.
 
     Each step reads the weights and half of the cache of all running sequences through :data:`BANDWIDTH_SHARE` of the memory
@@ -137,8 +138,28 @@ def seconds(shape: Serving, size: ModelSize, hbm_bytes_s: float, documents: int,
     running = min(shape.max_num_seqs, math.ceil(documents / shape.servers))
     rounds = math.ceil(documents / (shape.servers * running))
     cache = running * size.cache * SEQUENCE_TOKENS / 2
-    step = (size.weights + cache) / (shape.tensor_parallel * hbm_bytes_s * BANDWIDTH_SHARE)
-    return start_seconds(shape, size) + rounds * answer_tokens * step
+    speed = shape.tensor_parallel * hbm_bytes_s * BANDWIDTH_SHARE
+    values: dict[str, float | int | str] = {
+        "start": IMPORT_S,
+        "each": LAYER_START_S,
+        "layers": size.layers,
+        "servers": shape.servers,
+    }
+    values |= {"weights": size.weights / 1e9, "stages": shape.pipeline_parallel, "read": READ_BYTES_S / 1e9}
+    text = "{start} s + {each} s x {layers} layers + {servers} servers x {weights} GB / {stages} nodes / {read} GB/s read"
+    start = Term("start of the servers", start_seconds(shape, size), SECONDS, text, values)
+    return [start, _answers(rounds, answer_tokens, size.weights, cache, speed)]
+
+
+def _answers(rounds: int, tokens: int, weights: float, cache: float, speed: float, least: float = 0.0) -> Term:
+    """The time of the answers: each token reads the weights and half of the cache, or takes ``least`` seconds."""
+    values: dict[str, float | int | str] = {"rounds": rounds, "tokens": tokens}
+    values |= {"weights": weights / 1e9, "cache": cache / 1e9, "speed": speed / 1e9, "least": least}
+    text = "{rounds} rounds x {tokens} tokens of the longest answer x ({weights} + {cache} GB) / {speed} GB/s"
+    if least > (weights + cache) / speed:
+        text = "{rounds} rounds x {tokens} tokens of the longest answer x {least} s of the host"
+    value = rounds * tokens * max((weights + cache) / speed, least)
+    return Term("answers", value, SECONDS, text, values)
 
 
 def start_seconds(shape: Serving, size: ModelSize) -> float:
@@ -152,11 +173,14 @@ def deadline_seconds(start: float) -> float:
     return 2 * start + LATE_S
 
 
-def in_one_process(size: ModelSize, hbm_bytes_s: float, documents: int, answer_tokens: int, batch: int) -> float:
-    """As :func:`seconds`, of transformers in one process: its GPUs compute in turn, :data:`LAYER_S` a layer at least."""
+def in_one_process(size: ModelSize, hbm_bytes_s: float, documents: int, answer_tokens: int, batch: int) -> list[Term]:
+    """As :func:`terms`, of transformers in one process: its GPUs compute in turn, :data:`LAYER_S` a layer at least."""
     cache = batch * size.cache * SEQUENCE_TOKENS / 2
-    step = max((size.weights + cache) / (hbm_bytes_s * BANDWIDTH_SHARE), size.layers * LAYER_S)
-    return IMPORT_S + size.weights / READ_BYTES_S + math.ceil(documents / batch) * answer_tokens * step
+    values = {"start": IMPORT_S, "weights": size.weights / 1e9, "read": READ_BYTES_S / 1e9}
+    text = "{start} s + {weights} GB / {read} GB/s read"
+    start = Term("start", IMPORT_S + size.weights / READ_BYTES_S, SECONDS, text, values)
+    rounds, speed = math.ceil(documents / batch), hbm_bytes_s * BANDWIDTH_SHARE
+    return [start, _answers(rounds, answer_tokens, size.weights, cache, speed, size.layers * LAYER_S)]
 
 
 KEY = "container.vllm"
@@ -183,6 +207,8 @@ class Evaluation:
     """What keeps it from working; empty: nothing that is known."""
     assumed: str = ""
     """What the estimate takes for granted; empty: nothing, all tasks are known."""
+    arithmetic: tuple[str, ...] = ()
+    """How :attr:`seconds` come about, a line each; empty where they are not known."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any], file: Path) -> Evaluation:
@@ -305,9 +331,10 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
             return Evaluation("hf", why_hf, models=models)
         used = size.weights + settings.batch_size * SEQUENCE_TOKENS * size.cache
         gpus = max(1, math.ceil(used / (gpu.usable_bytes - GPU_OVERHEAD)))
-        seconds_each = in_one_process(size, gpu.hbm_gb_s * 1e9, documents, tokens, settings.batch_size)
+        parts = in_one_process(size, gpu.hbm_gb_s * 1e9, documents, tokens, settings.batch_size)
         if gpus <= compute.gpus:
-            return Evaluation("hf", why_hf, gpus_per_node=gpus, models=models, seconds=models * seconds_each)
+            lines = _lines(parts, models, gpus, documents)
+            return Evaluation("hf", why_hf, gpus_per_node=gpus, models=models, seconds=models * total(parts), arithmetic=lines)
         note = f"the model needs {gpus} GPUs of this kind, a node has {compute.gpus}: the other layers are computed from host "
         return Evaluation("hf", why_hf, gpus_per_node=compute.gpus, models=models, note=note + "memory, which is slow")
     if shape is None:
@@ -315,11 +342,22 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
         return Evaluation("vllm", "eval.backend: vllm", models=models, note=note)
     by_what = KEY if cluster.container.vllm else "assumed, no cluster file names it"
     why = "eval.backend: vllm" if requested == "vllm" else "the model does not fit one node" if shape.nodes > 1 else by_what
-    time = start = None
+    time, start, used_gpus, lines = None, None, min(compute.gpus, shape.gpus_per_node), ()
     if gpu and size:
-        time = models * seconds(shape, size, gpu.hbm_gb_s * 1e9, documents, tokens)
-        start = start_seconds(shape, size)
-    return Evaluation("vllm", why, shape, min(compute.gpus, shape.gpus_per_node), models, time, start, lacking)
+        parts = terms(shape, size, gpu.hbm_gb_s * 1e9, documents, tokens)
+        time, start = models * total(parts), parts[0].value
+        lines = _lines(parts, models, used_gpus * shape.nodes, documents)
+    return Evaluation("vllm", why, shape, used_gpus, models, time, start, lacking, arithmetic=lines)
+
+
+def _lines(parts: list[Term], models: int, gpus: int, documents: int) -> tuple[str, ...]:
+    """The arithmetic of an evaluation."""
+    one = total(parts)
+    shown = [f"{term.name}, {documents:,} prompts: {term.arithmetic()}" for term in parts[1:]]
+    whole = (
+        f"{models} model{'s' * (models > 1)} x {one:,.0f} s x {gpus} GPUs / 3600 = {models * one * gpus / 3600:,.2f} GPU-hours"
+    )
+    return (f"{parts[0].name}: {parts[0].arithmetic()}", *shown, whole)
 
 
 def _why_in_one_process(resolved: Resolved, cluster: Cluster, size: ModelSize | None, shape: Serving | None) -> str:

@@ -170,8 +170,11 @@ def _copies(plan: Plan) -> list[Term]:
     return [plan.step.offload.transfer] if plan.step.offload.transfer is not None else []
 
 
-def why(plan: Plan, topic: str) -> list[str]:
-    """The arithmetic of one part, a line each. Raises UserError with the nearest name where there is no such part."""
+def why(plan: Plan, topic: str, *, more: Sequence[str] = ()) -> list[str]:
+    """The arithmetic of one part, a line each. ``more``: parts that others explain, for the list of names.
+
+    Raises UserError with the nearest name where there is no such part.
+    """
     known = topics(plan)
     named = topic.strip().lower().replace(" ", "-").replace("_", "-")
     if named in ("exposed-communication", "network"):
@@ -181,7 +184,7 @@ def why(plan: Plan, topic: str) -> list[str]:
     if named in ("mfu", "hfu"):
         return _mfu(plan)
     if named not in known:
-        names = [*known, "hours", "mfu"]
+        names = [*known, "hours", "mfu", *more]
         fix = did_you_mean(named, names) or f"parts of this plan: {', '.join(names)}"
         raise UserError(Problem(f"the plan has no part {topic!r}", file="command line", key="--why", fix=fix))
     lines = list(dict.fromkeys(f"{term.name}: {term.arithmetic()}" for term in known[named] if term.value))

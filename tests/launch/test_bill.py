@@ -146,3 +146,14 @@ def test_the_page_replaces_its_own_and_nothing_else(tmp_path: Path) -> None:
 def test_contradictions_are_refused(words: tuple[str, ...], key: str) -> None:
     done = run("plan", RECIPE, *words, "--json")
     assert done.code == 2 and [problem["key"] for problem in json.loads(done.out)["problems"]] == [key]
+
+
+@pytest.mark.parametrize(("recipe", "cluster"), [("qwen3-30b-a3b-lora", "dgx-h100"), ("llama8b-lima", "dgx-h100")])
+def test_the_largest_part_of_a_bill_has_its_arithmetic(recipe: str, cluster: str) -> None:
+    """Each GPU-hour of the evaluation behind the training comes from a line, and the whole bill adds up from its stages."""
+    plan = json.loads(run("plan", recipe, "--cluster", cluster, "--json").out)
+    why = {part: run("plan", recipe, "--cluster", cluster, "--why", part).out for part in ("evaluation", "hours", "cost")}
+    last = why["evaluation"].strip().splitlines()[-1]
+    assert f"= {plan['evaluation']['gpu_hours']:,.2f} GPU-hours" in last
+    assert all(f"{plan['total']['cost']['on_demand']:,.2f}" in why[part] for part in ("hours", "cost"))
+    assert all(f"{plan['total']['gpu_hours']:,.2f}" in why[part] for part in ("hours", "cost"))
