@@ -70,7 +70,7 @@ class OwnPrompts:
 def read_prompts(path: Path, key: str) -> OwnPrompts:
     """Raises UserError with every bad row (``file:line``) and what to write instead. ``key``: what named the file."""
     if not path.is_file():
-        text = "is a folder, not a file" if path.is_dir() else "no such file"
+        text = "is a folder, not a file" if path.is_dir() else "is not a plain file" if path.exists() else "no such file"
         raise UserError(text, file=str(path), key=key, fix="name a file of prompts: .jsonl, .csv, .txt, ...")
     if kind_of(path.name) == ("", ""):
         raise UserError("no file of a known kind", file=str(path), key=key, fix=f"known are {', '.join(KINDS)}")

@@ -7,6 +7,7 @@ each rank what was counted, or where it failed. What libraries print goes to std
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clustertune.process import Stopped, die_with_parent
-from clustertune.simulate.scratch import PREFIX, scratch_folder
+from clustertune.process import die_with_parent
+from clustertune.simulate.scratch import PREFIX, folders, scratch_folder
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled",
@@ -50,12 +51,9 @@ def main() -> int:
                     signal.signal(signal.SIGTERM, signal.SIG_DFL)
                     die_with_parent(signal.SIGKILL, parent)
                     os._exit(one_rank.run(spec, one, guard, out, began, folder, resumes=resumes))
-                try:
-                    _, status = os.waitpid(child, 0)
-                except Stopped:
-                    os.kill(child, signal.SIGKILL)
-                    os.waitpid(child, 0)
-                    raise
+                _ranks[:] = [child]
+                _, status = os.waitpid(child, 0)
+                _ranks.clear()
                 if os.WIFSIGNALED(status):
                     out.write(json.dumps({"rank": one["rank"], "signal": os.WTERMSIG(status)}) + "\n")
                 if status != 0:
@@ -63,22 +61,24 @@ def main() -> int:
     return 0
 
 
-def _stop(number: int, _frame: object) -> None:
-    raise Stopped(signal.Signals(number).name)
+_ranks: list[int] = []
+"""The process of the rank that is simulated now."""
 
 
-def guarded() -> int:
-    """:func:`main`; where the process that asked ends, or asks for it, its folder goes too."""
-    signal.signal(signal.SIGTERM, _stop)
-    asked = os.getppid()
-    try:
-        return main()
-    except Stopped:
-        folder = Path(sys.argv[1]).parent
-        if os.getppid() != asked and folder.name.startswith(PREFIX):  # it was killed, and cannot remove what it has made
-            shutil.rmtree(folder, ignore_errors=True)
-        return 1
+def _stop(_number: int, _frame: object) -> None:
+    """End at once, and leave nothing: an exception could be caught by a library that is being imported."""
+    for rank in _ranks:
+        with contextlib.suppress(OSError):
+            os.kill(rank, signal.SIGKILL)
+            os.waitpid(rank, 0)
+    folder = Path(sys.argv[1]).parent
+    if folder.name.startswith(PREFIX):
+        folders.add(folder)
+    for path in folders:
+        shutil.rmtree(path, ignore_errors=True)
+    os._exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(guarded())
+    signal.signal(signal.SIGTERM, _stop)
+    sys.exit(main())

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PREFIX = "clustertune-simulate-"
+folders: set[Path] = set()
+"""Those of this process."""
 _YOUNG_SECONDS = 60.0
 """Between its making and its lock a folder is nobody's."""
 
@@ -25,8 +27,10 @@ def scratch_folder() -> Iterator[Path]:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
+            folders.add(Path(name))
             yield Path(name)
         finally:
+            folders.discard(Path(name))
             os.close(fd)
 
 

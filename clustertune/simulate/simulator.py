@@ -148,7 +148,7 @@ def specification(resolved: Resolved, machine: PlanMachine, ranks: Sequence[int]
     }
 
 
-END_SECONDS = 5.0
+END_SECONDS = 20.0
 """Until the child has ended its rank and removed its folder."""
 
 

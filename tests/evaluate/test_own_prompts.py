@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,10 @@ def test_rows_of_a_task_are_told_from_ones_own(tmp_path: Path) -> None:
     assert not are_own(OWN, ["ifeval"])
     assert are_own(OWN, ["gsm8k"])
     assert are_own(write(tmp_path / "own.jsonl", ROWS), ["ifeval"])
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_is_no_file_of_prompts(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(UserError, match="plain file"):
+        read_prompts(tmp_path / "rows.jsonl", "eval.data")
