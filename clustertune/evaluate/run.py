@@ -21,7 +21,6 @@ from clustertune import console, manifest
 from clustertune.console import duration
 from clustertune.data import rendering
 from clustertune.data.prompts import OwnPrompts, read_prompts
-from clustertune.data.tokens import Encoder
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error
 from clustertune.evaluate import servers, tasks
 from clustertune.evaluate.answers import AnswerLog, RecordedLM, hold
@@ -182,6 +181,8 @@ def _prepared(
 
 def _control_tokens(tokenizer: Any, asked: OwnPrompts | None, own: tasks.Inputs) -> list[str]:
     """Where texts of one's own rows hold what the tokenizer takes for a control token, a sentence for each file."""
+    from clustertune.data.tokens import Encoder  # numpy: a command without the stack names the package to install
+
     files: dict[str, list[tuple[int, list[dict[str, Any]]]]] = {}
     if asked is not None:
         answered = ((row, [] if row.answer is None else [{"role": "assistant", "content": row.answer}]) for row in asked.rows)
