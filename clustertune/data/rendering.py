@@ -77,7 +77,7 @@ def pinned(template: Any, day: str | None = None, arguments: Mapping[str, Any] |
     body = {"arguments": defaults, **({"date": day} if day else {})}
     # Within a comment its end must not stand.
     lines = ["{#- clustertune " + json.dumps(body, sort_keys=True).replace("#", "\\u0023") + " -#}"]
-    for name, value in defaults.items():
+    for name, value in sorted(defaults.items()):
         lines.append(f"{{%- if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif -%}}")
     lines += [_macro(text, day)] if day else []
     return "\n".join([*lines, "{#- clustertune end -#}", text])
