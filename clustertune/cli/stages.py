@@ -359,7 +359,6 @@ def _prepared(resolved: Resolved, out: Path, input_path: Path | None, samples: i
                 if resolved.is_grpo:
                     sequences.check_prompts(out, resolved)
                 document |= {key: made[key] for key in tokens.SUMMARY}
-                document["warnings"] = [*prepared["warnings"], *made["warnings"]]
                 for split in conversations.SPLITS:
                     document[split] = {**document[split], **made["splits"][split]}
                 if samples:
