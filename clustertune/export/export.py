@@ -547,7 +547,7 @@ class _ModelExport:
             own = read_json(self.base / "config.json")
             config = own if "model_type" in own else {**made, **own}
             config |= {key: made[key] for key in ("architectures", "dtype")}
-            config.pop("torch_dtype", None)
+        config["torch_dtype"] = config["dtype"]  # what transformers before 4.56, and servers built on it, read
         if (stage / companions.GENERATION).is_file():
             generation = read_json(stage / companions.GENERATION)
         config, aligned = companions.aligned_configs(config, generation, ids)
