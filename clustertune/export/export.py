@@ -542,12 +542,13 @@ class _ModelExport:
     def _write_configs(self, stage: Path, ids: dict[str, int]) -> None:
         """``config.json``, which keeps the base's keys, and ``generation_config.json``, with the EOS and padding ``ids``."""
         made = json.loads(self.config.to_json_string())
-        config, generation = dict(made), None
+        config, generation, own = dict(made), None, {}
         if self.base is not None and os.path.lexists(self.base / "config.json"):
             own = read_json(self.base / "config.json")
             config = own if "model_type" in own else {**made, **own}
             config |= {key: made[key] for key in ("architectures", "dtype")}
-        config["torch_dtype"] = config["dtype"]  # what transformers before 4.56, and servers built on it, read
+        if "torch_dtype" in own or "dtype" not in own:  # transformers before 4.56, and servers built on it, read this one alone
+            config["torch_dtype"] = config["dtype"]
         if (stage / companions.GENERATION).is_file():
             generation = read_json(stage / companions.GENERATION)
         config, aligned = companions.aligned_configs(config, generation, ids)
