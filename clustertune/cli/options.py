@@ -62,6 +62,10 @@ class PlanArguments:
         typer.Option(metavar="PART", help="Show the arithmetic of one part: step, memory, communication, hours, mfu ..."),
     ] = None
     advise: Annotated[bool, typer.Option("--advise", help="Search the strategies that fit and rank them.")] = False
+    largest: Annotated[
+        bool,
+        typer.Option("--largest", help="The largest model, sequence length and micro batch that fit; --model names one."),
+    ] = False
     within: Annotated[
         float | None,
         typer.Option(metavar="AMOUNT", help="A budget in the prices' currency: what costs more is left out, and exits with 2."),

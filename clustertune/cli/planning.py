@@ -37,6 +37,7 @@ from clustertune.plan.calibration import CalibratedCluster
 from clustertune.plan.predict import Plan
 from clustertune.plan.schedule import Lengths
 from clustertune.recipe import layers, native_rules
+from clustertune.recipe.parameters import parameter_count
 from clustertune.resolve import models, resolve, tiny
 from clustertune.resolve import overrides as recipe_source
 from clustertune.simulate import simulator
@@ -50,6 +51,9 @@ def answer(args: PlanArguments) -> None:
     _check_usage(args)
     check = path_argument(args.nccl_check) if args.nccl_check else None
     known = known_lengths.read_lengths(path_argument(args.lengths)) if args.lengths else None
+    if args.largest:
+        _largest(args)
+        return
     if args.model is not None:
         _answer_model(args, known)
         return
@@ -105,6 +109,87 @@ def _answer_model(args: PlanArguments, known: Lengths | None) -> None:
         plan = _plan(at.calibrated, str(folder), args.overrides, args.tiny, known or made.lengths)
         plan.notes.extend(made.assumed)
         _answer(args, args.overrides, at.calibrated, [plan])
+
+
+LONGEST, MOST_ROWS = 2**20, 1024
+"""Where the search of ``--largest`` ends: tokens of a sequence, rows of a micro batch."""
+
+
+def _largest(args: PlanArguments) -> None:
+    """The largest known model that fits the GPUs, its longest sequences, and the most rows of a micro batch; exits with 2 where
+    none does. Each of the last two alone, with the recipe that ``new`` would write."""
+    names = [args.model] if args.model is not None else [name for name in models.known_models() if "/" in name]
+    found: list[tuple[int, str]] = []
+    for name in names:
+        made = models.find_model(name)
+        found.append((parameter_count(made.architecture) or 0, name))
+    for count, name in sorted(found, reverse=True):
+        model, _, at = draft.read_options(name, None, args.method, args.gpus, args.cluster)
+        stated = {} if model.section.keys() & {"revision", "path", "weights"} else {"model": {"revision": models.NO_COMMIT}}
+        try:
+            with draft.drafted("largest", model, args.method, None, at, stated) as (made_recipe, folder):
+                body = _sizes_that_fit(args, str(folder), at.calibrated, model.architecture)
+        except draft.NothingFits:
+            continue
+        body = {"model": name, "parameters": count, "method": args.method, "cluster": at.calibrated.cluster.name, **body}
+        body["assumptions"] = made_recipe.assumed
+        emit_json(body) if args.as_document else show(_largest_text(body, len(names)))
+        return
+    reply(
+        args.as_document,
+        {"model": None},
+        lambda: show(f"none of {', '.join(names)} fits with {args.method}, nothing offloaded"),
+    )
+    _end(False)
+
+
+def _largest_text(body: dict[str, Any], tried: int) -> str:
+    room = f"{body['needed_gib_per_gpu']:.1f} of {body['usable_gib_per_gpu']:.1f} GiB a GPU"
+    which = f", the largest of {tried} known models that fits" if tried > 1 else " fits"
+    return (
+        f"{body['model']} ({body['parameters'] / 1e9:,.3g} billion parameters, {body['method']}){which} on "
+        f"{body['cluster']}: {room}\n"
+        f"longest sequences: train.max_length={body['max_length']} ({body['length_limit']})\n"
+        f"largest micro batch: train.per_device_train_batch_size={body['micro_batch']} of {body['rows']} tokens\n"
+        "powers of two were tried, each key alone, with every layer recomputed, evaluations of one row and nothing offloaded"
+    )
+
+
+def _sizes_that_fit(args: PlanArguments, folder: str, calibrated: CalibratedCluster, body: Any) -> dict[str, Any]:
+    """The longest rows and the largest micro batch of a drafted recipe, by powers of two, each layer recomputed."""
+
+    def fits(*own: str) -> Plan | None:
+        base = ["activation_checkpointing.ratio=1", "train.per_device_eval_batch_size=1", *args.overrides, *own]
+        with contextlib.suppress(UserError):
+            plan = _plan(calibrated, folder, base, args.tiny, None)
+            offloads = (plan.strategy.offload_params, plan.strategy.offload_optimizer) != ("none", "none")
+            return plan if plan.fits and not offloads else None
+        return None
+
+    def most(start: int, end: int, *key: str) -> int:
+        size = start
+        while 2 * size <= end and fits(*(part.format(2 * size) for part in key)) is not None:
+            size *= 2
+        return size
+
+    small = "train.per_device_train_batch_size=1"
+    plan = fits(small) or fits()
+    if plan is None:
+        raise draft.NothingFits("nothing fits", file="command line", key="--largest", fix="larger GPUs")
+    rows, world = int(native_rules.row_tokens(plan.resolved.train_args)), plan.strategy.data_parallel_size
+    positions = int(body.get("max_position_embeddings") or LONGEST)
+    length = most(rows, min(LONGEST, positions), small, "train.max_length={0}")
+    batch = most(1, MOST_ROWS, "train.per_device_train_batch_size={0}", f"train.global_batch_size={world * MOST_ROWS}")
+    reason = f"the model has {positions:,} positions" if 2 * length > positions else "longer ones need more memory"
+    return {
+        "max_length": length,
+        "length_limit": reason,
+        "micro_batch": batch,
+        "rows": rows,
+        "nodes": plan.resolved.recipe.slurm.nodes,
+        "needed_gib_per_gpu": plan.needed / GIB,
+        "usable_gib_per_gpu": plan.machine.usable_bytes / GIB,
+    }
 
 
 def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedCluster, plans: list[Plan]) -> None:
@@ -177,6 +262,24 @@ def _end(fits: bool) -> None:
         raise typer.Exit(int(ExitCode.CONFIG))
 
 
+def _largest_problems(args: PlanArguments) -> Iterator[Problem]:
+    """What ``--largest`` does not go with."""
+    others = (
+        args.names,
+        args.compare,
+        args.calibrate,
+        args.advise,
+        args.why,
+        args.clusters,
+        args.simulate,
+        args.within,
+        args.data,
+    )
+    if args.largest and any(others):
+        text, fix = "asks of GPUs, and of one model with --model", "leave recipes, --data and the other questions out"
+        yield Problem(text, file="command line", key="--largest", fix=fix)
+
+
 def _budget_problems(args: PlanArguments) -> Iterator[Problem]:
     """What is wrong with ``--within``."""
     if args.within is None:
@@ -201,7 +304,7 @@ def _check_usage(args: PlanArguments) -> None:
         wrong("--calibrate", "no run was given", "give run folders with metrics.jsonl")
     elif args.model is not None and (args.names or args.compare or args.calibrate):
         wrong("--model", "--model plans one model, without a recipe", "leave the recipe, --compare or --calibrate out")
-    elif not args.calibrate and len(args.names) != needed and args.model is None:
+    elif not args.calibrate and len(args.names) != needed and args.model is None and not args.largest:
         text = f"{'--compare needs two recipes' if args.compare else 'one recipe is needed'}, got {len(args.names)}"
         split = any(one.startswith("=") or one.endswith("=") for one in args.overrides)
         fix = "clustertune plan RECIPE [section.key=value]..., or --model OWNER/NAME"
@@ -220,7 +323,7 @@ def _check_usage(args: PlanArguments) -> None:
         wrong("--gpus", "--gpus and --cluster exclude each other: a cluster file says which GPUs there are", "leave one out")
     if args.clusters is not None and (args.cluster is not None or args.model is not None):
         wrong("--clusters", "takes the place of --cluster, and needs a recipe", "leave --cluster or --model out")
-    problems += _budget_problems(args)
+    problems += [*_budget_problems(args), *_largest_problems(args)]
     if args.out is not None and args.clusters is None and not args.simulate:
         wrong("--out", "is read only with --clusters and --simulate", "add --clusters all, or --simulate")
     if args.goal not in GOALS:
