@@ -180,10 +180,10 @@ def escape(text: str, keep: str = "\n\t") -> str:
     text = mask(text)
     if text.isprintable():
         return text
-    return "".join(c if c in keep or unicodedata.category(c) not in _STEERING else ascii(c)[1:-1] for c in text)
+    return "".join(c if c in keep or unicodedata.category(c) not in CONTROL_CATEGORIES else ascii(c)[1:-1] for c in text)
 
 
-_STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
+CONTROL_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode categories: control, format (bidirectional overrides), lone surrogate, line and paragraph separator."""
 
 

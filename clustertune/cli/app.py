@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -26,8 +26,8 @@ import typer
 from typer.core import TyperGroup
 
 from clustertune import __version__, close_working_folder
-from clustertune.console import emit_json, say, show_error
-from clustertune.errors import ExitCode, Problem, UserError, storage_cause, storage_error
+from clustertune.console import emit_json, escape, say, show_error
+from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_cause, storage_error
 from clustertune.process import Stopped
 from clustertune.tree import how_to_install
 
@@ -193,6 +193,7 @@ def run_command(app: typer.Typer) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _stop)
     try:
+        _require_utf8(sys.argv[1:])
         _require_once("--cluster", "--gpus", "--model")
         code = app(standalone_mode=False)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a warning that comes now finds nothing to save
@@ -212,6 +213,19 @@ def run_command(app: typer.Typer) -> int:
         if as_json:
             emit_json({**known.as_dict(), "exit_code": code})
     return int(code or 0)
+
+
+def _require_utf8(words: Sequence[str]) -> None:
+    """Raise UserError with each word that is not UTF-8: neither JSON nor YAML nor a page could name such a path."""
+    fix = "rename the file or folder"
+    raise_if(
+        Problem(f"{os.fsencode(word)!r} is not UTF-8", file="command line", fix=fix) for word in words if not is_encodable(word)
+    )
+
+
+def is_encodable(text: str) -> bool:
+    """Whether a text has a form in UTF-8: bytes of a name that are none are lone surrogates in it (PEP 383)."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _require_once(*options: str) -> None:
@@ -235,6 +249,9 @@ def explain(error: BaseException) -> UserError:
         known = UserError(problem, ExitCode.AGAIN)
     elif isinstance(error, OSError) and error.errno is not None:
         known = storage_error(error, "cannot be used", error.filename or "stdout")
+    elif isinstance(error, UnicodeEncodeError) and not is_encodable(str(error.object)):
+        text = f"{escape(str(error.object), keep='')[:200]} is not UTF-8"
+        known = UserError(text, fix="rename the file or folder whose name it is, or write the text in UTF-8")
     elif cause := storage_cause(error):
         known = storage_error(cause, "cannot be used", ".")
     elif isinstance(error, ModuleNotFoundError) and (extra := _extra(error.name or "")):

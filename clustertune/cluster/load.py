@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from clustertune.cluster.schema import (
     expand_nodes,
     same_host,
 )
+from clustertune.console import CONTROL_CATEGORIES
 from clustertune.errors import Problem, UserError
 from clustertune.host.credentials import speaks_of_secret
 from clustertune.host.mounts import lies_below
@@ -258,6 +260,7 @@ def _contradictions(data: dict[str, Any], name: str | None) -> Iterator[Found]:
     network, _ = parse_partial(Network, data.get("network"))
     slurm, _ = parse_partial(SlurmFacts, data.get("slurm"))
     container, _ = parse_partial(Container, data.get("container"))
+    yield from _check_texts(data)
     yield from _check_hosts(hosts)
     if complete:  # else who is missing may be the one that cannot be read
         yield from _check_roles([host for host in hosts if host], data.get("slurm") is not None)
@@ -362,6 +365,9 @@ def _check_addresses(network: Network, hosts: Sequence[Host | None], several: bo
             subnet = ipaddress.ip_network(network.subnet)
         except ValueError as error:
             yield ("network", "subnet"), f"{network.subnet!r}: {error}", "write it as 10.0.0.0/24"
+    if subnet is not None and _holds_strangers(subnet):
+        text = f"{subnet} holds machines of others: the bricks would be exported to all of them"
+        yield ("network", "subnet"), text, "the nodes' own subnet, as 10.0.0.0/24; or leave it out: each node is named"
     for index, host in enumerate(hosts):
         address = _address(host.address) if host else None
         path = ("nodes", str(index), "address")
@@ -373,6 +379,31 @@ def _check_addresses(network: Network, hosts: Sequence[Host | None], several: bo
             yield path, f"{address} is outside network.subnet {subnet}", "fix the one that is wrong"
         elif subnet and subnet.num_addresses > 2 and address in (subnet.network_address, subnet.broadcast_address):
             yield path, f"{address} is the network's own, not a machine's", "fix the address or network.subnet"
+
+
+def _holds_strangers(subnet: ipaddress.IPv4Network | ipaddress.IPv6Network) -> bool:
+    """Whether a subnet is too wide to be one site's: wider than the largest private one (10.0.0.0/8, fc00::/7), or public and
+    wider than an organisation's usual share (/16, /32)."""
+    private, public = (8, 16) if subnet.version == 4 else (7, 32)
+    return subnet.prefixlen < private or (subnet.is_global and subnet.prefixlen < public)
+
+
+def _check_texts(value: Any, path: KeyPath = ()) -> Iterator[Found]:
+    """Control characters, which end a line of a script or a table that root reads, and what no file's encoding holds."""
+    if isinstance(value, str):
+        if bad := next((c for c in value if unicodedata.category(c) in CONTROL_CATEGORIES), None):
+            yield (
+                path,
+                f"holds the character {bad!a}, which no text of a cluster file may",
+                "write it on one line, plainly",
+            )
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _check_texts(key, (*path, ascii(str(key))[1:-1]))
+            yield from _check_texts(inner, (*path, ascii(str(key))[1:-1]))
+    elif isinstance(value, list):
+        for at, inner in enumerate(value):
+            yield from _check_texts(inner, (*path, str(at)))
 
 
 def _check_container(container: Container) -> Iterator[Found]:  # noqa: PLR0912 - a branch for each thing that can be wrong

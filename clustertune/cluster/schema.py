@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from clustertune.errors import Problem, UserError
-from clustertune.recipe.sections import Count, Number, Plain, Positive, Section, form
+from clustertune.recipe.sections import Count, Number, Plain, Positive, Section, form, within
 
 ROLES = ("login", "compute", "nfs", "slurmctld")
 INTERCONNECTS = ("pcie3", "pcie4", "pcie5", "pcie6", "nvlink2", "nvlink3", "nvlink4", "nvlink5", "none")
@@ -69,7 +69,8 @@ StoragePath = Annotated[
     str, Field(max_length=1024), form(FOLDER, "an absolute path, nor one below ~ or a variable such as $SCRATCH")
 ]
 Account = Annotated[str, form(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}", "a name of letters, digits, '.', '_', '@' and '-'")]
-Quantity = Annotated[Number, Field(gt=0)]
+Quantity = Annotated[Number, Field(gt=0), within(1e-6, 1e9)]
+"""GB, TB, GiB, Gbit/s, hours: no machine has less or more."""
 Version = Annotated[str, BeforeValidator(_text), form(r"[0-9A-Za-z][0-9A-Za-z.+~-]{0,31}", "a version, as 23.11.4")]
 Adapter = Annotated[str, form(r"[A-Za-z0-9_]{1,32}(:[0-9]{1,3})?", "an RDMA adapter, as mlx5_0 or mlx5_0:1")]
 Module = Annotated[str, form(MODULE, "the name of an environment module, as cuda/12.8")]

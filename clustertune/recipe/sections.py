@@ -61,10 +61,25 @@ def parse_minutes(text: str) -> float | None:
     return parts[0] + (parts[1] / 60 if len(parts) == 2 else 0)
 
 
-Number = Annotated[float, BeforeValidator(refuse_bool), Field(allow_inf_nan=False)]
+LARGEST = 10**15
+"""The largest number that a file may hold, well above every size, count and rate: products of a few still fit a float."""
+
+
+def within(least: float, most: float) -> AfterValidator:
+    """A validator of numbers whose sizes lie between two: with others, what is derived from them overflows or is 0."""
+
+    def check(value: float) -> float:
+        if value and not least <= abs(value) <= most:
+            raise ValueError(f"should lie between {least:g} and {most:g}")
+        return value
+
+    return AfterValidator(check)
+
+
+Number = Annotated[float, BeforeValidator(refuse_bool), Field(allow_inf_nan=False), within(1e-30, LARGEST)]
 Score = Annotated[Number, Field(ge=0, le=1)]
-Count = Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)]
-Positive = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1)]
+Count = Annotated[int, BeforeValidator(refuse_bool), Field(ge=0, le=LARGEST)]
+Positive = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=LARGEST)]
 
 
 def form(pattern: str, example: str) -> AfterValidator:

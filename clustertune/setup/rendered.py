@@ -5,6 +5,8 @@ They are verified before they are applied: fstab by systemd's generator, Slurm's
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import re
 import shutil
@@ -15,15 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clustertune.cluster.schema import Cluster, Host
-from clustertune.errors import Problem, UserError, storing
+from clustertune.errors import Problem, UserError, raise_if, storing
 from clustertune.host import system
 from clustertune.host.credentials import mask_settings
+from clustertune.manifest import open_plain, write_durably
 from clustertune.process import captured
 from clustertune.setup import slurm_files
 from clustertune.setup.setup_machine import is_here, render, tool
 from clustertune.setup.storage_layout import EXPORT_FILE, FstabMount, layout
 
 STORAGE_SCRIPT, SLURM_SCRIPT = "setup-storage.sh", "setup-slurm.sh"
+MARK = "# --- sha256 of what setup wrote: it replaces nothing else\n"
+"""Above the list at the end of each script."""
 FSTAB = Path("/etc/fstab")
 _BLOCK = re.compile(rb"^# BEGIN clustertune$.*?^# END clustertune$\n", re.MULTILINE | re.DOTALL)
 """The lines that the script put there before."""
@@ -46,14 +51,51 @@ class Rendered:
         if out.resolve().is_relative_to("/etc"):
             fix = "name another folder; the script in it writes to /etc when root runs it"
             raise UserError(Problem("setup writes nothing into /etc", file=str(out), key="--out", fix=fix))
+        if out.is_symlink() or next((path for path in sorted(out.glob("*")) if path.is_symlink()), None):
+            fix = "name a folder that is new, or remove the link: root would run and install what it leads to"
+            raise UserError(Problem("is a link, or holds one", file=str(out), key="--out", fix=fix))
+        self._require_own(out)
         if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or any((out / name).is_file() for name in scripts))):
             fix = "name a folder that is new, empty, or was written by setup"
             raise UserError(Problem("exists and is not a folder of setup", file=str(out), key="--out", fix=fix))
         with storing("cannot be written", out):
             out.mkdir(parents=True, exist_ok=True)
             for name, text in sorted(self.files.items(), key=lambda item: item[0] not in scripts):
-                (out / name).write_text(text, encoding="utf-8")
+                write_durably(out / name, text + self._list() if name in scripts else text)
                 (out / name).chmod(0o755 if name in scripts else 0o644)
+
+    def _list(self) -> str:
+        """The end of the script: the digest of each file, of the script itself that of the lines above."""
+        return MARK + "".join(f"# {_digest(text.encode())}  {name}\n" for name, text in sorted(self.files.items()))
+
+    def _require_own(self, out: Path) -> None:
+        """Raise UserError with each file that would be replaced and does not hold what setup wrote last."""
+        written, problems = _written(out), []
+        for name in self.files:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                fd = open_plain(out / name, os.O_RDONLY)
+                with os.fdopen(fd, "rb") as file:
+                    content = file.read().partition(MARK.encode())[0]
+                if content != self.files[name].encode() and _digest(content) != written.get(name):
+                    fix = "move it away, or name another folder"
+                    problems.append(
+                        Problem("is not as setup wrote it: it would be lost", file=str(out / name), key="--out", fix=fix)
+                    )
+        raise_if(problems)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _written(out: Path) -> dict[str, str]:
+    """By name the digest of what setup wrote into a folder, as its scripts list it; nothing where it wrote none."""
+    written: dict[str, str] = {}
+    for script in (STORAGE_SCRIPT, SLURM_SCRIPT):
+        with contextlib.suppress(OSError, UserError), os.fdopen(open_plain(out / script, os.O_RDONLY), "rb") as file:
+            listed = file.read().partition(MARK.encode())[2].decode(errors="replace")
+            written |= {name: digest for digest, name in re.findall(r"^# ([0-9a-f]{64})  (\S+)$", listed, re.MULTILINE)}
+    return written
 
 
 def storage(cluster: Cluster, node: Host) -> Rendered:

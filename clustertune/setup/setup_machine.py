@@ -9,6 +9,7 @@ import shutil
 import socket
 
 from clustertune.cluster.schema import Cluster, Host
+from clustertune.console import escape
 from clustertune.errors import Problem, UserError
 from clustertune.recipe.layers import COMMAND_LINE, did_you_mean
 from clustertune.tree import ROOT
@@ -39,12 +40,20 @@ def tool(name: str) -> str | None:
 
 
 def render(name: str, /, **values: object) -> str:
-    """The text of ``ops/NAME.j2``, filled in; the filter ``quote`` makes a shell word."""
+    """The text of ``ops/NAME.j2``, filled in; the filter ``quote`` makes a shell word.
+
+    No value makes a line of its own: the path of a cluster file, which stands in a comment of a script that root runs, may hold
+    line ends.
+    """
     import jinja2
 
-    # Not HTML: the schema of the cluster file lets no value hold blanks or line ends.
+    # Not HTML.
     environment = jinja2.Environment(  # noqa: S701
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=lambda value: escape(value, keep="") if isinstance(value, str) else value,
     )
     environment.filters["quote"] = shlex.quote
     return environment.from_string((ROOT / "ops" / f"{name}.j2").read_text(encoding="utf-8")).render(values)
