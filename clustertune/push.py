@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from clustertune import secrets
-from clustertune.console import emit_json, say, stderr
+from clustertune.console import emit_json, escape, say, stderr
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.evaluate import scores as evaluation
 from clustertune.export.export import ADAPTER_FILES, is_adapter_file
@@ -196,11 +196,12 @@ def build_card(
         **_scores(scored),
         "repo": repo,
         "own_template": resolved.chat_template is not None,
-        "recipe": _recipe_text(resolved),
+        "recipe": (recipe_text := _recipe_text(resolved)),
+        "fence": "`" * max([3, *(1 + len(run) for run in re.findall("`+", recipe_text))]),  # longer than any in it
         "get": get,
     }
     environment = Environment(autoescape=False, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # noqa: S701
-    environment.filters["cell"] = _cell
+    environment.filters |= {"cell": _cell, "line": _line, "code": _code}
     text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(values)
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
@@ -292,7 +293,21 @@ def _read_scores(run: RunDir) -> dict[str, Any] | None:
 
 def _cell(value: Any) -> str:
     """A value in a table: one line, and nothing that ends a cell."""
-    return "-" if value is None or value == "" else re.sub(r"\s+", " ", str(value)).replace("|", "\\|")
+    return "-" if value is None or value == "" else _line(value).replace("|", "\\|")
+
+
+_MARKDOWN = re.compile(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|[\\`*\[\]<>!#~{}&$]")
+"""What begins an image, a link, HTML, a formula or emphasis; an underscore inside a word begins nothing."""
+
+
+def _line(value: Any) -> str:
+    """A value as plain words of one line of Markdown."""
+    return _MARKDOWN.sub(r"\\\g<0>", " ".join(escape(str(value), keep="").split()))
+
+
+def _code(value: Any) -> str:
+    """A value as code within a line."""
+    return f"`{' '.join(escape(str(value), keep='').split()).replace('`', chr(39))}`"
 
 
 def show(upload: Upload, name: str, public: bool, as_json: bool) -> None:

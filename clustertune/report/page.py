@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import manifest
-from clustertune.console import duration, say
+from clustertune.console import duration, escape, say
 from clustertune.errors import ExitCode, Problem, UserError, storing
 from clustertune.evaluate.scores import BETTER, FEW, SAME, WORSE, read_result, shown
 from clustertune.manifest import MANIFEST, read_object, read_whole, require_whole, write_durably
@@ -59,11 +59,18 @@ def build(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def render(template: Path, values: Mapping[str, Any]) -> str:
-    """A page of a template, which finds the style sheet and the macros of all pages in ``parts.html.jinja``."""
+    """A page of a template, which finds the style sheet and the macros of all pages in ``parts.html.jinja``.
+
+    Characters that steer a terminal or turn the reading direction are written out, whatever text brought them.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
 
     loader = FileSystemLoader([template.parent, _TEMPLATE.parent])
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=loader)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=loader,
+        finalize=lambda value: value if isinstance(value, Markup) else escape(value) if isinstance(value, str) else value,
+    )  # fmt: skip
     return environment.get_template(template.name).render(values)
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from clustertune.console import escape
 from clustertune.report.content import is_number, number
 
 INK, FAINT, FIRST, SECOND = "#010203", "#010204", "#010205", "#010206"
@@ -220,7 +221,7 @@ def _to_svg(figure: Any, name: str) -> str:
     with matplotlib.rc_context({"svg.hashsalt": name}):
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
+    text = escape(buffer.getvalue())
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     # matplotlib's rule for all elements would reach every element of the page.
