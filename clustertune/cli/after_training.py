@@ -57,6 +57,7 @@ def serve(
     with transformers.
     """
     from clustertune.evaluate.chat import server_command
+    from clustertune.evaluate.servers import offline_environment
     from clustertune.launch.cluster_paths import merged_or_model
 
     command, environ = server_command(merged_or_model(model), port, template_arguments(chat_template_kwargs))
@@ -64,7 +65,7 @@ def serve(
         typer.echo(shlex.join(command))
         return
     say(f"http://127.0.0.1:{port}/v1: {shlex.join(command)}")
-    os.execvpe(command[0], command, {**os.environ, **environ})  # noqa: S606 - a list, no shell
+    os.execvpe(command[0], command, {**offline_environment(), **environ})  # noqa: S606 - a list, no shell
 
 
 def push(

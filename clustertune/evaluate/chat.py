@@ -12,11 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from clustertune.console import say
+from clustertune.console import escape, say
 from clustertune.errors import UserError, raise_if
 from clustertune.evaluate import model as models
 from clustertune.evaluate import run as evaluation
 from clustertune.evaluate import servers
+from clustertune.launch.environment import make_private
 from clustertune.training.base_weights import check_tensors
 
 END = ("/exit", "/quit")
@@ -79,7 +80,12 @@ class Talk:
         if count > self.room:
             text = f"{count} tokens of conversation, at most {self.room} leave room for an answer"
             raise UserError(text, key="--max-new-tokens", fix="/new forgets the conversation; or lower it")
+
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        put = (
+            streamer.on_finalized_text
+        )  # a model writes what its data or a prompt taught it: nothing of it steers the terminal
+        streamer.on_finalized_text = lambda text, stream_end=False: put(escape(text), stream_end)
         made = self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer, **self.settings)
         return str(self.tokenizer.decode(made[0][count:], skip_special_tokens=True))
 
@@ -96,7 +102,7 @@ def server_command(folder: Path, port: int, arguments: Mapping[str, Any]) -> tup
     raise_if(check_tensors(folder))
     if program := servers.find_program():
         job = servers.job_here(known)
-        cache = f"{tempfile.gettempdir()}/clustertune-vllm-{os.getuid()}"
+        cache = str(make_private(Path(tempfile.gettempdir(), f"clustertune-vllm-{os.getuid()}")))
         # The template has those of the training already; vLLM's reasoning parsers read the option.
         options = ("--default-chat-template-kwargs", json.dumps(given, sort_keys=True)) if given else ()
         one = replace(job, shape=replace(job.shape, servers=1), port=port, cache=cache, options=(*job.options, *options))

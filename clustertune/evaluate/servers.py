@@ -30,6 +30,7 @@ from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.evaluate.model import Backend, ModelFacts, weight_bytes
 from clustertune.host.devices import addresses
+from clustertune.launch.environment import make_private
 from clustertune.launch.guard import vllm_guard
 from clustertune.launch.node import random_port
 from clustertune.launch.server_requests import GONE, NotOurs, ask, load_adapter, unload_adapter
@@ -37,6 +38,7 @@ from clustertune.launch.serving import ModelSize, Serving, deadline_seconds, ser
 from clustertune.manifest import read_whole, write_durably
 from clustertune.process import Stopped, captured, die_with_parent, stop_signals
 from clustertune.recipe.sections import Eval
+from clustertune.secrets import SECRET
 from clustertune.tensorfile import FLOATS, read_header
 from clustertune.training.base_weights import check_tensors
 
@@ -273,12 +275,13 @@ class Servers:
         return self
 
     def _begin(self, program: Sequence[str], command: ServerCommand) -> None:
+        make_private(Path(self.job.cache))
         log = Path(self.job.folder) / f"{command.name.split(' (')[0].replace(' ', '-')}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             process = subprocess.Popen(
                 [*program, *command.arguments],
-                env={**os.environ, **command.environment},
+                env={**offline_environment(), **command.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -539,6 +542,11 @@ def kept_urls(job: ServingJob) -> list[str]:
         port = int(json.loads(read_whole(Path(job.folder) / READY.format(node)))["port"])
         urls += replace(job, port=port).urls_of(node)
     return urls
+
+
+def offline_environment() -> dict[str, str]:
+    """The environment of a server, without the keys of accounts: it reads local files and asks nobody."""
+    return {name: value for name, value in os.environ.items() if name not in SECRET}
 
 
 def _remove_cache(cache: str, node: int) -> None:

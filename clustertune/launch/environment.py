@@ -158,8 +158,11 @@ def make_own_folder(values: Mapping[str, str]) -> Path | None:
     refused. Raises UserError.
     """
     folder = own_folder(values)
-    if folder is None:
-        return None
+    return None if folder is None else make_private(folder)
+
+
+def make_private(folder: Path) -> Path:
+    """Create a folder for compiled code that only its user can write to; returns it. Raises UserError where it is another's."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.lstat()
