@@ -180,11 +180,14 @@ def escape(text: str, keep: str = "\n\t") -> str:
     text = mask(text)
     if text.isprintable():
         return text
+    keep += _JOINERS
     return "".join(c if c in keep or unicodedata.category(c) not in CONTROL_CATEGORIES else ascii(c)[1:-1] for c in text)
 
 
 CONTROL_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode categories: control, format (bidirectional overrides), lone surrogate, line and paragraph separator."""
+_JOINERS = "\u200c\u200d"
+"""Format characters that Persian, Hindi and emoji are written with; they change neither order nor place of others."""
 
 
 def duration(seconds: object) -> str:

@@ -82,9 +82,8 @@ class Talk:
             raise UserError(text, key="--max-new-tokens", fix="/new forgets the conversation; or lower it")
 
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        put = (
-            streamer.on_finalized_text
-        )  # a model writes what its data or a prompt taught it: nothing of it steers the terminal
+        # A model writes what its data or a prompt taught it: nothing of it steers the terminal.
+        put = streamer.on_finalized_text
         streamer.on_finalized_text = lambda text, stream_end=False: put(escape(text), stream_end)
         made = self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer, **self.settings)
         return str(self.tokenizer.decode(made[0][count:], skip_special_tokens=True))
