@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clustertune.console import say
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import find_records, read_json
 from clustertune.tensorfile import FLOATS, Tensor, TensorHeader, read_headers
@@ -89,6 +91,9 @@ def check(source: str, revision: str | None, resolved: Resolved) -> None:
 
     folder = base_model.folder(source, revision)
     if folder is None or resolved.recipe.model.weights == "random":
+        return
+    if find_spec("transformers") is None:  # submit on a login node without the stack
+        say(f"{folder}: the weights are not compared with config.json here, as transformers is not installed; prepare does it")
         return
     held = is_named(folder)
     if Path(source).is_dir() and not held and pickles(folder):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -59,8 +58,7 @@ def test_what_was_damaged_since_is_not_finished(links: chain.Chain) -> None:
 @pytest.mark.parametrize(("name", "ours"), [("lock", True), (".run.json.77.tmp", True), ("thesis.tex", False)])
 def test_a_command_killed_before_run_json_was_whole(tmp_path: Path, name: str, ours: bool) -> None:
     (tmp_path / name).touch()
-    recipe = SimpleNamespace(staged=None, megatron=object())
-    resolved: Any = SimpleNamespace(as_dict=dict, fingerprint=lambda: "f", recipe=recipe)
+    resolved = resolve("tiny-oasst2", [])
     with contextlib.nullcontext() if ours else pytest.raises(UserError, match="is not a run folder"):
         assert chain.open_run(resolved, tmp_path, ["clustertune"]).run_json.exists()
 

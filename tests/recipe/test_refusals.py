@@ -21,6 +21,7 @@ from clustertune.recipe.native_rules import train_defaults
 from clustertune.resolve import kernels, view
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import NOT_STARTED
+from clustertune.training import base_weights
 from tests.command import run
 from tests.conftest import TINY_LLAMA
 from tests.recipe.conftest import readable
@@ -347,14 +348,18 @@ def test_refused_with_its_key_or_taken() -> None:
         assert set(refused(*words)) == {words[-1].split("=", 1)[0]}
 
 
-def test_a_base_that_lies_here_is_compared_before_the_queue(recipes: Path, tmp_path: Path) -> None:
+def test_a_base_that_lies_here_is_compared_before_the_queue(
+    recipes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base, recipe = tmp_path / "base", recipes / "tiny-oasst2" / "recipe.yaml"
     recipe.with_name("conversations.jsonl").touch()
     recipe.write_text(recipe.read_text().replace("weights: random", f"path: {base}"))
     base.mkdir()
     config = json.loads((recipes / "tiny-oasst2" / "model.json").read_text())
     (base / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"<pad>": 0, "<eos>": 1}}}))
-    (base / "model.safetensors").write_bytes(bytes(8))
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(base)
     right = ["train.pad_token=<pad>", "train.eos_token=<eos>"]
     for change, given, key in (
         ({}, right, None),
@@ -366,6 +371,13 @@ def test_a_base_that_lies_here_is_compared_before_the_queue(recipes: Path, tmp_p
         error = done.exception
         refusal = isinstance(error, UserError) and error.code == 2 and str(key) in str(error)
         assert refusal if key else done.exit_code == 0, (error, done.output)
+    (base / "config.json").write_text(json.dumps(config))
+    (base / "model.safetensors").write_bytes(bytes(8))
+    words = ["submit", str(recipe.parent), "--dry-run", *right]
+    assert "is not a whole" in str(CliRunner().invoke(app, words).exception)
+    monkeypatch.setattr(base_weights, "find_spec", lambda name: None)
+    done = CliRunner().invoke(app, words)  # from a login node without the stack
+    assert done.exit_code == 0 and "not compared with config.json here" in " ".join(done.output.split())
 
 
 def test_scores_of_tasks_that_are_not_evaluated() -> None:

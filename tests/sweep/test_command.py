@@ -166,7 +166,8 @@ def test_a_sweep_with_queued_tasks_is_not_submitted_again(tmp_path: Path, monkey
     monkeypatch.setattr(sweeps.stage_jobs.slurm, "submit", lambda options, script, words: sent.append([script]) or "41")
     assert sweeps.send(made, resolved, machine(2, 8), job) == "41"
     recorded = [RunDir(point.run_dir).description() for point in made.points]  # what the tasks run, whatever is edited since
-    assert [found.resolved for found in recorded] == resolved and all(found.cluster == machine(2, 8) for found in recorded)
+    pinned = [RunDir(point.run_dir).pinned(one) for point, one in zip(made.points, resolved, strict=True)]
+    assert [found.resolved for found in recorded] == pinned and all(found.cluster == machine(2, 8) for found in recorded)
     states = {"0": "COMPLETED", "1": "RUNNING"}
 
     def scontrol(words: list[str]) -> str:
