@@ -62,6 +62,18 @@ LARGE = 20e9
 """Parameters from which LoRA takes half of that."""
 CPU_LENGTHS = (256, 512, 1024)
 """Sequence lengths on CPUs: the smallest that holds the conversations, as the logits of long ones take gigabytes."""
+GENERATIONS, ANSWERS = 8, 64
+"""Answers to a prompt, as GRPOConfig has them, and of an optimizer step at least: fewer prompts say little of a direction."""
+CPU_GENERATIONS, CPU_ANSWERS, CPU_TOKENS = 4, 8, 64
+"""The same on CPUs, and tokens of an answer."""
+COMPLETION = 512
+"""Tokens of an answer and of a prompt in the base recipe grpo."""
+REWARD_EPOCHS = 10
+"""The most epochs that are taken of prompts: the answers to them are others each time. Assumed."""
+LORA_RATE_OF_REWARDS = 2.0e-5
+"""Twenty times the rate of GRPOConfig, which is of full fine-tuning: as the recipe qwen3-8b-ifeval-grpo has it."""
+OF_IFEVAL = {"instruction_id_list", "kwargs"}
+"""Columns of rows that IFEval's checkers judge."""
 CPU_EVAL = {"limit": 8, "max_gen_toks": 128}
 """Documents and tokens of the evaluation on CPUs: a look, no score."""
 _KINDS = ("NO", "DDP", "FSDP2")
@@ -81,6 +93,8 @@ class Draft:
     architecture: Mapping[str, Any]
     assumed: list[str]
     lengths: Lengths | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Others of the recipe's folder, by name."""
 
 
 def targets(architecture: Mapping[str, Any]) -> tuple[list[str] | str, str]:
@@ -181,7 +195,7 @@ def on_cpus(model: FoundModel, method: str, data: MeasuredData, stated: Mapping[
         total = EPOCHS * sum(length * count for length, count in data.tokens.items())
         enough = (length for length in reversed(CPU_LENGTHS) if length <= longest and total >= STEPS * SMALL_BATCH * length)
         longest = next(enough, CPU_LENGTHS[0])
-    made = draft(model, method, data, 1, RANKS, longest)
+    made = draft(model, method, data, 1, RANKS, longest, cpus=True)
     made.recipe["train"].pop("model_init_kwargs", None)  # bfloat16, which many CPUs emulate
     own = {"train": {"bf16": False, "report_to": "none"}, "activation_checkpointing": {"ratio": 0}, "eval": CPU_EVAL}
     recipe = laid_over(laid_over(made.recipe, own), stated, null_removes=True)
@@ -192,11 +206,22 @@ def on_cpus(model: FoundModel, method: str, data: MeasuredData, stated: Mapping[
         f"the evaluation stops after {CPU_EVAL['limit']} prompts of {CPU_EVAL['max_gen_toks']} tokens: no score (section eval)",
     ]
     # Under FSDP each micro batch gathers the model over gloo, which takes longer than a small one computes.
-    return Draft(recipe, SHARDED if method == "full" else REPLICATED, made.architecture, assumed, made.lengths)
+    accelerate = SHARDED if method == "full" else REPLICATED
+    return replace(made, recipe=recipe, accelerate=accelerate, assumed=assumed)
 
 
-def draft(model: FoundModel, method: str, data: MeasuredData | None, nodes: int, gpus: int, longest: int = MAX_LENGTH) -> Draft:
-    """A recipe before its distribution is chosen: FSDP2 over all GPUs, every layer recomputed."""
+def draft(
+    model: FoundModel,
+    method: str,
+    data: MeasuredData | None,
+    nodes: int,
+    gpus: int,
+    longest: int = MAX_LENGTH,
+    *,
+    cpus: bool = False,
+) -> Draft:
+    """A recipe before its distribution is chosen: FSDP2 over all GPUs, every layer recomputed. ``cpus``: their answers to
+    prompts are few and short."""
     world = nodes * gpus
     assumed = [*model.notes, *(data.notes if data else ())]
     train: dict[str, Any] = {"global_batch_size": _batch(BATCH, world)}
@@ -222,6 +247,9 @@ def draft(model: FoundModel, method: str, data: MeasuredData | None, nodes: int,
         assumed.append(what)
     recipe["slurm"] = {"nodes": nodes, "gpus_per_node": gpus, "time": "24:00:00"}
     recipe["activation_checkpointing"] = {"ratio": 1}
+    if data and data.section["format"] == "prompt":
+        made = Draft(recipe, SHARDED if world > 1 else ALONE, model.architecture, assumed)
+        return _with_rewards(made, data, world, position, cpus=cpus)
     enough = _enough_steps(data, world, longest, pairs=pairs) if data and data.tokens else None
     train |= enough[0] if enough else {}
     packed = not pairs and train.get("packing", True)
@@ -232,6 +260,79 @@ def draft(model: FoundModel, method: str, data: MeasuredData | None, nodes: int,
     assumed += [enough[1]] if enough else []
     lengths = of_counts(list(data.tokens.items()), data.source) if data and data.tokens else None
     return Draft(recipe, SHARDED if world > 1 else ALONE, model.architecture, assumed, lengths)
+
+
+def _with_rewards(made: Draft, data: MeasuredData, world: int, position: Any, *, cpus: bool) -> Draft:
+    """The same for GRPO over prompts: IFEval's reward where the rows have its instructions, else one to be written."""
+    recipe, train = made.recipe, made.recipe["train"]
+    generations, answers = (CPU_GENERATIONS, CPU_ANSWERS) if cpus else (GENERATIONS, ANSWERS)
+    together = math.lcm(generations, world)
+    room = position if isinstance(position, int) else 4 * COMPLETION
+    completion = CPU_TOKENS if cpus else min(COMPLETION, room // 2)
+    prompt = next((size for size in (COMPLETION << power for power in range(12)) if size >= 2 * max(data.tokens)), COMPLETION)
+    batch = together * -(-answers // together)
+    prompts = sum(data.tokens.values())
+    steps = math.ceil(prompts * generations / batch)
+    epochs = min(REWARD_EPOCHS, -(-STEPS // steps))
+    train.pop("max_length", None)
+    train |= {"global_batch_size": batch, "num_generations": generations, "num_train_epochs": epochs}
+    train |= {"max_prompt_length": min(prompt, room - completion), "max_completion_length": completion}
+    train |= {"per_device_train_batch_size": min(generations, batch // world)}
+    base = [recipe["base"], "grpo"]
+    recipe["base"] = base
+    if "lora" in recipe:
+        recipe["lora"] = {**recipe["lora"], "lora_dropout": 0}
+        train["learning_rate"] = LORA_RATE_OF_REWARDS
+    rate = f"learning rate {train['learning_rate']:g}" if "learning_rate" in train else "learning rate of the base recipe grpo"
+    judged = all(example.get("columns", {}).keys() >= OF_IFEVAL for example in data.examples)
+    recipe["reward"] = ["ifeval"] if judged else [{"function": f"{REWARDS}:{TO_WRITE}"}]
+    reward = "the reward is IFEval's share of instructions followed" if judged else "the reward is still to be written"
+    assumed = [
+        *made.assumed,
+        f"{reward}; each prompt gets {generations} answers of up to {completion} tokens (docs/grpo.md)",
+        f"{batch} answers a step, to {batch // generations} prompts; {rate}",
+        f"{epochs * steps:,} optimizer steps: {prompts:,} prompts x {generations} answers / {batch} x {epochs} epochs",
+    ]
+    files = {} if judged else {f"{REWARDS}.py": REWARD_TEXT}
+    recipe = {key: recipe[key] for key in ("base", "model", "data", "reward", *(key for key in recipe if key != "reward"))}
+    lengths = of_counts(list(data.tokens.items()), data.source)
+    return replace(made, recipe=recipe, assumed=assumed, files=files, lengths=lengths)
+
+
+REWARDS, TO_WRITE = "rewards", "reward"
+REWARD_TEXT = f'''"""What an answer is worth. Until the function below is filled in, a training ends with its message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def {TO_WRITE}(completions: list[list[dict[str, str]]], prompts: list[Any], **columns: Any) -> list[float | None]:
+    """A number for each answer, or None where the answer is not to count.
+
+    completions: the answers, each a list with one message: completion[-1]["content"] is its text
+    prompts: the prompt of each answer
+    columns: every other column of your rows, as a list with a value for each answer
+
+    Such as, for rows with a column "number":
+
+        texts = [completion[-1]["content"] for completion in completions]
+        return [1.0 if number in text else 0.0 for text, number in zip(texts, columns["number"], strict=True)]
+
+    Ready-made ones, by name in recipe.yaml: ifeval, exact_match, regex, json_schema, length (docs/grpo.md).
+    """
+    raise NotImplementedError("write what an answer is worth, in the place of this line")
+'''
+"""``rewards.py`` of a new recipe."""
+
+
+def to_write(made: Draft) -> list[str]:
+    """What a person must write before the recipe of a draft runs."""
+    if f"{REWARDS}.py" not in made.files:
+        return []
+    return [
+        f"{REWARDS}.py: say in {TO_WRITE}() what an answer is worth, or name a ready-made reward in recipe.yaml (docs/grpo.md)"
+    ]
 
 
 def _left_by_quantisation(architecture: Mapping[str, Any], init: Mapping[str, Any]) -> str:
@@ -475,7 +576,8 @@ def choose(made: Draft, folder: Path, calibrated: CalibratedCluster, method: str
     accelerate = {key: value for key, value in source.changed(arguments).accelerate.items() if value is not None}
     reason = f"{chosen.candidate.family} is the fastest that fits on {machine.name}: {chosen.step_s:.3g} s a step, "
     reason += f"{chosen.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB"
-    return Draft(recipe, accelerate, made.architecture, [*made.assumed, reason], made.lengths), chosen.burdens
+    chosen_draft = replace(made, recipe=recipe, accelerate=accelerate, assumed=[*made.assumed, reason])
+    return chosen_draft, chosen.burdens
 
 
 @contextmanager
@@ -489,7 +591,7 @@ def folder_of(made: Draft, name: str) -> Iterator[Path]:
 
 
 def write(made: Draft, folder: Path) -> None:
-    """``recipe.yaml``, ``accelerate.yaml`` and ``model.json``."""
+    """``recipe.yaml``, ``accelerate.yaml``, ``model.json`` and the draft's other files."""
     import yaml
 
     def text(body: Mapping[str, Any]) -> str:
@@ -500,6 +602,8 @@ def write(made: Draft, folder: Path) -> None:
         (folder / "accelerate.yaml").write_text(text(made.accelerate), encoding="utf-8")
         keys = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in made.architecture.items())
         (folder / "model.json").write_text(f"{{\n{keys}\n}}\n", encoding="utf-8")
+        for name, content in made.files.items():
+            (folder / name).write_text(content, encoding="utf-8")
     except OSError as error:
         raise storage_error(error, "cannot be written", folder) from None
 

@@ -533,3 +533,80 @@ def test_new_says_what_max_length_leaves_out_and_writes_nothing_where_that_is_al
     data.write_text(lines)
     done = run("new", tmp_path / "other", *words[2:], "train.max_length=128", "--json", stack=True)
     assert done.code == 0 and any(f"train.max_length={length}" in line for line in done.json["assumed"]), done.json
+
+
+PROMPTS = {"prompt": "Say the number aaa", "number": "aaa"}
+INSTRUCTED = {"prompt": "Say aaa without commas", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("judged", [False, True], ids=["own reward", "ifeval"])
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_rows_of_prompts_become_a_recipe_for_rewards(judged: bool, method: str, tmp_path: Path) -> None:
+    """On CPUs and on GPUs: with IFEval's instructions its reward, else a file in which one is to be written, which is said."""
+    data = rows(tmp_path / "mine.jsonl", INSTRUCTED if judged else PROMPTS, 60)
+    model = small_model(tmp_path / "hf")
+    for name, more in (("cpus", ()), ("gpus", ("--gpus", "1x8xh100-sxm"))):
+        words = ("--model", model, "--data", data, "--method", method, *more)
+        done = run("new", tmp_path / name, *words, "--json", stack=True)
+        assert done.code == 0, done.err
+        resolved = resolve(tmp_path / name)
+        assert resolved.is_grpo and resolved.recipe.data.format == "prompt"
+        assert [reward.function for reward in resolved.recipe.reward or ()] == ["ifeval" if judged else "rewards:reward"]
+        assert (tmp_path / name / "rewards.py").exists() is not judged
+        assert {"accelerate.yaml", "model.json", "recipe.yaml", "README.md"} <= set(done.json["files"])
+        assert any("rewards.py" in line for line in done.json["refused"]) is not judged
+        assert resolved.global_batch_size % int(resolved.train_args["num_generations"]) == 0
+    made = run("prepare", tmp_path / "cpus", "--out", tmp_path / "out", stack=True)
+    assert made.code == 0, made.err
+
+
+def test_an_answer_beside_a_prompt_is_asked_about(tmp_path: Path) -> None:
+    """It may be what is to be learnt, or what a reward compares with."""
+    data = rows(tmp_path / "mine.jsonl", {"prompt": "Say aaa", "answer": "aaa"}, 60)
+    words = ("--model", small_model(tmp_path / "hf"), "--data", data, "--gpus", "1x1xh100-sxm")
+    asked = run("new", tmp_path / "r", *words, stack=True)
+    assert asked.code == 2 and "completion: " in asked.err and "data.format=prompt" in asked.err, asked.err
+    assert run("new", tmp_path / "r", *words, "data.format=prompt", stack=True).code == 0
+    learnt = run("new", tmp_path / "s", *words, "data.columns={completion: answer}", stack=True)
+    assert learnt.code == 0 and not resolve(tmp_path / "s").is_grpo
+
+
+@pytest.mark.jobs
+@pytest.mark.usefixtures("no_gpu")
+def test_a_reward_is_written_and_the_recipe_runs(tmp_path: Path) -> None:
+    """Until then a tiny run ends with the function's message and its line."""
+    data = rows(tmp_path / "mine.jsonl", PROMPTS, 40)
+    assert run("new", tmp_path / "r", "--model", small_model(tmp_path / "hf"), "--data", data, stack=True).code == 0
+    words = ("run", tmp_path / "r", "--tiny", "--to", "export")
+    before = run(*words, "--run-dir", tmp_path / "before")
+    assert before.code == 2 and "rewards.py" in before.err and "write what an answer is worth" in before.err, before.err
+    file = tmp_path / "r" / "rewards.py"
+    text = file.read_text()
+    file.write_text(
+        text[: text.index("    raise NotImplementedError")] + "    return [float(len(one)) for one in completions]\n"
+    )
+    after = run(*words, "--run-dir", tmp_path / "after")
+    assert after.code == 0 and (tmp_path / "after" / "adapter").is_dir(), after.err
+
+
+def test_gpt2_is_taken_by_its_own_config(tmp_path: Path) -> None:
+    """By both of its names for one size where they agree; GGUF and models of other kinds are named for what they are."""
+    from transformers import GPT2Config
+
+    own = GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=512).to_dict()
+    (tmp_path / "gpt").mkdir()
+    for body in (own, {**own, "hidden_size": 64}):
+        (tmp_path / "gpt" / "config.json").write_text(json.dumps(body, default=str))
+        found = find_model(str(tmp_path / "gpt"))
+        assert found.architecture["hidden_size"] == 64 and found.architecture["num_hidden_layers"] == 2
+    (tmp_path / "x-Q4.gguf").write_bytes(b"GGUF")
+    for name in (str(tmp_path / "x-Q4.gguf"), "acme/Some-7B-GGUF"):
+        with pytest.raises(UserError, match="GGUF") as caught:
+            find_model(name)
+        assert "safetensors" in (caught.value.problems[0].fix or "")
+    for kind in ("t5", "clip", "qwen9_vl_text"):
+        (tmp_path / "gpt" / "config.json").write_text(json.dumps({**own, "model_type": kind}, default=str))
+        with pytest.raises(UserError, match="model_type") as caught:
+            find_model(str(tmp_path / "gpt"))
+        assert "llama" in (caught.value.problems[0].fix or "") and "did you mean" not in (caught.value.problems[0].fix or "")

@@ -503,7 +503,7 @@ def write_recipe(args: NewArguments) -> None:
     if at.assumed and args.method != "qlora" and tiny.is_small(made_of.architecture):
         made = draft.on_cpus(made_of, args.method, measured, stated)
         made.assumed.extend([*looked.sentences, *draft.left_out(made, looked)])
-        looked.refused.extend(draft.lacking_weights(made_of, stated))
+        looked.refused.extend([*draft.to_write(made), *draft.lacking_weights(made_of, stated)])
         following = [] if looked.refused else draft.commands(shown, ())
         with draft.folder_of(made, folder.name) as written:
             resolve.resolve(written)
@@ -511,8 +511,9 @@ def write_recipe(args: NewArguments) -> None:
         document: dict[str, Any] = {"fits": True, "step_s": None, "hours": None, "total": None}
         text = "\nfor this machine's CPUs."
     else:
-        following = [] if looked.refused else draft.commands(shown, at.options)
         with draft.drafted(folder.name, made_of, args.method, measured, at, stated) as (made, written):
+            looked.refused.extend(draft.to_write(made))
+            following = [] if looked.refused else draft.commands(shown, at.options)
             made.assumed.extend([*looked.sentences, *draft.left_out(made, looked)])
             machine = at.calibrated.machine(int(made.recipe["slurm"]["nodes"]))
             plan = prediction.make_plan(resolve.resolve(written), machine, at.calibrated.constants, lengths=made.lengths)

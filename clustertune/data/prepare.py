@@ -62,6 +62,8 @@ _VALUES, _MORE = 20, '"another"'
 """Values of an argument of the chat template that are counted apart, and what the others are counted as."""
 _OWN_COLUMN = {"messages": "messages", "conversations": "sharegpt", "completion": "prompt-completion", "instruction": "alpaca"}
 """Columns that only one format has."""
+_ANSWERS = {*_OWN_COLUMN, "chosen", "rejected", "answer", "answers", "response", "output", "reply", "target", "text"}
+"""Columns beside a prompt that may hold what is to be learnt: such rows are not taken for prompts alone."""
 
 
 def prepare(data: Data, *, recipe_folder: Path, seed: int, out: Path, input_path: Path | None = None) -> dict[str, Any]:
@@ -602,6 +604,15 @@ def _tokens(example: Mapping[str, Any]) -> int:
     return max(1, round(total))
 
 
+def _is_prompt(row: Mapping[str, Any]) -> bool:
+    """Whether a row is a prompt that can be answered and rewarded."""
+    try:
+        read("prompt", row)
+    except BadRow:
+        return False
+    return True
+
+
 def _recognised(data: Data) -> dict[str, Any]:
     """``format``, and ``columns`` where they are named otherwise, of the first row that has any. Raises UserError."""
     ((_, source),) = find_sources(data, Path(), None)
@@ -617,6 +628,8 @@ def _recognised(data: Data) -> dict[str, Any]:
             known = {key: parse_value(value) for key, value in keys.items()}
             return known | {"columns": {**known.get("columns", {}), **data.columns}} if data.columns else known
         columns = columns or sorted(map(str, row))
+        if not {**row, **renamed}.keys() & _ANSWERS and _is_prompt({**row, **renamed}):
+            return {"format": "prompt"} | ({"columns": data.columns} if data.columns else {})
         for column, form in _OWN_COLUMN.items():
             if column in row and not told:
                 try:
@@ -629,6 +642,8 @@ def _recognised(data: Data) -> dict[str, Any]:
         raise UserError(text, file=source.shown, key="--data", fix="correct these rows, or remove them")
     named = f"rows with the columns {', '.join(columns)[:200]} are of no format that is trained on here"
     fix = "name them behind the options, as 'data.columns={prompt: QUESTION, completion: ANSWER}'; docs/data.md has the formats"
+    if "prompt" in columns:
+        fix += "; to learn by rewards: data.format=prompt (docs/grpo.md)"
     if not columns:
         raise UserError(f"no row can be read{bad}", file=source.shown, key="--data", fix="docs/data.md has the formats")
     raise UserError(named, file=source.shown, key="--data", fix=fix)
