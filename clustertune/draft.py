@@ -321,7 +321,7 @@ def {TO_WRITE}(completions: list[list[dict[str, str]]], prompts: list[Any], **co
 
     Ready-made ones, by name in recipe.yaml: ifeval, exact_match, regex, json_schema, length (docs/grpo.md).
     """
-    raise NotImplementedError("write what an answer is worth, in the place of this line")
+    raise RuntimeError("write what an answer is worth, in the place of this line")
 '''
 """``rewards.py`` of a new recipe."""
 

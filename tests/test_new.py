@@ -584,7 +584,7 @@ def test_a_reward_is_written_and_the_recipe_runs(tmp_path: Path) -> None:
     file = tmp_path / "r" / "rewards.py"
     text = file.read_text()
     file.write_text(
-        text[: text.index("    raise NotImplementedError")] + "    return [float(len(one)) for one in completions]\n"
+        text[: text.index("    raise RuntimeError")] + "    return [float(len(one)) for one in completions]\n"
     )
     after = run(*words, "--run-dir", tmp_path / "after")
     assert after.code == 0 and (tmp_path / "after" / "adapter").is_dir(), after.err
