@@ -453,6 +453,7 @@ def test_a_snapshot_of_the_hubs_cache_is_read_where_it_is(given: str, tmp_path: 
     assert recipe["data"]["input"] == str(tmp_path / "data.jsonl")
     made = run("prepare", tmp_path / "r", "--out", tmp_path / "out", "--json", stack=True)
     assert made.code == 0 and made.json["tokens"], made.err
+    assert "contents are not compared" not in made.err  # the blobs' names are digests
     whole = run("new", tmp_path / "s", "--model", snapshot.parent.parent, "--data", data)
     assert whole.code == 2 and str(snapshot) in whole.err
 
@@ -471,6 +472,7 @@ def test_a_folder_of_links_has_its_own_template(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     made = run("prepare", tmp_path / "r", "--out", tmp_path / "out", "--show", "1", "--json", stack=True)
     assert made.code == 0 and "mine_start" in json.dumps(made.json["samples"]), made.err
+    assert "contents are not compared" in made.err and "model.safetensors" in made.err
 
 
 REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}" + CHATML
@@ -583,9 +585,7 @@ def test_a_reward_is_written_and_the_recipe_runs(tmp_path: Path) -> None:
     assert before.code == 2 and "rewards.py" in before.err and "write what an answer is worth" in before.err, before.err
     file = tmp_path / "r" / "rewards.py"
     text = file.read_text()
-    file.write_text(
-        text[: text.index("    raise RuntimeError")] + "    return [float(len(one)) for one in completions]\n"
-    )
+    file.write_text(text[: text.index("    raise RuntimeError")] + "    return [float(len(one)) for one in completions]\n")
     after = run(*words, "--run-dir", tmp_path / "after")
     assert after.code == 0 and (tmp_path / "after" / "adapter").is_dir(), after.err
 

@@ -46,7 +46,7 @@ from clustertune.recipe.eval_tasks import Seeds
 from clustertune.recipe.sections import OWN_PROMPTS, Eval
 from clustertune.replaced import replaced
 from clustertune.resolve.resolved import EVAL_DATA
-from clustertune.training.base_weights import check_tensors, reported
+from clustertune.training.base_weights import check_tensors, reported, say_unproved
 
 KIND = "evaluation"
 SAMPLES, TASK = "samples.jsonl", "task"
@@ -609,6 +609,7 @@ def load_lm(folder: Path, device: str, batch_size: int, adapter: Path | None = N
     placing = {"parallelize": True} if device == "auto" else {"device": device}
     own = tokenizer is None or tokenizer == folder
     raise_if(check_tensors(folder))
+    say_unproved(folder)
     parts = {"peft": adapter and str(adapter), "tokenizer": None if own else str(tokenizer)}
     with out_of_memory(folder), _watched() as reports:
         try:

@@ -60,7 +60,7 @@ from clustertune.merge.pieces import (
     plan_shards,
 )
 from clustertune.recipe import quantization
-from clustertune.training.base_weights import INDEX, check_tensors
+from clustertune.training.base_weights import INDEX, check_tensors, unproved
 
 
 def _damaged(records: dict[str, FileRecord], places: dict[str, Path], workers: int) -> list[str]:
@@ -508,8 +508,7 @@ def prepare(base_folder: Path, adapter_folder: Path, out: Path, shard_size: str 
     inputs = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
     finished = finished_manifest(out, inputs)
     if not finished and base.unrecorded:
-        names = base.unrecorded[0] + (f" and {more} more" if (more := len(base.unrecorded) - 1) else "")
-        say(f"{base_folder}: no digest of {names} is known (MANIFEST.json, Hub's cache): damage would not be noticed")
+        say(unproved(base_folder, base.unrecorded))
     return MergeJob(base, adapter, out, shards, files, changed, limit, inputs, base_identity, finished)
 
 

@@ -5,8 +5,9 @@ transformers draws random values for a weight that no file holds, with a warning
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,22 @@ def check(source: str, revision: str | None, resolved: Resolved) -> None:
         return
     if Path(source).is_dir() or (held and all(path.exists() for path in find_shards(folder)[0])):
         raise_if(check_tensors(folder))
+        say_unproved(folder)
+
+
+def say_unproved(folder: Path) -> None:
+    """Say that the content of weights is compared with nothing, where no digest of them is known."""
+    with contextlib.suppress(UserError):  # of an unreadable manifest, which whatever reads the files refuses
+        proved = {path.absolute() for path in find_records(folder)[1]}
+        if names := [path.name for path in sorted(folder.glob("*.safetensors")) if path.absolute() not in proved]:
+            say(unproved(folder, names))
+
+
+def unproved(folder: Path, names: Sequence[str]) -> str:
+    """The sentence on weight files of which no digest is known."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    known = f"no digest of {names[0]}{more} is known (MANIFEST.json, Hub's cache)"
+    return f"{folder}: {known}, so contents are not compared: damage would not be noticed"
 
 
 def is_named(folder: Path) -> bool:
