@@ -147,7 +147,10 @@ def open_tokenizer(source: str, revision: str | None = None) -> Any:
 
     beyond = f"the tokenizer {_TOO_MUCH}: its normalisation or its decoder does not end"
     within_limits(try_it, UserError(beyond, file=source, fix=_MAKERS))
-    return load()
+    tokenizer = load()
+    if not tokenizer(_SAMPLE)["input_ids"]:  # transformers 5 makes an empty one of a folder that has no file of a tokenizer
+        raise ValueError("no file of it is there")
+    return tokenizer
 
 
 def render_turn(tokenizer: Any, text: str) -> str:

@@ -10,11 +10,10 @@ from typing import Any
 
 from clustertune.errors import Problem, UserError, collect_problems, raise_if
 from clustertune.manifest import DigestComparison, read_json
+from clustertune.recipe.checks import CONV1D_MODELS
 from clustertune.tensorfile import Tensor, TensorHeader
 from clustertune.training.base_weights import read_weights
 
-CONV1D_MODELS = {"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"}
-"""``model_type`` of the transformers models whose linear layers keep the weight transposed (Conv1D)."""
 EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|lm_head|embed_out)\.weight$")
 
 

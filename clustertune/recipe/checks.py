@@ -46,6 +46,8 @@ from clustertune.recipe.sections import (
 QUANTIZATION = "quantization_config"
 TRANSPOSED = ("gpt_oss",)
 """Counted families whose experts are (experts, in, out) (transformers 5.23, ``use_experts_implementation``)."""
+CONV1D_MODELS = ("clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt")
+"""``model_type`` of the transformers models whose linear layers keep the weight transposed (Conv1D)."""
 _MISSING = {
     ("model",): "write model: {name: owner/model, revision: <commit>}",
     ("data",): "write data: {name: owner/dataset, revision: <commit>, format: oasst-tree}",
@@ -406,6 +408,9 @@ def check_lora(lora: Mapping[str, Any], architecture: Mapping[str, Any] | None) 
         yield ("lora", "init_lora_weights"), text, "leave it out"
     if lora["bias"] != "none":
         yield ("lora", "bias"), f"{lora['bias']}: trained biases cannot be exported and merged", "write bias: none"
+    if (kind := (architecture or {}).get("model_type")) in CONV1D_MODELS:
+        text = f"{kind} keeps its weights transposed (Conv1D): an adapter of it cannot be merged"
+        yield ("lora",), text, "train all parameters (base: sft-full; new --method full), or take another model"
     if lora["ensure_weight_tying"]:
         yield ("lora", "ensure_weight_tying"), "true: adapters of tied weights cannot be merged", "leave it out"
     if lora["task_type"] not in (None, "CAUSAL_LM"):

@@ -11,6 +11,8 @@ import pytest
 from clustertune import manifest
 from clustertune.data import local_model
 from clustertune.data.tokenizer import load_tokenizer
+from clustertune.errors import UserError
+from clustertune.recipe.native_rules import train_defaults
 from tests.conftest import TEXTS, TINY_LLAMA
 
 SIZES: dict[str, Any] = {
@@ -78,3 +80,13 @@ def test_transformers_loads_random_weights_whole(kind: str, more: dict[str, Any]
     assert all(0.01 < float(p.detach().float().std()) < 0.03 for p in matrices), "normal, of the configuration's deviation"
     assert torch.isfinite(model(torch.arange(8)[None]).logits).all()
     assert not torch.equal(matrices[1].flatten()[:64], matrices[2].flatten()[:64]), "tensors begin at other places of the block"
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "llama"])
+def test_a_folder_without_a_tokenizer_is_refused(kind: str, tmp_path: Path) -> None:
+    """transformers makes one of no words for some kinds, which turns every text into nothing."""
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="tokenizer"):
+        load_tokenizer(str(tmp_path), None, None, train_defaults(), chats=False)

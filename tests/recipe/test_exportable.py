@@ -48,6 +48,11 @@ def test_lora_on_the_input_embedding_is_refused(target: object, tied: bool) -> N
     assert "target_modules" in keys({"target_modules": target}, LLAMA | {"tie_word_embeddings": tied})
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "openai-gpt"])
+def test_lora_on_transposed_layers_is_refused(kind: str) -> None:
+    assert "lora" in {found[0][0] for found in check_lora(native_rules.lora_defaults() | LORA, LLAMA | {"model_type": kind})}
+
+
 HEADS: list[dict[str, Any]] = [
     {"target_modules": ["q_proj", "lm_head"]}, {"target_modules": "lm_head"}, {"target_modules": r".*_head"},
     {"target_modules": r".*(q_proj|lm_head)"}, {"target_modules": r".*(proj|head|tokens)", "exclude_modules": r".*tokens"},
