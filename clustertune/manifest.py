@@ -148,18 +148,19 @@ def file_mode() -> int:
     return 0o644 & ~umask
 
 
-def write_durably(path: Path, data: bytes | str, *, readable: bool = False) -> None:
+def write_durably(path: Path, data: bytes | str, *, mode: int | None = None) -> None:
     """Write ``path`` so that after a crash it holds all of ``data`` or what it held before (tmp, fsync, rename, fsync dir).
 
     Where others can write to its folder, nothing that they put there is opened: the temporary file has a name that nobody
     knows ahead, and a link in the place of ``path`` is replaced, not followed. Others cannot write to the file, whatever the
-    umask: a checkpoint whose manifest they can write is not resumed from. ``readable``: others can read it, whatever the umask.
+    umask: a checkpoint whose manifest they can write is not resumed from. ``mode``: that of the file, whatever the umask.
     """
     tmp = path.with_name(f".{path.name}.{secrets.randbits(64)}.tmp")
     try:
-        with os.fdopen(os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "wb") as out:
-            if readable:
-                os.fchmod(out.fileno(), 0o644)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(tmp, flags, 0o644 if mode is None else 0o600), "wb") as out:
+            if mode is not None:
+                os.fchmod(out.fileno(), mode)
             out.write(data.encode() if isinstance(data, str) else data)
             out.flush()
             os.fsync(out.fileno())

@@ -23,6 +23,8 @@ DEFAULT = env_file()
 """Of the checkout or of the user (:func:`clustertune.tree.env_file`)."""
 SECRET = ("HF_TOKEN", "WANDB_API_KEY")
 """Keys that give access to an account: taken out of the environment again once their client has them."""
+ACCOUNT_KEYS = (*SECRET, "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN")
+"""The same, with other names under which clients look for them: what programs do not get that work offline."""
 KNOWN = (
     *SECRET, "HF_REPO_ID", "HF_ENDPOINT", "WANDB_ENTITY", "WANDB_PROJECT", "WANDB_BASE_URL", "WANDB_MODE",
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy",

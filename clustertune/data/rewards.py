@@ -35,7 +35,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.recipe.layers import did_you_mean
 from clustertune.recipe.sections import Reward
 from clustertune.rundir import ROLLOUT_SERVERS
-from clustertune.secrets import KNOWN as SECRETS
+from clustertune.secrets import ACCOUNT_KEYS, KNOWN
 
 NLTK_DATA = Path(__file__).with_name("nltk_data")
 """Its NOTICE says where the parameters are from."""
@@ -50,7 +50,7 @@ LOAD_SECONDS = 180.0
 END_SECONDS = 15.0
 """Until a recipe's own rewards and all that they have started have ended."""
 REPLY_BYTES = 64 << 20
-_WITHHELD = {*SECRETS, "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN", "VLLM_API_KEY", ROLLOUT_SERVERS}
+_WITHHELD = {*KNOWN, *ACCOUNT_KEYS, "VLLM_API_KEY", ROLLOUT_SERVERS}
 """Variables that a recipe's own rewards do not get."""
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 """What TRL gives a reward function beside the columns of the data."""

@@ -38,7 +38,7 @@ from clustertune.launch.serving import ModelSize, Serving, deadline_seconds, ser
 from clustertune.manifest import read_whole, write_durably
 from clustertune.process import Stopped, captured, die_with_parent, stop_signals
 from clustertune.recipe.sections import Eval
-from clustertune.secrets import SECRET
+from clustertune.secrets import ACCOUNT_KEYS
 from clustertune.tensorfile import FLOATS, read_header
 from clustertune.training.base_weights import check_tensors
 
@@ -132,7 +132,7 @@ class ServingJob:
 
     def write(self, path: Path) -> None:
         """Durably, for the nodes."""
-        write_durably(path, json.dumps(asdict(self), indent=1) + "\n")
+        write_durably(path, json.dumps(asdict(self), indent=1) + "\n", mode=0o600)
 
     @classmethod
     def read(cls, path: Path) -> ServingJob:
@@ -524,7 +524,7 @@ def kept(job: ServingJob, begin: Callable[[], subprocess.Popen[bytes]], end: Cal
         for node in range(len(job.nodes)):
             _await(folder, READY.format(node), job.start_seconds + END_SECONDS, children[0].poll)
         urls = kept_urls(job)
-        write_durably(folder / RING, json.dumps({"urls": urls, "key": job.read_key()}) + "\n")
+        write_durably(folder / RING, json.dumps({"urls": urls, "key": job.read_key()}) + "\n", mode=0o600)
         say(f"servers beside the trainer: {', '.join(urls)}")
         yield folder / RING
     finally:
@@ -546,7 +546,7 @@ def kept_urls(job: ServingJob) -> list[str]:
 
 def offline_environment() -> dict[str, str]:
     """The environment of a server, without the keys of accounts: it reads local files and asks nobody."""
-    return {name: value for name, value in os.environ.items() if name not in SECRET}
+    return {name: value for name, value in os.environ.items() if name not in ACCOUNT_KEYS}
 
 
 def _remove_cache(cache: str, node: int) -> None:

@@ -467,4 +467,4 @@ def _escaped(text: str) -> str:
 def write_openmetrics(path: Path, status: RunStatus) -> None:
     """Write all of the file, readable for the collector's user. Raises OSError, and UserError where another file is there."""
     require_replaceable(path, f"# HELP {PREFIX}_", "--openmetrics")
-    write_durably(path, openmetrics(status), readable=True)
+    write_durably(path, openmetrics(status), mode=0o644)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from clustertune.errors import UserError
 from clustertune.evaluate.run import evaluate
-from clustertune.evaluate.servers import READY, ServingJob, commands, find_program
+from clustertune.evaluate.servers import JOB, READY, ServingJob, commands, find_program, kept, offline_environment
 from clustertune.launch.server_requests import ask
 from clustertune.launch.serving import Serving
 from clustertune.recipe.sections import Eval
@@ -162,3 +163,24 @@ def test_vllm_itself_answers_as_transformers_does(tmp_path: Path, monkeypatch: p
     assert answers("vllm", "--adapter", tmp_path / "adapter", "--backend", "vllm") == want
     alone = answers("alone", "--backend", "hf")
     assert answers("alone-vllm", "--backend", "vllm") == alone != want
+
+
+def test_what_holds_the_key_is_private_where_the_group_reads_runs(tmp_path: Path) -> None:
+    """``storage.group_reads`` lets the umask give the group all else."""
+    one = job(tmp_path / "servers")
+    (tmp_path / "servers" / READY.format(0)).write_text('{"port": 1}')
+    before = os.umask(0o027)
+    try:
+        with kept(one, lambda: subprocess.Popen(["sleep", "60"]), lambda child: child.kill()) as ring:
+            files = [ring, tmp_path / "servers" / JOB, Path(one.key_file)]
+            assert [path.stat().st_mode & 0o777 for path in files] == [0o600] * 3
+    finally:
+        os.umask(before)
+
+
+def test_servers_have_no_keys_of_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run offline: a token would only be there to be read."""
+    names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
+    for name in names:
+        monkeypatch.setenv(name, "secret")
+    assert not offline_environment().keys() & set(names) and "PATH" in offline_environment()
