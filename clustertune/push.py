@@ -201,7 +201,7 @@ def build_card(
         "get": get,
     }
     environment = Environment(autoescape=False, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # noqa: S701
-    environment.filters |= {"cell": _cell, "line": _line, "code": _code}
+    environment.filters |= {"cell": _cell, "line": _line, "code": _code, "code_cell": _code_cell}
     text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(values)
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
@@ -308,6 +308,11 @@ def _line(value: Any) -> str:
 def _code(value: Any) -> str:
     """A value as code within a line."""
     return f"`{' '.join(escape(str(value), keep='').split()).replace('`', chr(39))}`"
+
+
+def _code_cell(value: Any) -> str:
+    """A value as code in a table."""
+    return _code(value).replace("|", "\\|")
 
 
 def show(upload: Upload, name: str, public: bool, as_json: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -39,3 +41,27 @@ def test_a_run_that_is_none_is_told(body: str, trained: RunDir) -> None:
     trained.run_json.write_text(body)
     with pytest.raises(UserError, match="recipe: contains no recipe that can be read"):
         card(trained)
+
+
+HOSTILE = "x\n# Big | <script>a()</script> [l](http://e) `c` ![i](http://e/x.png) \u202eback \x1b[31m"
+
+
+def test_no_value_becomes_markup(trained: RunDir) -> None:
+    """Names, versions and tasks are texts of others: in the card each is one line of plain words."""
+
+    def act(body: dict[str, Any]) -> None:
+        body["host"]["name"] = HOSTILE
+        body["versions"] = {HOSTILE: HOSTILE}
+        body["git"] = {"commit": HOSTILE, "dirty": True}
+        body["distributed"] = {**(body.get("distributed") or {}), "gpu0": HOSTILE}
+
+    results = trained.path / "eval" / "results.json"
+    scored = json.loads(results.read_text())
+    scored["tasks"][HOSTILE] = {HOSTILE: 0.5}
+    results.write_text(json.dumps(scored))
+    _, _, text = card(trained, act).split("---\n", 2)
+    assert text.count("Big") >= 5 and "\u202e" not in text and "\x1b" not in text
+    plain = re.sub(r"`+[^`]*`+", "", text)
+    assert not re.search(r"(?<!\\)(<script|\[l\]\(|!\[|`c`)", plain) and not re.search(r"^# Big", plain, re.MULTILINE)
+    tables = [line for line in text.splitlines() if line.startswith("|") and "Big" in line]
+    assert tables and all(len(re.findall(r"(?<!\\)\|", line)) in (3, 4, 5, 8) for line in tables)
