@@ -126,7 +126,7 @@ def _option(script: Script, text: str, names: str, line: int) -> int | None:
 
 
 def _of_config(script: Script, text: str) -> dict[str, Any]:
-    """The keys of accelerate's file that a command names and that lies beside the script."""
+    """The keys of the accelerate file that a command names, where the file is in the folder of the script."""
     named = re.search(r"""--config[-_]file[= ]["']?([^\s"';]+)""", text)
     try:
         body = yaml.safe_load(_beside(script, named[1])) if named else None

@@ -218,13 +218,15 @@ def _check_arguments(train: Mapping[str, Any]) -> Iterator[Found]:
     """Arguments of saving, schedule and optimizer: transformers ignores a key of ``optim_args`` that it does not know."""
     schedule, optimizer = str(train["lr_scheduler_type"]), str(train["optim"])
     arguments, rate = train["lr_scheduler_kwargs"] or {}, train["learning_rate"]
+    if isinstance(arguments, str):  # transformers reads an object of JSON
+        yield ("train", "lr_scheduler_kwargs"), "is a text", "write a mapping, such as {num_cycles: 0.5}"
+        arguments = {}
     if schedule in ("constant", "constant_with_warmup") and arguments:
         yield ("train", "lr_scheduler_kwargs"), f"the {schedule} schedule reads none", "leave it out"
     known = facts("trl")["schedules"].get(schedule)
     for key, value in arguments.items():  # one that a schedule lacks, transformers names as it makes it
-        if (
-            known is not None and key not in known and not schedule.startswith("constant")
-        ):  # a TypeError once the base is loaded
+        # Else a TypeError once the base is loaded.
+        if known is not None and key not in known and not schedule.startswith("constant"):
             text = f"the {schedule} schedule takes no {show_value(key)}; it takes {', '.join(known) or 'none'}"
             yield ("train", "lr_scheduler_kwargs"), text, did_you_mean(key, known)
             continue

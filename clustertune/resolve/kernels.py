@@ -144,7 +144,7 @@ def find_problems(
             yield ("train", "report_to"), text, did_you_mean(tracker, known)
     compilers, compiler = facts("trl")["compilers"], train["torch_compile_backend"]
     if compiler is not None and compiler.lower() not in compilers:
-        text = f"{show_value(compiler)} is none of the pinned torch's compilers that accelerate takes: {', '.join(compilers)}"
+        text = f"{show_value(compiler)} is no compiler that the pinned torch has and accelerate takes: {', '.join(compilers)}"
         yield ("train", "torch_compile_backend"), text, did_you_mean(compiler, compilers)
     kind = str((architecture or {}).get("model_type", ""))
     if train["use_liger_kernel"] and kind and kind not in LIGER_MODELS:

@@ -579,7 +579,7 @@ def read_answer(content: bytes, most: int, vocabulary: int) -> Answer:
             f"an answer of {len(ids)} tokens with {len(values)} log-probabilities, where {most} were asked for at most"
         )
     if any(type(one) is not int or not 0 <= one < vocabulary for one in ids):
-        raise Malformed(f"an answer with a token id that is none of the {vocabulary} of the model")
+        raise Malformed(f"an answer with a token id beyond the {vocabulary} tokens of the model")
     if not all(map(is_log_probability, values)):
         raise Malformed("an answer with a log-probability that is no finite number up to 0")
     return ids, [float(one) for one in values]

@@ -305,7 +305,7 @@ REFUSED = (
     ("train.optim=sgd", "train.optim_args=betas=0.9"),
     "train.num_train_epochs=1e9",
     "train.num_train_epochs=-1", "train.dataloader_num_workers=100000", "train.lr_scheduler_kwargs={num_cycles: -3}",
-    "train.lr_scheduler_kwargs={num_cycles: 0}", "eval.max_gen_toks=1000000000", "slurm.stall_seconds=1",
+    "train.lr_scheduler_kwargs={num_cycles: 0}", "train.lr_scheduler_kwargs=words", "eval.max_gen_toks=1000000000", "slurm.stall_seconds=1",
     ("train.save_strategy=best", "train.metric_for_best_model=nope"),
     ("train.lr_scheduler_type=cosine_warmup_with_min_lr", "train.lr_scheduler_kwargs={min_lr_rate: 5}"),
     ("train.lr_scheduler_type=polynomial", "train.lr_scheduler_kwargs={power: -1}"),
