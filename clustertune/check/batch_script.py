@@ -189,10 +189,11 @@ class Script:
         """Line and text of each simple command, variables put in; those of substitutions stand behind their own."""
         parts: list[tuple[int, list[str]]] = []
         for start, text in self.lines:
-            for piece in _substitutions(self.expand(text, start)):
+            for piece in substitutions(self.expand(text, start)):
                 line = start
                 for words in split_commands(piece):
-                    parts.append((line + words.count("\n"), [word for word in words if word != "\n"]))
+                    begins = next((at for at, word in enumerate(words) if word != "\n"), 0)
+                    parts.append((line + begins, [word for word in words if word != "\n"]))
                     line += words.count("\n")
         return [(line, " ".join(" ".join(words).split())) for line, words in parts if words]
 
@@ -235,6 +236,9 @@ class Script:
         }
 
 
+_IN_FRONT = ("if", "then", "else", "elif", "do", "while", "until", "!", "{", "}", "\n")
+
+
 def _number(text: str) -> int:
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
 
@@ -252,7 +256,7 @@ def _words(text: str) -> list[str]:
         return text.partition("#")[0].split()
 
 
-def _substitutions(text: str) -> list[str]:
+def substitutions(text: str) -> list[str]:
     """``text`` with ``$(...)`` taken out, and what stood in each."""
     parts = []
     for _ in range(50):
@@ -265,7 +269,7 @@ def _substitutions(text: str) -> list[str]:
 
 
 def split_commands(text: str) -> Iterator[list[str]]:
-    """The words of each simple command; a line end stands as a word of its own."""
+    """The words of each simple command; a line end, which a backslash or brackets let it go on behind, as a word of its own."""
     reader = shlex.shlex(text.replace("\n", " \n "), posix=True, punctuation_chars=";&|()")
     reader.whitespace, reader.whitespace_split, reader.commenters = " \t\r", True, ""
     try:
@@ -275,12 +279,8 @@ def split_commands(text: str) -> Iterator[list[str]]:
     held: list[str] = []
     for word in [*words, ";"]:
         if set(word) <= set(";&|()"):
-            while held and held[0] in ("if", "then", "else", "elif", "do", "while", "until", "!", "{", "}", "\n"):
-                held = held[1:]
-            yield held
-            held = []
-        elif word == "\n":
-            yield held
+            begins = next((at for at, one in enumerate(held) if one not in _IN_FRONT), len(held))
+            yield [one for one in held[:begins] if one == "\n"] + held[begins:]
             held = []
         else:
             held.append(word)

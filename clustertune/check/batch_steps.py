@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from clustertune.check.batch_script import ASIDE, PIECE, SRUN, Script, options_of
+from clustertune.check.batch_script import ASIDE, PIECE, SRUN, Script, options_of, substitutions
 
 Hit = tuple[str, int, dict[str, Any]]
 """Id of a rule, line, and what its texts name in braces."""
@@ -211,9 +211,11 @@ _SELF = (
     r"\$\{?(?:HOSTNAME|HOST|SLURMD_NODENAME)\b\}?)"
 )
 _END = (
-    r"(?:(?<![A-Za-z])(?:\w+_)?(?:ADDR|ADDRESS|HOST|IP|ENDPOINT)=|"
+    r"(?:(?<!\w)(?!(?:\w+_)?(?:HOST|NODE|LOCAL|MY|OWN|SELF|THIS|WORKER|POD)_?(?:ADDR|ADDRESS|HOST|IP)=)"
+    r"(?:\w+_)?(?:ADDR|ADDRESS|HOST|IP|ENDPOINT)=|"
     r"--(?:rdzv|master|main.process).(?:endpoint|addr|ip)(?:=|\s+))[\"'\\]*"
 )
+"""Where nodes meet. A name such as VLLM_HOST_IP or NODE_IP is each node's own address, and right so."""
 _OWN_HOST = re.compile(rf"{_END}(?P<text>{_SELF})")
 _TAKEN = re.compile(rf"(?:^|[\s;&])(?:export\s+)?(?P<name>[A-Za-z_]\w*)=[\"']?(?P<text>{_SELF})")
 _OF_ONE = re.compile(r"(?:NODEID|PROCID|NODE_RANK|node_rank|RANK)[\"'}\])]*\s*(?:-eq|-ne|==?|!=|\))")
@@ -309,13 +311,20 @@ def _by_name(text: str) -> Iterator[re.Match[str] | None]:
 _TRAINS = re.compile(
     r"(?:^|\s|/)(?:torchrun|accelerate launch|accelerate-launch|deepspeed|python[\d.]*\s+(?:-\S+\s+)*\S+\.py)(?=\s|$)"
 )
+_INFORMS = re.compile(
+    r"\bpython[\d.]*\s+(?:-\S+\s+)*?-c\s|\bcollect_env\b|\s--version\b|\bpip3?\s|\bds_report\b|\baccelerate env\b"
+)
+"""Calls that show what is installed."""
 _AFTER = re.compile(r"^(?:echo|printf|date|sleep|cp|mv|rm|rsync|cat|touch|ls|hostname|nvidia-smi|true|:)(?=\s|$)")
 _HANDLED = re.compile(r"\b(?:exit|return|false|kill|requeue|scancel|rc|status|code|PIPESTATUS|continue|break)\b|\$\?")
 
 
 def _joined(text: str) -> list[tuple[str, str]]:
-    """The commands of a line as text, each with what joins it to the next: ``|``, ``||``, ``&&``, ``&``, ``;`` or nothing."""
-    text = re.sub(r"\d?>&\d?-?|&>>?|<&\d", " ", text.replace("\n", " "))
+    """The commands of a line as text, each with what joins it to the next: ``|``, ``||``, ``&&``, ``&``, ``;`` or nothing.
+
+    Those of substitutions are left out: what they print is a value.
+    """
+    text = re.sub(r"\d?>&\d?-?|&>>?|<&\d", " ", substitutions(text.replace("\n", " "))[0])
     reader = shlex.shlex(text, posix=True, punctuation_chars=";&|()")
     reader.whitespace_split, reader.commenters = True, ""
     try:
@@ -334,7 +343,7 @@ def _joined(text: str) -> list[tuple[str, str]]:
 
 
 def _is_training(command: str) -> bool:
-    stepped = SRUN.search(command) is not None and ASIDE.search(command) is None
+    stepped = SRUN.search(command) is not None and ASIDE.search(command) is None and _INFORMS.search(command) is None
     return (stepped or _TRAINS.search(command) is not None) and not command.startswith(
         ("if ", "while ", "until ", "! ", "echo ")
     )
