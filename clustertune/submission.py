@@ -115,7 +115,9 @@ def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], contai
     if plan.trains and plan.resolved.recipe.megatron is None:
         here = plan.cluster.container.runtime == "none"
         args = plan.resolved.train_args
-        problems += container.lacking_here(args, gpus=False) if here else container.not_built(args)
+        problems += (
+            container.lacking_here(args, gpus=False) if here else container.not_built(args, plan.cluster.container.packages)
+        )
     nearest = next(path for path in (plan.path, *plan.path.parents) if path.exists())
     fix = "give another --run-dir, or correct storage.runs in the cluster file"
     if not nearest.is_dir():

@@ -410,7 +410,7 @@ def _check_container(container: Container) -> Iterator[Found]:  # noqa: PLR0912 
     """What could not be read is None."""
     runtime, image = container.runtime, container.image
     if runtime == "none":
-        for key in ("image", "megatron", "binds", "options", "program"):
+        for key in ("image", "megatron", "binds", "options", "packages", "program"):
             if getattr(container, key):
                 yield ("container", key), "given, while runtime is none", "write runtime: apptainer, or leave it out"
     elif runtime and image is None:

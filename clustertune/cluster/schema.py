@@ -267,6 +267,8 @@ class Container(Section):
     """The same for vLLM's servers, which evaluations ask; with ``none`` vLLM's program."""
     binds: tuple[Annotated[str, Field(max_length=2048)], ...] = ()
     """Folders that the container sees beside the run's own: ``/path``, ``/path:/inside`` or ``/path:/inside:ro``."""
+    packages: Annotated[tuple[Plain, ...], Field(max_length=200)] = ()
+    """Python packages that an ``image`` of your own has beside those of the locks in ``containers/``."""
     program: AbsolutePath | None = None
     """The runtime's program on every node; None: it is on the PATH that Slurm gives a job."""
     options: Annotated[tuple[str, ...], Field(max_length=8)] = ()

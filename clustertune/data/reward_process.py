@@ -10,7 +10,6 @@ The standard library alone: an interpreter of its own is started for it, without
 from __future__ import annotations
 
 import contextlib
-import copy
 import ctypes
 import importlib.abc
 import importlib.util
@@ -55,6 +54,7 @@ def load(name: str, text: str) -> types.ModuleType:
     spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(name, module)  # dataclasses and pickle look there for what it defines
     loader.exec_module(module)
     return module
 
@@ -69,13 +69,20 @@ def describe(error: BaseException, module: str) -> str:
     return f"{type(error).__name__}: {text[:_TEXT]}" + (f" (line {lines[-1]})" if lines else "")
 
 
+def _plain(value: Any) -> Any:
+    """A scalar or an array of numpy or torch as Python has it. Raises what its class raises, TypeError where it is neither."""
+    if callable(convert := getattr(value, "tolist", None)):
+        return convert()
+    raise TypeError(type(value).__name__)
+
+
 def call(function: Callable[..., Any], module: str, given: Mapping[str, Any], count: int) -> dict[str, Any]:
     """What a reward returns of ``count`` answers: ``{"scores": ...}``, or ``{"wrong": text}``."""
     line = getattr(getattr(function, "__code__", None), "co_firstlineno", None)
     where = f" (line {line})" if line else ""
     calls = list[list[Any]]()
     hooks = {name: lambda *args, kept=name: calls.append([kept, *args]) for name in ("log_extra", "log_metric")}
-    before, told = copy.deepcopy(dict(given)), dict(given)
+    before, told = {name: json.dumps(value) for name, value in given.items()}, dict(given)
     if "trainer_state" in told:
         told["trainer_state"] = types.SimpleNamespace(**told["trainer_state"])
     try:
@@ -83,7 +90,7 @@ def call(function: Callable[..., Any], module: str, given: Mapping[str, Any], co
     except BaseException as error:
         return {"wrong": f"fails: {describe(error, module)}"}
     for name, value in before.items():
-        if value != given[name]:
+        if value != json.dumps(given[name], default=str):
             return {"wrong": f"changes {name}, which the other rewards and the training read{where}: it may change a copy"}
     kind = type(returned).__name__
     try:
@@ -115,8 +122,8 @@ def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
             except BaseException as error:
                 reply = {"wrong": f"fails: {describe(error, asked['module'])}"}
         try:
-            text = json.dumps(reply)
-        except (TypeError, ValueError, RecursionError, OverflowError):
+            text = json.dumps(reply, default=_plain)
+        except Exception:  # tolist is foreign
             text = json.dumps({"wrong": "gave log_extra or log_metric what is no text and no number"})
         replies.write(text.encode() + b"\n")
         replies.flush()

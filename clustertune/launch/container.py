@@ -372,17 +372,19 @@ def lacking(stack: Stack, train: Mapping[str, Any], image: str, *, gpus: bool) -
     return problems
 
 
-def not_built(train: Mapping[str, Any]) -> list[Problem]:
+def not_built(train: Mapping[str, Any], in_image: Sequence[str] = ()) -> list[Problem]:
     """The packages that a recipe's ``train`` section asks for, and that neither an image of this checkout can have nor this
-    Python has: what is known before the queue, where the image itself is first asked in the job."""
+    Python has: what is known before the queue, where the image itself is first asked in the job. ``in_image``: what the
+    cluster file says that its own image has."""
     if not (asked := list(kernels.needed(train, gpus=True))):
         return []
-    known, here = package_lock.locked_packages(), own().packages
+    known, here = package_lock.locked_packages().union(name.lower() for name in in_image), own().packages
     problems = []
     for key, value, packages in asked:
-        if not known.intersection(packages) and not any(name.lower() in here for name in packages):
+        if not any(name.lower() in known or name.lower() in here for name in packages):
             text = f"{value} needs {' or '.join(packages)}, which no lock in containers/ has"
-            fix = f"leave {key} out or take another value; or install {packages[0]} in the image, and in this Python too"
+            fix = f"leave {key} out or take another value; or, where an image of your own has {packages[0]}, "
+            fix += f"container.packages: [{packages[0]}] in the cluster file"
             problems.append(Problem(text, key=key, fix=fix))
     return problems
 

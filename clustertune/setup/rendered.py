@@ -29,6 +29,7 @@ from clustertune.setup.storage_layout import EXPORT_FILE, FstabMount, layout
 STORAGE_SCRIPT, SLURM_SCRIPT = "setup-storage.sh", "setup-slurm.sh"
 MARK = "# --- sha256 of what setup wrote: it replaces nothing else\n"
 """Above the list at the end of each script."""
+_LISTED = re.compile(rb"^# [0-9a-f]{64}  \S+\n", re.MULTILINE)
 FSTAB = Path("/etc/fstab")
 _BLOCK = re.compile(rb"^# BEGIN clustertune$.*?^# END clustertune$\n", re.MULTILINE | re.DOTALL)
 """The lines that the script put there before."""
@@ -75,8 +76,9 @@ class Rendered:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 fd = open_plain(out / name, os.O_RDONLY)
                 with os.fdopen(fd, "rb") as file:
-                    content = file.read().partition(MARK.encode())[0]
-                if content != self.files[name].encode() and _digest(content) != written.get(name):
+                    content, _, listed = file.read().partition(MARK.encode())
+                own = content == self.files[name].encode() or _digest(content) == written.get(name)
+                if not own or _LISTED.sub(b"", listed):
                     fix = "move it away, or name another folder"
                     problems.append(
                         Problem("is not as setup wrote it: it would be lost", file=str(out / name), key="--out", fix=fix)

@@ -335,3 +335,41 @@ def test_the_schema_takes_names_and_sections() -> None:
     with pytest.raises(ValueError, match="module:function"):
         Reward.model_validate("ifevals")
     assert Reward.model_validate("ifeval").weight == 1.0
+
+
+ORDINARY = """
+from __future__ import annotations
+import logging
+from dataclasses import dataclass
+import numpy as np
+logger = logging.getLogger(__name__)
+
+@dataclass
+class Scored:
+    value: float
+
+def reward(completions, log_metric=None, log_extra=None, **kwargs):
+    print("asked")
+    logger.warning("asked")
+    scores = np.array([len(one[-1]["content"]) for one in completions], dtype=np.float32)
+    log_metric("mean", scores.mean())
+    log_extra("scores", scores)
+    log_extra("each", list(scores))
+    return [Scored(score).value if score > 1 else None for score in scores]
+"""
+
+
+def test_what_rewards_are_written_with_works() -> None:
+    """numpy's numbers in what is returned and logged, a dataclass, a log, rows that do not apply, columns that are not read."""
+    logged = list[Any]()
+    with Rewards([Reward(function="mine:reward")], {"mine": ORDINARY}) as found:
+        returned = found.judges[0](
+            prompts=["q", "q"],
+            completions=[[{"role": "assistant", "content": text}] for text in ("abc", "d")],
+            columns=[{"answer": float("nan")}, {"answer": 1}],
+            completion_ids=[[1], [2]],
+            log_metric=lambda *given: logged.append(given),
+            log_extra=lambda *given: logged.append(given),
+        )
+    assert returned == [3.0, None]
+    assert logged == [("mean", 2.0), ("scores", [3.0, 1.0]), ("each", [3.0, 1.0])]

@@ -184,6 +184,16 @@ def test_what_the_image_cannot_have_is_refused_before_the_queue(command: list[st
     assert done.code == 2 and found == {(key + ".attn_implementation" * key.endswith("init_kwargs"), True)}
 
 
+def test_what_an_image_of_ones_own_has_is_said_in_the_cluster_file(tmp_path: Path) -> None:
+    text = (REPO / "ops/clusters/dgx-h100.yaml").read_text()
+    file = tmp_path / "own.yaml"
+    file.write_text(text.replace("container: {", "container: {packages: [flash-attn], "))
+    value = "train.model_init_kwargs={attn_implementation: flash_attention_2}"
+    words = ["submit", "recipes/tiny-oasst2", "train.packing=false", value, "--dry-run", "--cluster"]
+    assert run(*words, "dgx-h100").code == 2
+    assert run(*words, str(file)).code == 0
+
+
 def test_what_the_image_can_have_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what only an optional layer holds, and what the user's own Python has."""
     args = train_defaults() | {"use_liger_kernel": True, "optim": "adamw_bnb_8bit", "report_to": ["wandb"]}

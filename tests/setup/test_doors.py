@@ -55,6 +55,12 @@ def test_setup_replaces_what_it_wrote_and_nothing_else(tmp_path: Path) -> None:
     made = rendered.slurm(cluster, cluster.nodes[0])
     made.write(out)
     made.write(out)
+    script = out / rendered.SLURM_SCRIPT
+    ours = script.read_text()
+    script.write_text(f"{ours}umount /mine\n")
+    with pytest.raises(UserError, match=rendered.SLURM_SCRIPT):
+        made.write(out)
+    script.write_text(ours)
     (out / "slurm.conf").write_text("edited by hand")
     with pytest.raises(UserError, match=r"slurm\.conf"):
         made.write(out)
