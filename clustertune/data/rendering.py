@@ -261,11 +261,11 @@ def control_pattern(words: Sequence[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True)))) if words else None
 
 
-def unset_switch(tokenizer: Any, arguments: Mapping[str, Any], thoughts: int, *, own: bool) -> str | None:
+def unset_switch(tokenizer: Any, arguments: Mapping[str, Any], thoughts: int, *, every: bool, own: bool) -> str | None:
     """What to say where a template switches thinking on and off, and ``arguments`` leave it to its default; None: nothing.
 
     The sentence says what the training teaches, and how evaluation, ``chat`` and ``serve`` ask. ``thoughts``: conversations
-    with a thought. ``own``: the model answers by itself, and is asked in training as it is later.
+    with a thought; ``every``: all have one. ``own``: the model answers by itself, and is asked in training as it is later.
     """
     known = {**header(tokenizer.chat_template).arguments, **arguments}
     user, both = [_turn("user", _USER)], [_turn("user", _USER), _turn("assistant", _ANSWER)]
@@ -279,7 +279,7 @@ def unset_switch(tokenizer: Any, arguments: Mapping[str, Any], thoughts: int, *,
         before, asked = (_rendered(tokenizer, both, **known).partition(_ANSWER)[0], plain)
         empty = bool(thought.start) and thought.start in before.partition(_USER)[2]
         closed = bool(thought.end) and thought.end in asked.partition(_USER)[2]
-        if closed and (own or (empty and not thoughts)):
+        if (own or (empty and not thoughts)) if closed else (thoughts and every and not own):
             continue  # asked as it was trained
         opened = bool(thought.start) and asked.rstrip().endswith(thought.start)
         asks = "with a closed thought" if closed else "with an open thought" if opened else "so that the model may think first"

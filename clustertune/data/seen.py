@@ -49,7 +49,8 @@ def look(dataset: Path, seen: Mapping[str, Any], tokenizer: Any, given: Mapping[
     if tokenizer.chat_template:
         thoughts, rows = (sum(part["thoughts"][name] for part in seen.values()) for name in ("count", "conversations"))
         named = {**given, **dict.fromkeys(meta.get("row_arguments", {})), **arguments}
-        look = partial(rendering.unset_switch, tokenizer, named, rows if thoughts else 0, own=bool(meta.get("prompts")))
+        every, own = not meta.get("without_thought"), bool(meta.get("prompts"))
+        look = partial(rendering.unset_switch, tokenizer, named, rows if thoughts else 0, every=every, own=own)
         warnings += filter(None, [within_limits(look)])
     for name, text in _SAID.items():
         count, held, first = _in_all(dataset, seen, name)

@@ -20,6 +20,7 @@ from clustertune.training.missing_weights import layer_of
 
 if TYPE_CHECKING:
     from clustertune.resolve.resolved import Resolved
+    from clustertune.training.loading_sources import Sources
 
 SHOWN = 5
 """Tensors that the errors name."""
@@ -27,6 +28,8 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth")
+FURTHER = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Keys of ``config.json`` for layers that predict further tokens, of which a model has one or the other."""
 _HALVES = {"BF16": "F16", "F16": "BF16"}
 """Types of one size: a header that names the other one passes every comparison of lengths."""
 
@@ -158,7 +161,7 @@ def check_tensors(folder: Path) -> list[Problem]:
             return []
         raise_if(_without_scales(tensors, model.state_dict()))
         sources = find(model, tensors)
-        return [*_surplus_layers(sources.extra, config, folder), *_other_types(tensors, config, folder)]
+        return [*_surplus_layers(sources, config, folder), *_other_types(tensors, config, folder)]
     except UserError as error:
         more = len(error.problems) - SHOWN
         return error.problems[:SHOWN] + ([Problem(f"{more} more tensors", file=str(folder))] if more > 0 else [])
@@ -191,11 +194,21 @@ def _without_scales(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> 
     ]
 
 
-def _surplus_layers(extra: list[Tensor], config: Any, folder: Path) -> list[Problem]:
-    """Layers of the files behind the last one that ``config.json`` names: every loader leaves them out without an error."""
+def _surplus_layers(sources: Sources, config: Any, folder: Path) -> list[Problem]:
+    """Layers of the files behind the last one that ``config.json`` names: every loader leaves them out without an error.
+
+    Layers that predict further tokens stand behind the last one as well (DeepSeek-V3, GLM-4.5), and nothing here uses them. A
+    list that the model's layers are not in is of another part, such as a draft model's.
+    """
     layers = getattr(config, "num_hidden_layers", None)
-    numbers = {number for tensor in extra if (number := layer_of(tensor.name)) is not None}
-    if not isinstance(layers, int) or not (surplus := sorted(number for number in numbers if number >= layers)):
+    if not isinstance(layers, int):
+        return []
+    stored = read_json(folder / CONFIG)
+    further = max((stored[key] for key in FURTHER if isinstance(stored.get(key), int)), default=0)
+    names = (original for source in sources.by_name.values() for _, original, _ in source.parts)
+    lists = {name.split(f".{number}.")[0] for name in names if (number := layer_of(name)) is not None}
+    behind = {n for t in sources.extra if (n := layer_of(t.name)) is not None and t.name.split(f".{n}.")[0] in lists}
+    if not (surplus := sorted(number for number in behind if number >= layers + further)):
         return []
     text = f"{layers}, and the files hold layers up to number {surplus[-1]}: {len(surplus)} of them would not be used"
     fix = "take the config.json of these weights"

@@ -194,6 +194,18 @@ def test_thoughts_that_no_turn_renders_are_counted(prepared: Any) -> None:
     assert any(re.search(r"\b3 answers, in 2 conversations.*rows\.jsonl:1", text) for text in made["warnings"])
 
 
+def test_rows_that_all_think_are_asked_as_they_were_trained(prepared: Any) -> None:
+    """Nothing is to be set where every row has a thought and the template lets the model think."""
+    rows = [
+        {"messages": [TURNS[0], {"role": "assistant", "content": f"answer {n}", "reasoning_content": f"hm {n}"}]}
+        for n in range(4)
+    ]
+    made, learnt = prepared(QWEN3, rows)
+    assert made["warnings"] == [] and all("hm" in text for text in learnt)
+    del rows[2]["messages"][1]["reasoning_content"]  # type: ignore[attr-defined]
+    assert any("enable_thinking" in text for text in prepared(QWEN3, rows)[0]["warnings"])
+
+
 def test_arguments_of_recipe_and_rows_are_one_set(prepared: Any) -> None:
     rows = [{"messages": [TURNS[0], {"role": "assistant", "content": f"answer {n}"}]} for n in range(4)]
     made, learnt = prepared(QWEN3, rows)

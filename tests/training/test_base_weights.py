@@ -145,6 +145,18 @@ def test_float32_weights_may_be_loaded_in_another_type(tmp_path: Path) -> None:
         assert found(folder) == []
 
 
+def test_layers_that_predict_further_tokens_are_no_surplus(tmp_path: Path) -> None:
+    """They stand behind the last layer under its numbers; a list of another part's layers says nothing of this model's."""
+    folder = save(tmp_path / "model", "deepseek_v3")
+    tensors = load_file(folder / "model.safetensors")
+    behind = {name.replace(".2.", ".3.", 1): value.clone() for name, value in tensors.items() if ".layers.2." in name}
+    other = {"draft.layers.7.fc.weight": torch.ones(2, 2), "model.layers.3.eh_proj.weight": torch.ones(2, 2)}
+    save_file({**tensors, **behind, **other}, folder / "model.safetensors", {"format": "pt"})
+    for layers in (1, 0):
+        edit(num_nextn_predict_layers=layers)(folder)
+        assert [problem.key for problem in found(folder)] == ["num_hidden_layers"] * (1 - layers)
+
+
 PACKED: dict[str, Callable[[str], list[str]]] = {
     "gptq": lambda module: [f"{module}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")],
     "compressed-tensors": lambda module: [f"{module}.weight_packed", f"{module}.weight_scale"],
