@@ -36,7 +36,7 @@ from clustertune.recipe.layers import RECIPES, Document, parse_value, read_yaml
 from clustertune.recipe.sections import COLUMNS, NAME, Data, DataSource
 from clustertune.tree import how_to_install
 
-FORMAT = 6
+FORMAT = 7
 """Version of what this code makes out of the same input. Raise it with any change of a rule: older datasets are recreated."""
 SPLITS = ("train", "eval")
 FILES = ("train.jsonl", "eval.jsonl", "rejected.jsonl")
@@ -142,6 +142,8 @@ class _Read:
     """The example's key, and the split that the input says."""
     prompts: list[str] = field(default_factory=list)
     """What the split goes by."""
+    with_system: list[str] = field(default_factory=list)
+    """The same with the system messages: what the split goes by where these alone differ."""
     beginnings: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By prompt, of those with several turns, the beginnings that end before an answer."""
     kinds: dict[str, str] = field(default_factory=dict)
@@ -231,6 +233,8 @@ def _read_part(
             read.kinds[prompt] = conversation.kind
         read.parts.append(number)
         messages = messages_of(conversation.example)
+        system = [str(message["content"]) for message in messages if message["role"] == "system"]
+        read.with_system.append(hashlib.sha256(_ENCODE([prompt, *system]).encode()).hexdigest() if system else prompt)
         read.lengths.append(len(messages) or 1)
         read.fields.update({key for part in (conversation.example, *messages) for key in SPECIAL if key in part})
         own = conversation.example.get("chat_template_kwargs", {})
@@ -283,6 +287,10 @@ def _assign(read: _Read, seed: int, fraction: float, own_splits: list[bool]) -> 
             text = f"the input's own {missing[0]} split gives no conversation: the other one is split by data.eval_fraction"
             warnings.append(text)
     groups = _groups(read)
+    if len(set(groups)) == 1 and not any(own) and len(set(read.with_system)) > 1:
+        groups = read.with_system  # a document to answer on, say, stands in the system message
+        text = f"all {len(groups):,} conversations have one prompt beside their system messages: the split goes by both"
+        warnings.append(text)
     kinds = {group: kind for group, prompt in zip(groups, read.prompts, strict=True) if (kind := read.kinds.get(prompt))}
     stated = {name: set[str]() for name in SPLITS}
     for group, (_, split), part in zip(groups, read.keys, read.parts, strict=True):

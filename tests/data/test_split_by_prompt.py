@@ -103,6 +103,16 @@ def test_one_prompt_alone_leaves_nothing_to_hold_out(run: Any) -> None:
     assert got.result["eval"]["conversations"] == 0 and "one prompt" in " ".join(got.result["warnings"])
 
 
+def test_documents_in_system_messages_are_split_by_both(run: Any) -> None:
+    """One question on many documents: those that are held out are in no row that is trained."""
+    rows = [
+        {"messages": [{"role": "system", "content": f"Document {number // 2}"}, *said("Summarise it.", f"About {number}.")]}
+        for number in range(80)
+    ]
+    got = run(rows, format="messages")
+    assert got.result["eval"]["conversations"] in (4, 5) and "system messages" in " ".join(got.result["warnings"])
+
+
 def test_data_of_one_prompt_are_said_to_leave_no_evaluation(tmp_path: Path) -> None:
     """By new and plan, too: what prepare warns of stands among the notes on data that no recipe describes."""
     rows = [json.dumps({"prompt": "Tell a joke.", "completion": f"joke {number}"}) for number in range(40)]
