@@ -280,12 +280,15 @@ def _largest_problems(args: PlanArguments) -> Iterator[Problem]:
         yield Problem(text, file="command line", key="--largest", fix=fix)
 
 
+_MOST_MONEY = 1e15
+
+
 def _budget_problems(args: PlanArguments) -> Iterator[Problem]:
     """What is wrong with ``--within``."""
     if args.within is None:
         return
-    if not (math.isfinite(args.within) and args.within > 0):
-        text = f"{args.within:g} is not an amount of money above 0"
+    if not 0 < args.within <= _MOST_MONEY:
+        text = f"{args.within:g} is not an amount of money above 0 and up to {_MOST_MONEY:g}"
         yield Problem(text, file="command line", key="--within", fix="--within 500")
     if args.compare or args.calibrate or args.why is not None or args.simulate:
         fix = "leave the other option out"

@@ -41,6 +41,7 @@ def test_searches_keep_to_it(words: tuple[str, ...]) -> None:
     kept = [one["cost"] for one in answer(*words, "--advise", "--within", amount)["options"] if one["fits"]]
     assert sorted(kept) == sorted(cost for cost in listed if cost <= amount)
     assert "the budget is 0.01" in refused(*words, "--advise", "--within", 0.01)
+    assert all("--within" in refused(*words, "--within", wrong) for wrong in (0, "nan", "inf", 1e308))
     assert "--within" in refused(*words, "--within", -1) and "--within" in refused(*words, "--within", 5, "--why", "step")
 
 
