@@ -163,7 +163,7 @@ def train(folder: Path) -> Tracker:
     values |= {"output_dir": str(folder / "out"), "report_to": "none", "save_strategy": "no", "max_steps": 2}
     trainer = SFTTrainer(
         model=str(folder / "base"),
-        args=SFTConfig(**values),
+        args=SFTConfig(**{key: value for key, value in values.items() if key in SFTConfig.__dataclass_fields__}),
         train_dataset=make_rows(config, resolved.architecture["vocab_size"]),
         processing_class=make_tokenizer(),
         peft_config=LoraConfig(**resolved.lora) if resolved.lora else None,
