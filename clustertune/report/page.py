@@ -64,12 +64,11 @@ def render(template: Path, values: Mapping[str, Any]) -> str:
     Characters that steer a terminal or turn the reading direction are written out, whatever text brought them.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
 
     loader = FileSystemLoader([template.parent, _TEMPLATE.parent])
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=loader,
-        finalize=lambda value: value if isinstance(value, Markup) else escape(value) if isinstance(value, str) else value,
+        finalize=lambda value: escape(value) if isinstance(value, str) and not hasattr(value, "__html__") else value,
     )  # fmt: skip
     return environment.get_template(template.name).render(values)
 

@@ -177,8 +177,9 @@ NEEDS = {
 
 @pytest.mark.parametrize("command", [["show"], ["submit", "--dry-run", "--cluster", "dgx-h100"]])
 @pytest.mark.parametrize("value", NEEDS)
-def test_what_the_image_cannot_have_is_refused_before_the_queue(command: list[str], value: str) -> None:
-    done = run(command[0], "recipes/tiny-oasst2", *command[1:], value, "--json")
+def test_what_the_image_cannot_have_is_refused_before_the_queue(command: list[str], value: str, tmp_path: Path) -> None:
+    at = ["--run-dir", tmp_path / "r"] if command[0] == "submit" else []  # make demo may have trained it where runs are
+    done = run(command[0], "recipes/tiny-oasst2", *command[1:], *at, value, "--json")
     found = {(problem["key"], NEEDS[value] in problem["message"]) for problem in done.json["problems"]}
     key = value.partition("=")[0]
     assert done.code == 2 and found == {(key + ".attn_implementation" * key.endswith("init_kwargs"), True)}
@@ -189,7 +190,16 @@ def test_what_an_image_of_ones_own_has_is_said_in_the_cluster_file(tmp_path: Pat
     file = tmp_path / "own.yaml"
     file.write_text(text.replace("container: {", "container: {packages: [flash-attn], "))
     value = "train.model_init_kwargs={attn_implementation: flash_attention_2}"
-    words = ["submit", "recipes/tiny-oasst2", "train.packing=false", value, "--dry-run", "--cluster"]
+    words = [
+        "submit",
+        "recipes/tiny-oasst2",
+        "train.packing=false",
+        value,
+        "--run-dir",
+        str(tmp_path / "r"),
+        "--dry-run",
+        "--cluster",
+    ]
     assert run(*words, "dgx-h100").code == 2
     assert run(*words, str(file)).code == 0
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from markupsafe import Markup
 
 from clustertune.errors import UserError
 from clustertune.monitor.sampler import TelemetryWriter
@@ -179,6 +178,6 @@ def test_the_answer_comes_first_and_stands_in_the_document(tmp_path: Path) -> No
 def test_nothing_on_a_page_turns_the_reading_direction(tmp_path: Path) -> None:
     """Names, metrics and prompts of others reach report, live page and compare by one function."""
     template = tmp_path / "page.html.jinja"
-    template.write_text("<p>{{ name }}</p><pre>{{ lines }}</pre>{{ svg }}")
-    text = render(template, {"name": "a\u202eb\x1b[31m\u2066c", "lines": "one\ntwo", "svg": Markup("<svg/>")})
+    template.write_text("<p>{{ name }}</p><pre>{{ lines }}</pre>{{ svg|safe }}")
+    text = render(template, {"name": "a\u202eb\x1b[31m\u2066c", "lines": "one\ntwo", "svg": "<svg/>"})
     assert text == "<p>a\\u202eb\\x1b[31m\\u2066c</p><pre>one\ntwo</pre><svg/>"
