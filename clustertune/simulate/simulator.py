@@ -239,7 +239,9 @@ def terms(plan: Plan, simulation: Simulation) -> list[Compared]:
         counted.pop(EVALUATION, None)
     compared += [Compared(name, planned.get(name), size) for name, size in counted.items()]
     compared.append(Compared("peak", plan.peak.bytes, max(counted.values())))
-    work = Compared(PRODUCTS, product_flops(plan.shape), one["product_flops"], "FLOP")
+    # Tensors that are called cpu go through TRL's loss for CPUs, which does not compute the head twice
+    # (trl/trainer/utils.py, _use_triton).
+    work = Compared(PRODUCTS, None if simulation.note else product_flops(plan.shape), one["product_flops"], "FLOP")
     return [*compared, work, *_traffic(plan, simulation), *_saved(plan, one)]
 
 
