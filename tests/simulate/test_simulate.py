@@ -143,6 +143,7 @@ def test_the_picture_is_of_the_same_numbers() -> None:
 
 
 @pytest.mark.jobs
+@needs_compiler
 @pytest.mark.parametrize(
     "name",
     ["llama70b-lora", "llama70b-tp-fsdp2", "llama8b-longcontext-32k", "llama70b-fsdp2", "qwen3-8b", "mistral7b-alpaca",
