@@ -22,7 +22,7 @@ from clustertune.containers import pins
 from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, UserError, raise_if
 from clustertune.evaluate.servers import GIVEN, JOB, KEY, START_SECONDS, ServingJob, new_key, note_end
-from clustertune.launch import cluster_paths, container, judge, serving, shape, slurm, srun
+from clustertune.launch import cluster_paths, container, judge, node_folders, serving, shape, slurm, srun
 from clustertune.launch.agent import stop_request_file
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import AttemptPlan, Node
@@ -435,7 +435,7 @@ def has_gpus() -> bool:
 
 def start(inputs: JobInputs, script: Path | None, command: Sequence[str]) -> None:
     """Say what the job is about to do, and run it. ``script``: the batch script of a job by hand. Raises UserError, Stopped."""
-    cluster_paths.make()
+    node_folders.make_caches()
     late = None
     if script is not None and inputs.trains:  # the other stages continue file by file, and need less
         stated = shape.signal_given(read_whole(script).decode(errors="replace"))

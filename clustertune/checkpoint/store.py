@@ -71,7 +71,7 @@ def verify(path: Path, *, hashes: bool = True) -> list[Problem]:
 def find_open(path: Path) -> list[Problem]:
     """What of a checkpoint another user could have written: other owners, files or folders that others can write to.
 
-    The rule of :func:`clustertune.launch.environment.make_own_folder`. A digest does not help against who can seal again.
+    The rule of :func:`clustertune.launch.node_folders.make_own_folder`. A digest does not help against who can seal again.
     """
     root = path.resolve()
     return list(filter(None, map(manifest.find_shared, [root, *sorted(root.rglob("*"))])))

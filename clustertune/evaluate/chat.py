@@ -17,7 +17,7 @@ from clustertune.errors import UserError, raise_if
 from clustertune.evaluate import model as models
 from clustertune.evaluate import run as evaluation
 from clustertune.evaluate import servers
-from clustertune.launch.environment import make_private
+from clustertune.launch.node_folders import make_private
 from clustertune.training.base_weights import check_tensors
 
 END = ("/exit", "/quit")

@@ -30,9 +30,9 @@ from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.evaluate.model import Backend, ModelFacts, weight_bytes
 from clustertune.host.devices import addresses
-from clustertune.launch.environment import make_private
 from clustertune.launch.guard import vllm_guard
 from clustertune.launch.node import random_port
+from clustertune.launch.node_folders import make_private
 from clustertune.launch.server_requests import GONE, NotOurs, ask, load_adapter, unload_adapter
 from clustertune.launch.serving import ModelSize, Serving, deadline_seconds, serving, start_seconds
 from clustertune.manifest import read_whole, write_durably

@@ -11,12 +11,11 @@ import platform
 import pwd
 import re
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from clustertune.cluster.schema import Cluster
-from clustertune.errors import Problem, UserError, raise_if, storage_error
+from clustertune.errors import Problem, UserError, raise_if
 from clustertune.host.facts import Mount
 from clustertune.host.mounts import all_mounts, lies_elsewhere, mount_of, own_mounts
 from clustertune.launch.environment import Setting
@@ -28,7 +27,6 @@ FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACH
 """Variables that name a folder of the user's (NLTK_DATA several, parted by ``:``), in which libraries keep what they loaded."""
 VARIABLES = (*FOLDERS, "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "WANDB_MODE")
 """What a job takes over of the shell that submits it. No token is among them: those stand in ``.env``."""
-_WRITTEN = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")
 _KEY = {"caches": "HF_HOME", "runs": "--run-dir"}
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 
@@ -239,28 +237,6 @@ def load_modules(cluster: Cluster) -> None:
     sys.stdout.flush()
     os.chdir(ROOT)
     os.execv("/bin/bash", ["bash", "-c", script, "bash", sys.executable, "-m", "clustertune", *sys.argv[1:]])  # noqa: S606
-
-
-def make(environ: Mapping[str, str] = os.environ) -> None:
-    """Make the cache folders on this machine. Raises UserError for one that cannot be, or cannot be written to.
-
-    A cache that is only read (``HF_HUB_OFFLINE=1``) need not be writable.
-    """
-    offline = environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    for name in _WRITTEN:
-        if not (value := environ.get(name)):
-            continue
-        path = Path(value)
-        try:
-            if path.exists() and not path.is_dir():
-                text = f"{os.uname().nodename}: is not a folder, {name} needs one"
-                raise UserError(text, file=str(path), key=name, fix="name another one: storage.caches, or export it")
-            path.mkdir(parents=True, exist_ok=True)
-            if not offline:
-                with tempfile.TemporaryFile(dir=path):
-                    pass
-        except OSError as error:
-            raise storage_error(error, f"{os.uname().nodename}: cannot be used as {name}", path) from None
 
 
 # --- shared ---------------------------------------------------------------------------------------------------------------

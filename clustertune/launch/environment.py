@@ -8,22 +8,17 @@ NCCL user guide (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.h
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from clustertune.cluster.schema import Cluster, Network
-from clustertune.errors import UserError, storage_error
 
 FAST_ETHERNET = 100
 """Gbit/s from which NCCL's guide has one TCP connection replaced by several."""
 MOST_OMP_THREADS = 16
 """The CPU's part in a step is small; more threads only wait for each other at the end of every loop."""
-CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-"""Variables that name a place below the job's own folder on the node."""
 
 
 @dataclass(frozen=True)
@@ -140,38 +135,6 @@ def _omp_threads(cluster: Cluster, ranks_per_node: int, cpus_per_node: int, pres
     origin = f"{cpus} CPUs / {ranks_per_node} ranks" + (f" / {each_core} threads per core" if each_core > 1 else "")
     capped = f", {MOST_OMP_THREADS} at most" if share > MOST_OMP_THREADS else ""
     return Setting("OMP_NUM_THREADS", str(threads), f"{origin}{capped}: launchers give 1, or every rank all cores")
-
-
-# --- on the node -------------------------------------------------------------------------------------------------------
-
-
-def own_folder(values: Mapping[str, str]) -> Path | None:
-    """The job's folder on the node's disk that an environment speaks of; None where it names none."""
-    cache = next((values[name] for name in CACHES if name in values), None)
-    return Path(cache).parent if cache else None
-
-
-def make_own_folder(values: Mapping[str, str]) -> Path | None:
-    """Create the job's folder on this node, readable by its user only. Returns it; None where the environment names none.
-
-    Everybody may write in /tmp, and compiled kernels are code: a folder that is not ours, or that others can write to, is
-    refused. Raises UserError.
-    """
-    folder = own_folder(values)
-    return None if folder is None else make_private(folder)
-
-
-def make_private(folder: Path) -> Path:
-    """Create a folder for compiled code that only its user can write to; returns it. Raises UserError where it is another's."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = folder.lstat()
-    except OSError as error:
-        raise storage_error(error, "cannot hold compiler caches", folder) from None
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o022:
-        message = "belongs to another user, or others can write to it: compiled code from there would be run"
-        raise UserError(message, file=str(folder), fix="remove it, or set storage.scratch in the cluster file")
-    return folder
 
 
 def one_gpu(world_size: int, env: Mapping[str, str]) -> dict[str, str]:

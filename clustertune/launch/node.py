@@ -18,10 +18,9 @@ from pathlib import Path
 
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.host.system import Probe
-from clustertune.launch import cluster_paths
 from clustertune.launch.agent import Agent, await_object, leave_record
 from clustertune.launch.attempt import PLAN, RENDEZVOUS, AttemptPlan, check_fence, newest_attempt
-from clustertune.launch.environment import make_own_folder
+from clustertune.launch.node_folders import make_caches, make_own_folder
 from clustertune.manifest import write_durably
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import RunDir
@@ -48,7 +47,7 @@ def main(run_path: Path, attempt: int, node: int, *, quiet: bool, around: Around
     try:
         plan = _read_plan(folder)
         check_fence(run_path, attempt)
-        cluster_paths.make()
+        make_caches()
         _check_interface(plan, node)
         own = make_own_folder(plan.environment)
         stack.enter_context(around(run_path, plan, node))

@@ -24,7 +24,7 @@ import torch
 from torch.serialization import safe_globals
 
 from clustertune.errors import ExitCode, Problem, UserError, free_bytes, storage_error
-from clustertune.launch.environment import own_folder
+from clustertune.launch.node_folders import own_folder
 from clustertune.manifest import MANIFEST, find_problem, read_manifest, read_whole
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import deepspeed_file as ds

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-import stat
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clustertune.cluster.load import load_cluster
 from clustertune.cluster.schema import Cluster
-from clustertune.errors import UserError
-from clustertune.launch import environment as module
-from clustertune.launch.environment import environment, make_own_folder
+from clustertune.launch.environment import environment
 
 
 @pytest.fixture(scope="module")
@@ -42,34 +38,6 @@ def test_infiniband_is_left_on(cluster: Cluster) -> None:
     assert "NCCL_IB_DISABLE" not in found and "NCCL_SOCKET_NTHREADS" not in found
     assert found["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_1" and found["NCCL_SOCKET_IFNAME"] == "=bond0"
     assert "NCCL_IB_HCA" not in values(with_network(cluster, kind="roce"))
-
-
-def test_the_jobs_folder_is_for_its_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled kernels are code, and everybody may write in /tmp: a folder that another user made is not used."""
-    folder = tmp_path / "clustertune-1"
-    env = {"TRITON_CACHE_DIR": str(folder / "triton")}
-    for _ in range(2):
-        assert make_own_folder(env) == folder and stat.S_IMODE(folder.stat().st_mode) == 0o700
-
-    def refused(words: str) -> None:
-        with pytest.raises(UserError, match=words):
-            make_own_folder(env)
-
-    for mode in (0o770, 0o707):  # the group's members, and everybody
-        folder.chmod(mode)
-        refused("others can write to it")
-    folder.chmod(0o700)
-    with monkeypatch.context() as other:
-        other.setattr(module.os, "getuid", lambda: folder.stat().st_uid + 1)
-        refused("belongs to another user")
-    folder.rmdir()
-    (tmp_path / "theirs").mkdir()
-    folder.symlink_to(tmp_path / "theirs")
-    refused("belongs to another user")
-    folder.unlink()
-    folder.touch()
-    refused("cannot hold compiler caches")
-    assert make_own_folder({}) is None
 
 
 # --- what the cluster file says itself ---------------------------------------------------------------------------------
