@@ -340,3 +340,10 @@ def test_a_command_imports_what_it_needs(tmp_path: Path, arguments: list[str], n
     script.write_text(SCRIPT)
     modules = imported(tmp_path, *(str(script) if word == "FILE" else word for word in arguments))
     assert needed <= modules and modules & useless == set()
+
+
+def test_a_plan_of_a_recipe_loads_nothing_that_makes_one() -> None:
+    """Neither what drafts recipes, reads data nor simulates."""
+    code = "import sys, clustertune.cli.planning; print(*(name for name in sys.modules if name.startswith('clustertune')))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {"clustertune.draft", "clustertune.data.prepare", "clustertune.simulate.simulator"}.isdisjoint(found)

@@ -13,18 +13,17 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from clustertune import console, draft
+from clustertune import console
 from clustertune.cli.arguments import (
     path_argument,
 )
 from clustertune.cli.options import NewArguments, PlanArguments
 from clustertune.cluster import load
 from clustertune.console import emit_json, reply, say, show
-from clustertune.data import prepare
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.host.system import GIB
 from clustertune.launch import bill, serving
@@ -40,8 +39,9 @@ from clustertune.recipe import layers, native_rules
 from clustertune.recipe.parameters import parameter_count
 from clustertune.resolve import models, resolve, tiny
 from clustertune.resolve import overrides as recipe_source
-from clustertune.simulate import simulator
-from clustertune.simulate.simulator import Simulation
+
+if TYPE_CHECKING:
+    from clustertune.simulate.simulator import Simulation
 
 GOALS = ("time", "cost", "memory")
 
@@ -69,6 +69,9 @@ def answer(args: PlanArguments) -> None:
         nodes, gpus = len(calibrated.cluster.compute_nodes), calibrated.cluster.compute.gpus
         overrides = [f"slurm.nodes={nodes}", f"slurm.gpus_per_node={gpus}", *overrides]
     if args.data is not None:
+        from clustertune import draft  # it loads what makes a recipe, which the plan of one has no use for
+        from clustertune.data import prepare
+
         measured = prepare.measure(args.data, draft.stated(overrides).get("data"))
         known = known or (known_lengths.of_counts(list(measured.tokens.items()), measured.source) if measured.tokens else None)
         overrides = [*(f"data.{key}={json.dumps(value)}" for key, value in measured.section.items()), *overrides]
@@ -100,6 +103,8 @@ def _compare_clusters(args: PlanArguments, known: Lengths | None) -> None:
 
 def _answer_model(args: PlanArguments, known: Lengths | None) -> None:
     """The same of a model that no recipe describes: the recipe that ``new`` would write is planned."""
+    from clustertune import draft
+
     of_data = draft.stated(args.overrides).get("data")
     model, data, at = draft.read_options(args.model, args.data, args.method, args.gpus, args.cluster, of_data=of_data)
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", str(model.section["name"]).rpartition("/")[2]).lower()[:50] + f"-{args.method}"
@@ -118,6 +123,8 @@ LONGEST, MOST_ROWS = 2**20, 1024
 def _largest(args: PlanArguments) -> None:
     """The largest known model that fits the GPUs, its longest sequences, and the most rows of a micro batch; exits with 2 where
     none does. Each of the last two alone, with the recipe that ``new`` would write."""
+    from clustertune import draft
+
     names = [args.model] if args.model is not None else [name for name in models.known_models() if "/" in name]
     found: list[tuple[int, str]] = []
     for name in names:
@@ -157,6 +164,7 @@ def _largest_text(body: dict[str, Any], tried: int) -> str:
 
 def _sizes_that_fit(args: PlanArguments, folder: str, calibrated: CalibratedCluster, body: Any) -> dict[str, Any]:
     """The longest rows and the largest micro batch of a drafted recipe, by powers of two, each layer recomputed."""
+    from clustertune import draft
 
     def fits(*own: str) -> Plan | None:
         base = ["activation_checkpointing.ratio=1", "train.per_device_eval_batch_size=1", *args.overrides, *own]
@@ -213,6 +221,8 @@ def _answer(args: PlanArguments, overrides: list[str], calibrated: CalibratedClu
         scored = serving.evaluation(plans[0].resolved, calibrated.cluster)
         simulated = _simulate(plans[0], args) if args.simulate else None
         if simulated is not None and args.out is not None:
+            from clustertune.simulate import simulator
+
             out = path_argument(args.out)
             replace_ours(out, simulator.svg(*simulated), simulator.MARK)
             say(f"in {out}")
@@ -233,7 +243,9 @@ def _budget(plan: Plan, billed: bill.Bill, amount: float) -> dict[str, Any]:
     each = (cost - fixed) / steps
     most = max(0, math.floor((amount - fixed) / each + 1e-9)) if each > 0 else steps
     epochs = float(plan.resolved.train_args["num_train_epochs"]) if plan.resolved.train_args["max_steps"] <= 0 else None
-    text = f"({amount:,.2f} - {fixed:,.2f} for loading and evaluation) / {each:.4g} a step = {most:,} of {steps:,} steps"
+    text = (
+        f"({amount:,.2f} - {fixed:,.2f} for loading and evaluation) / {each:.4g} a step = {most:,} steps, the run has {steps:,}"
+    )
     return {
         "amount": amount,
         "currency": billed.currency,
@@ -247,6 +259,8 @@ def _budget(plan: Plan, billed: bill.Bill, amount: float) -> dict[str, Any]:
 
 def _simulate(plan: Plan, args: PlanArguments) -> tuple[Plan, Simulation]:
     """The simulation, and the plan of what was simulated: of the same depth, of full rows. Says how far it is on stderr."""
+    from clustertune.simulate import simulator
+
     resolved = plan.resolved if args.depth is None else simulator.with_depth(plan.resolved, args.depth)
     ranks = simulator.read_ranks(args.ranks, resolved)
     longest = known_lengths.Lengths((int(native_rules.row_tokens(resolved.train_args)),), "full rows")
@@ -358,6 +372,8 @@ def _show(
         if budget is not None:
             body["budget"] = budget
         if simulated is not None:
+            from clustertune.simulate import simulator
+
             body["simulation"] = simulator.as_json(*simulated)
         if not plan.fits:
             body["remedies"] = [{"change": r.what, "overrides": r.arguments, "step_s": r.plan.step.seconds} for r in better]
@@ -490,6 +506,8 @@ def _calibrate(calibrated: CalibratedCluster, runs: list[str], lengths: Lengths 
 
 def write_recipe(args: NewArguments) -> None:
     """Write the folder, and print every assumption and the next commands. Raises UserError."""
+    from clustertune import draft
+
     name, overrides = args.name, args.overrides
     folder = draft.target(name)
     stated = draft.stated(overrides or ())

@@ -32,6 +32,8 @@ def test_what_a_budget_pays(words: tuple[str, ...]) -> None:
     more = answer(recipe, f"train.max_steps={rich['steps_within'] + max(2, rich['steps_within'] // 50)}", *rest)
     assert more["total"]["cost"]["on_demand"] > 2 * cost
     assert "NO" in call(*words, "--within", 0.01).output
+    told = call(*words, "--within", 100 * cost).output
+    assert "of 100 steps" not in told and "the run has 100" in " ".join(told.split())
 
 
 def test_searches_keep_to_it(words: tuple[str, ...]) -> None:
