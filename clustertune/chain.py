@@ -246,7 +246,7 @@ class Chain:
 
     def _push(self, target: Push) -> None:
         """Send the adapter and its card to the Hub. Where that fails, the run is finished, and says how to repeat it."""
-        from clustertune import push as hub
+        from clustertune.report import push as hub
 
         try:
             done = vars(hub.send(self.run, target.repo, public=target.public)[1])

@@ -41,7 +41,6 @@ ORDER = (
     ("doctor",),
     ("report",),
     ("monitor",),
-    ("push",),
     ("chain", "rank"),
     ("sweep", "draft"),  # and the launchers
     ("submission",),

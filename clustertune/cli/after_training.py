@@ -86,8 +86,8 @@ def push(
 ) -> None:
     """Never uploads the base model or a merged model. HF_TOKEN must be in .env. Pushing the same adapter again changes
     nothing."""
-    from clustertune import push as hub
     from clustertune.launch.cluster_paths import existing_run
+    from clustertune.report import push as hub
 
     run = RunDir(existing_run(run_dir))
     name = hub.check_name(repo or secrets.read_env(secrets.DEFAULT, lambda _note: None).get("HF_REPO_ID"))

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from clustertune.errors import UserError
-from clustertune.push import pack
+from clustertune.report.push import pack
 from clustertune.rundir import RunDir
-from tests.push.conftest import change
+from tests.report.conftest import change
 
 
 def card(run: RunDir, act: Callable[[dict[str, Any]], Any] | None = None) -> str:

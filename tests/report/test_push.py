@@ -20,7 +20,7 @@ from clustertune.rundir import RunDir
 from tests.command import Done
 from tests.damage import flip
 from tests.fake_hub import TOKEN, FakeHub, Repo
-from tests.push.conftest import change, reseal
+from tests.report.conftest import change, reseal
 
 REPO = "me/oasst2-adapter"
 Push = Callable[..., Done]

@@ -16,7 +16,7 @@ from clustertune import manifest
 from clustertune.rundir import RunDir
 from tests.fake_hub import FakeHub
 
-RECORDED = Path(__file__).resolve().parents[1] / "report" / "recorded"
+RECORDED = Path(__file__).resolve().parent / "recorded"
 
 
 @pytest.fixture
