@@ -35,7 +35,6 @@ from clustertune.launch.judge import Outcome, conclude
 from clustertune.launch.node import random_port, ranks_command
 from clustertune.launch.serving import beside_serving
 from clustertune.manifest import hash_file
-from clustertune.megatron import megatron_files
 from clustertune.monitor import live
 from clustertune.process import die_with_parent, end
 from clustertune.recipe.sections import Push
@@ -45,6 +44,7 @@ from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
 from clustertune.rundir import ROLLOUT_SERVERS, SCORES, STAGES, RunDir, keep_private
 from clustertune.staging import bundle, needs
+from clustertune.training.engine import engine_of
 from clustertune.training.event_log import EventLog
 from clustertune.tree import IS_INSTALLED, ROOT
 
@@ -378,8 +378,8 @@ class Chain:
             make_local_model(self.resolved.architecture, texts, self.base_folder(), seed, template=own)
         counts = {"conversations": {split: result[split]["conversations"] for split in ("train", "eval")}}
         from_where, train_args = needs.base_of(self.resolved, self.run).source, self.resolved.train_args
-        if recipe.megatron is not None:  # Megatron-Bridge tokenises by itself
-            megatron_files.make(self.run.pinned(self.resolved), self.run.path, self.run.data, from_where)
+        if (engine := engine_of(self.resolved)) is not None:
+            engine.prepare(self.run.pinned(self.resolved), self.run.path, self.run.data, from_where)
             return counts
         base_model.check(*from_where, self.resolved)
         base_weights.check(*from_where, self.resolved)
@@ -639,8 +639,8 @@ class Chain:
             raise UserError(
                 "is not the final checkpoint; that one is missing or damaged", file=str(path), fix="--from train makes it again"
             )
-        if self.resolved.recipe.megatron is not None:
-            path = megatron_files.exported(self.run.path)
+        if (engine := engine_of(self.resolved)) is not None:
+            path = engine.exported(self.run.path)
         if (during := self.resolved.recipe.eval.during) is not None and during.keep == "best":
             path = self._best(path)
         if self.resolved.lora is None:

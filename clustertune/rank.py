@@ -38,6 +38,7 @@ from clustertune.rundir import UNSAVED, RunDir
 from clustertune.staging import bundle, needs, staging_step
 from clustertune.staging.hashed_copy import amount
 from clustertune.training import event_log
+from clustertune.training.engine import engine_of
 from clustertune.training.event_log import Attempt, Heartbeat
 
 if TYPE_CHECKING:
@@ -180,9 +181,9 @@ class _Forgiving(io.TextIOWrapper):
 def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: TextIO) -> ExitCode:
     """Build the trainer, resume from the newest whole checkpoint, train, and say how it ended."""
     resolved = run.resolved()
-    of_megatron = resolved.recipe.megatron is not None
+    engine = engine_of(resolved)
     records = run.attempt(number)
-    plan = AttemptPlan.read(records) if of_megatron or (records / PLAN).exists() else None
+    plan = AttemptPlan.read(records) if engine is not None or (records / PLAN).exists() else None
     if plan is not None and _is_first():
         _limit(run, resolved, number, stop)
     keys = _take_secrets()
@@ -193,11 +194,9 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
         check_fence(run.path, number)
 
     attempt = Attempt(run, resolved, number, stop, heartbeat, fence, out, source, _follow_plan(plan), keys, plan)
-    if of_megatron:  # NVIDIA's loop, with this rank's signals, records and checkpoints
-        from clustertune.megatron import program
-
+    if engine is not None:
         bundle.enter(resolved)
-        return program.train(attempt)
+        return engine.train(attempt)
     attempt.notes += _set_environment(resolved, run, source[0], has_key="WANDB_API_KEY" in keys)
 
     from clustertune.training.session import Session

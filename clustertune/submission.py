@@ -21,7 +21,6 @@ from clustertune.launch import stage_jobs as launch
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import newest_attempt
 from clustertune.launch.environment import Setting, environment
-from clustertune.megatron import settings
 from clustertune.plan.constants import quantity
 from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
 from clustertune.report import state as states
@@ -29,6 +28,7 @@ from clustertune.resolve.models import find_obstacles
 from clustertune.resolve.resolved import Resolved, expand_home, is_there
 from clustertune.rundir import STAGES, RunDir, default_run_dir, keep_private
 from clustertune.staging import bundle
+from clustertune.training.engine import engine_of
 from clustertune.tree import ROOT
 
 DONE = "every stage is finished: nothing is left to submit"
@@ -106,13 +106,13 @@ def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], contai
     """Everything that keeps it from being submitted, at once; the cluster's image as it is here, and what to warn of."""
     problems = shape.find_problems(plan.resolved, plan.cluster) if plan.trains else []
     problems += container.megatron_problems(plan.resolved, plan.cluster)
-    if plan.resolved.recipe.megatron is not None:
-        problems += settings.find_problems(plan.resolved)
+    if (engine := engine_of(plan.resolved)) is not None:
+        problems += engine.find_problems(plan.resolved)
     problems += find_obstacles(plan.resolved) + _base_problems(plan)
     problems += find_idle_schedule(plan.resolved) if plan.trains else []
     wrong = bundle.find_problems(plan.resolved)
     problems += wrong
-    if plan.trains and plan.resolved.recipe.megatron is None:
+    if plan.trains and engine is None:
         here = plan.cluster.container.runtime == "none"
         args = plan.resolved.train_args
         problems += (
@@ -255,8 +255,8 @@ def show(plan: SubmissionPlan, as_json: bool, verbose: bool) -> None:
         document["total"] = None if planned is None else planned[1].as_json()
         document["step_s"] = None if planned is None else planned[0].step.seconds
         document["job_environment"] = [vars(setting) for setting in plan.variables]
-        if plan.resolved.recipe.megatron is not None:
-            document["megatron"] = settings.shown_document(plan.resolved, plan.cluster, plan.path)
+        if (engine := engine_of(plan.resolved)) is not None:
+            document["megatron"] = engine.shown_document(plan.resolved, plan.cluster, plan.path)
         emit_json({**document, "environment": variables, "node_command": command, "warnings": warnings(plan)})
         return
     for line in lines(plan) if verbose else summary(plan):
@@ -301,8 +301,8 @@ def lines(plan: SubmissionPlan) -> list[str]:
         shown += ["", f"# {_signal(plan)}"]
         shown += ["# environment of every rank", *(f"{s['name']}={s['value']}  # {s['reason']}" for s in variables)]
         shown += ["# on the nodes, for each attempt", f"$ {shlex.join(command)}"]
-        if plan.resolved.recipe.megatron is not None:
-            shown += settings.shown_lines(plan.resolved, plan.cluster, plan.path)
+        if (engine := engine_of(plan.resolved)) is not None:
+            shown += engine.shown_lines(plan.resolved, plan.cluster, plan.path)
     return shown
 
 
