@@ -14,16 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.containers import pins
-from tools.gpu_check import (
-    LONGEST,
-    REPO,
-    EndedCommand,
-    Failed,
-    GpuCheck,
-    NotHere,
-    end_tree,
-    output_of,
-)
+from tools.gpu_commands import LONGEST, REPO, EndedCommand, Failed, GpuCheck, NotHere, end_tree, output_of
 from tools.runs import events
 
 Part = Callable[[GpuCheck], dict[str, Any]]

@@ -14,7 +14,7 @@ import pytest
 
 from tests.command import REPO
 from tools import gpu_check, gpu_parts
-from tools.gpu_check import Failed, GpuCheck, NotHere
+from tools.gpu_commands import Failed, GpuCheck, NotHere
 
 LOCAL = ["--backend", "gloo", "--name", "try"]
 
