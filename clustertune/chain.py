@@ -28,11 +28,11 @@ from clustertune.checkpoint import store
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say, show_error
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_cause, storage_error
-from clustertune.launch import container, judge
+from clustertune.launch import container, progress
 from clustertune.launch.agent import Agent, measured
 from clustertune.launch.attempt import AttemptPlan, Node
-from clustertune.launch.judge import Outcome, conclude
 from clustertune.launch.node import random_port, ranks_command
+from clustertune.launch.outcome import Outcome, conclude
 from clustertune.launch.serving import beside_serving
 from clustertune.manifest import hash_file
 from clustertune.monitor import live
@@ -412,7 +412,7 @@ class Chain:
                 break
             step = newest.step if newest else 0
             if self.job is not None:
-                judge.check_progress(self.run.path, self.job, step)
+                progress.check_progress(self.run.path, self.job, step)
             if not earlier:
                 self.get_ready()
                 self._serve(stack)

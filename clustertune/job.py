@@ -22,13 +22,13 @@ from clustertune.containers import pins
 from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, UserError, raise_if
 from clustertune.evaluate.servers import GIVEN, JOB, KEY, START_SECONDS, ServingJob, new_key, note_end
-from clustertune.launch import cluster_paths, container, judge, node_folders, serving, shape, slurm, srun
+from clustertune.launch import cluster_paths, container, lease, node_folders, progress, serving, shape, slurm, srun
 from clustertune.launch.agent import stop_request_file
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.environment import Setting, environment
-from clustertune.launch.judge import Outcome, any_node_failed
 from clustertune.launch.node import first_port, random_port
+from clustertune.launch.outcome import Outcome, any_node_failed
 from clustertune.manifest import read_object, read_whole
 from clustertune.nccl_check import link_check
 from clustertune.process import STOP_SIGNALS, Stopped, end
@@ -176,7 +176,7 @@ class JobChain(chain.Chain):
 
     def still_mine(self) -> bool:
         """Whether no later start of this job works in the run folder."""
-        return judge.still_mine(self.run.path, self.allocation.job_id, self.allocation.restart)
+        return lease.still_mine(self.run.path, self.allocation.job_id, self.allocation.restart)
 
     def run_stage(self, stage: str) -> None:
         """In the cluster's container where it has one; the training starts one on every node by itself."""
@@ -352,7 +352,7 @@ def run(inputs: JobInputs, command: Sequence[str]) -> dict[str, dict[str, Any]]:
     keep_private(cluster)
     with contextlib.ExitStack() as stack:  # the run folder stays this job's until it is back in the queue
         try:
-            stack.enter_context(judge.taken_over(RunDir(path), allocation.job_id, allocation.restart, slurm.is_running))
+            stack.enter_context(lease.taken_over(RunDir(path), allocation.job_id, allocation.restart, slurm.is_running))
             began = True
             opened = chain.open_run(resolved, path, command)
             opened.describe(resolved, cluster, None, inputs.evaluation)
@@ -379,11 +379,11 @@ def _requeue(allocation: Allocation, path: Path, signals: Sequence[int]) -> None
     for number in STOP_SIGNALS:  # Slurm ends what it requeues, and may end it meanwhile; what is left to do is here
         signal.signal(number, signal.SIG_IGN)
     job = allocation.handle
-    if not judge.still_mine(path, allocation.job_id, allocation.restart):
+    if not lease.still_mine(path, allocation.job_id, allocation.restart):
         return
     if any(number != signal.SIGUSR1 for number in signals) and not _may_requeue(job):
         return
-    judge.check_requeue(path, allocation.job_id)
+    progress.check_requeue(path, allocation.job_id)
     if (refused := _ask_for_requeue(job)) is not None:
         fix = "submit it again: it resumes from the newest whole checkpoint"
         say(f"note: job {job} could not be requeued: {refused.problems[0].message} -> {fix}")
@@ -453,7 +453,7 @@ def begun(job: str, folders: Iterable[Path]) -> Path | None:
 
     Recipe and cluster file may have been edited since: another recipe would be another run, from its first step.
     """
-    return next((one for one in folders if read_object(one / judge.OWNER).get("job") == job and _is_recorded(one)), None)
+    return next((one for one in folders if read_object(one / lease.OWNER).get("job") == job and _is_recorded(one)), None)
 
 
 def _is_recorded(folder: Path) -> bool:

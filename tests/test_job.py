@@ -16,10 +16,11 @@ import pytest
 from clustertune import chain, job, manifest
 from clustertune.cluster.schema import Container, Doctor, Storage
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import judge, slurm
+from clustertune.launch import lease, progress, slurm
+from clustertune.launch import outcome as outcomes
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import AttemptPlan, Node
-from clustertune.launch.judge import Outcome
+from clustertune.launch.outcome import Outcome
 from clustertune.process import Stopped
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import RunDir
@@ -76,9 +77,9 @@ def test_a_killed_rank_begins_again_in_the_same_allocation(
 ) -> None:
     """Back in the queue the job might wait for days. Each time it is asked whether the job gets anywhere."""
     asked: list[tuple[str, int]] = []
-    monkeypatch.setattr(judge, "check_progress", lambda path, job, step: asked.append((job, step)))
+    monkeypatch.setattr(progress, "check_progress", lambda path, job, step: asked.append((job, step)))
     counted = attempts(KILLED, Outcome(ExitCode.FAILED, [Problem("NCCL")]), Outcome(ExitCode.OK))
-    with judge.taken_over(RunDir(tmp_path), "7", 0, lambda job: False):
+    with lease.taken_over(RunDir(tmp_path), "7", 0, lambda job: False):
         assert links_of(tmp_path).train() == {"checkpoint": "step-000008"}
         assert links_of(tmp_path).train() == {"checkpoint": "step-000008"}, "nothing is left to train"
     assert counted == [1, 2, 3] and asked == [("7", 0)] * 3
@@ -180,8 +181,8 @@ def test_a_start_that_was_followed_by_another_requeues_nothing(
     """It would pull the job from under the feet of its own successor."""
 
     def another_start(_: job.JobChain) -> None:
-        monkeypatch.setattr(judge, "WAIT_SECONDS", 0.0)
-        with judge.taken_over(RunDir(tmp_path), "7", 1, lambda job: False):
+        monkeypatch.setattr(lease, "WAIT_SECONDS", 0.0)
+        with lease.taken_over(RunDir(tmp_path), "7", 1, lambda job: False):
             raise ENDED
 
     chain_ends(monkeypatch, tmp_path, another_start)
@@ -243,7 +244,7 @@ def test_a_warning_before_the_first_stage_is_heeded(
 def test_a_job_refused_for_another_is_not_requeued(tmp_path: Path, requeued: list[str], by: str) -> None:
     """It would come again and again for as long as the other job, or a person's command, works there."""
     run = RunDir(tmp_path)
-    with judge.taken_over(run, "6", 0, lambda job: False) if by == "job 6" else run.lock():
+    with lease.taken_over(run, "6", 0, lambda job: False) if by == "job 6" else run.lock():
         run_job(tmp_path, match=f"{by}.* works")
     assert requeued == []
 
@@ -279,7 +280,7 @@ def test_a_full_disk_does_not_hide_what_an_attempt_had_to_tell(tmp_path: Path, m
 
     outcome = Outcome(ExitCode.STORAGE, [Problem("the checkpoint of step 8 was not saved")])
     monkeypatch.setattr(Outcome, "write", full)
-    monkeypatch.setattr(judge, "judge", lambda *words, **named: outcome)
+    monkeypatch.setattr(outcomes, "judge", lambda *words, **named: outcome)
     monkeypatch.setattr(job.JobInputs, "step_command", lambda *words: ["true"])
     run = RunDir(tmp_path)
     run.attempt(1).mkdir(parents=True)

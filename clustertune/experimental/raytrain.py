@@ -34,7 +34,8 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import node
 from clustertune.launch.agent import Agent, await_object, await_records, launcher_pid_file, log_file, monitored, of_ranks
 from clustertune.launch.attempt import OUTCOME, AttemptPlan, Node, newest_attempt
-from clustertune.launch.judge import Outcome, check_progress, conclude, how_ended, judge
+from clustertune.launch.outcome import Outcome, conclude, how_ended, judge
+from clustertune.launch.progress import check_progress
 from clustertune.manifest import open_to_read, read_whole, write_durably
 from clustertune.process import handled
 from clustertune.rundir import RunDir

@@ -17,7 +17,7 @@ from clustertune.errors import ExitCode
 from clustertune.experimental import raytrain
 from clustertune.launch.agent import process_state
 from clustertune.launch.attempt import AttemptPlan, Node
-from clustertune.launch.judge import Outcome
+from clustertune.launch.outcome import Outcome
 from clustertune.rundir import RunDir
 from tests.command import REPO, SHORT, Done, rank_pid
 from tests.slurm import wait_for

@@ -18,7 +18,7 @@ from clustertune.errors import ExitCode
 from clustertune.launch import agent as agents
 from clustertune.launch.agent import Agent, launcher_pid_file, record_file
 from clustertune.launch.attempt import AttemptPlan, Node
-from clustertune.launch.judge import Outcome, judge
+from clustertune.launch.outcome import Outcome, judge
 
 
 def agent_of(run: Path, ranks: int = 1, nodes: int = 1, *, sigterm_asks: bool = True, patient: bool = False) -> Agent:

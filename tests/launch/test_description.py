@@ -16,7 +16,7 @@ from clustertune import job as program
 from clustertune.cli import jobs as command
 from clustertune.cluster.load import load_cluster
 from clustertune.evaluate.servers import JOB, ServingJob
-from clustertune.launch import allocation, cluster_paths, judge, serving, srun
+from clustertune.launch import allocation, cluster_paths, lease, serving, srun
 from clustertune.recipe import eval_tasks
 from clustertune.resolve.resolve import resolve
 from clustertune.resolve.resolved import Resolved
@@ -145,7 +145,7 @@ def test_a_job_by_hand_that_starts_again_goes_on_as_it_began(recipe: Path, monke
     def begin(inputs: program.JobInputs, _: Any) -> None:
         got.append(inputs)
         given = inputs.allocation
-        with judge.taken_over(RunDir(inputs.path), given.job_id, given.restart, lambda job: False):
+        with lease.taken_over(RunDir(inputs.path), given.job_id, given.restart, lambda job: False):
             chain.open_run(inputs.resolved, inputs.path, []).describe(inputs.resolved, inputs.cluster)
 
     monkeypatch.setattr(program, "run", begin)

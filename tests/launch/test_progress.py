@@ -1,4 +1,4 @@
-"""When a job makes no progress: what counts, what does not, and what is said. Whose run folder it is."""
+"""When a job makes no progress: what counts, what does not, and what is said."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import judge
-from clustertune.launch.attempt import AttemptPlan, Node, newest_attempt
-from clustertune.launch.judge import Outcome
-from clustertune.rundir import RunDir
+from clustertune.launch import progress
+from clustertune.launch.attempt import AttemptPlan, Node
+from clustertune.launch.outcome import Outcome
 
 KILLED = Problem("rank 3 on gpu-b failed first: killed (SIGKILL: out of memory, kill -9, or a node fault)")
 
@@ -36,10 +35,10 @@ GONE = Outcome(ExitCode.AGAIN, nodes_gone=("gpu-b",))
 def test_three_failures_at_one_step_stop_the_job(tmp_path: Path) -> None:
     for number in (1, 2):
         attempt(tmp_path, number, 20, FAILED)
-        judge.check_progress(tmp_path, "7", 20)
+        progress.check_progress(tmp_path, "7", 20)
     attempt(tmp_path, 3, 20, FAILED)
     with pytest.raises(UserError) as caught:
-        judge.check_progress(tmp_path, "7", 20)
+        progress.check_progress(tmp_path, "7", 20)
     assert caught.value.code is ExitCode.STOP
     text = str(caught.value)
     assert "3 attempts since step 20 failed" in text and "--exclude=gpu-b" in text and "attempt 1: rank 3 on gpu-b" in text
@@ -49,10 +48,10 @@ def test_a_new_checkpoint_and_a_new_job_begin_the_count_anew(tmp_path: Path) -> 
     """Somebody has looked, and submitted again."""
     for number, step in ((1, 20), (2, 20), (3, 22), (4, 22)):
         attempt(tmp_path, number, step, FAILED)
-    judge.check_progress(tmp_path, "7", 22)
-    judge.check_progress(tmp_path, "7", 24)
+    progress.check_progress(tmp_path, "7", 22)
+    progress.check_progress(tmp_path, "7", 24)
     attempt(tmp_path, 5, 22, FAILED)
-    judge.check_progress(tmp_path, "8", 22)
+    progress.check_progress(tmp_path, "8", 22)
 
 
 @pytest.mark.parametrize("outcome", [None, STOPPED, GONE, Outcome(ExitCode.AGAIN, port_taken=True)])
@@ -60,80 +59,35 @@ def test_what_comes_from_outside_is_not_the_job_s_fault(tmp_path: Path, outcome:
     """Preempted or on lost nodes a job may start often; not for ever."""
     for number in range(1, 10):
         attempt(tmp_path, number, 0, outcome, minutes=20)
-        judge.check_progress(tmp_path, "7", 0)
+        progress.check_progress(tmp_path, "7", 0)
     attempt(tmp_path, 10, 0, outcome, minutes=20)
     with pytest.raises(UserError) as caught:
-        judge.check_progress(tmp_path, "7", 0)
+        progress.check_progress(tmp_path, "7", 0)
     assert caught.value.code is ExitCode.STOP and "200 minutes in all, were ended from outside" in str(caught.value)
 
 
 def test_ten_losses_within_minutes_are_the_cluster_s_bad_hour(tmp_path: Path) -> None:
     """Ten power losses, each before the first save, stopped a job in the campaign; short ones end it only at sixty."""
-    for number in range(1, judge.ENDED_MOST):
+    for number in range(1, progress.ENDED_MOST):
         attempt(tmp_path, number, 0, None, minutes=0.4)
-        judge.check_progress(tmp_path, "7", 0)
-    attempt(tmp_path, judge.ENDED_MOST, 0, None)
+        progress.check_progress(tmp_path, "7", 0)
+    attempt(tmp_path, progress.ENDED_MOST, 0, None)
     with pytest.raises(UserError, match="60 attempts from the beginning"):
-        judge.check_progress(tmp_path, "7", 0)
+        progress.check_progress(tmp_path, "7", 0)
 
 
 @pytest.mark.parametrize("what", ["attempts/0003/plan.json", "stages/prepare.json", "merged/model-00002.safetensors"])
 def test_a_job_goes_round_only_while_it_gets_on(tmp_path: Path, what: str) -> None:
     """Warned as soon as it starts, each time, it begins no attempt that could be counted; twenty preemptions are no fault of a
     job that gets somewhere in between."""
-    for _ in range(judge.ENDED_LIMIT):
-        judge.check_requeue(tmp_path, "7")
+    for _ in range(progress.ENDED_LIMIT):
+        progress.check_requeue(tmp_path, "7")
     (tmp_path / "attempts" / "0002").mkdir(parents=True)  # what a restarted job makes to fence off its former self
     with pytest.raises(UserError, match="--signal") as caught:
-        judge.check_requeue(tmp_path, "7")
+        progress.check_requeue(tmp_path, "7")
     assert caught.value.code is ExitCode.STOP
     (tmp_path / what).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / what).write_text("{}")
-    judge.check_requeue(tmp_path, "7")
-    judge.check_requeue(tmp_path, "7")
-    judge.check_requeue(tmp_path, "8")
-
-
-# --- whose run folder it is --------------------------------------------------------------------------------------------
-
-
-def nobody(job: str) -> bool:
-    return False
-
-
-def test_a_second_job_is_refused_while_the_first_runs(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    with judge.taken_over(run, "7", 0, nobody):
-        assert judge.still_mine(tmp_path, "7", 0)
-        with pytest.raises(UserError) as caught, judge.taken_over(run, "8", 0, lambda job: job == "7"):
-            pass
-        assert caught.value.code is ExitCode.AGAIN and "scancel 7" in str(caught.value)
-        # Even where Slurm does not know job 7 any more, the lock does.
-        with pytest.raises(UserError, match="works in this run folder"), judge.taken_over(run, "8", 0, nobody):
-            pass
-        assert judge.still_mine(tmp_path, "7", 0), "a refused job changes nothing"
-    with judge.taken_over(run, "8", 0, nobody):
-        assert newest_attempt(tmp_path) == 0, "a finished job holds nobody off, and nothing of it is left to be fenced off"
-
-
-def test_a_restarted_job_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its former self may live on a node that was cut off: it is fenced first, then its lock is waited for, not for ever."""
-    monkeypatch.setattr(judge, "WAIT_SECONDS", 1.0)
-    run = RunDir(tmp_path)
-    with judge.taken_over(run, "7", 0, nobody):
-        before = newest_attempt(tmp_path)
-        with judge.taken_over(run, "7", 1, nobody):
-            assert newest_attempt(tmp_path) == before + 1
-            assert not judge.still_mine(tmp_path, "7", 0)
-            assert judge.still_mine(tmp_path, "7", 1)
-
-
-def test_a_late_start_does_not_take_over_from_its_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch script that hung on a cut-off node until the job ran elsewhere."""
-    monkeypatch.setattr(judge, "WAIT_SECONDS", 0.0)
-    run = RunDir(tmp_path)
-    with judge.taken_over(run, "7", 1, nobody):
-        before = newest_attempt(tmp_path)
-        with pytest.raises(UserError, match="a later start of job 7"), judge.taken_over(run, "7", 0, nobody):
-            pass
-        assert newest_attempt(tmp_path) == before and judge.still_mine(tmp_path, "7", 1)
+    progress.check_requeue(tmp_path, "7")
+    progress.check_requeue(tmp_path, "7")
+    progress.check_requeue(tmp_path, "8")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from clustertune.errors import ExitCode
-from clustertune.launch import judge as room
+from clustertune.launch import outcome as outcomes
 from clustertune.launch.attempt import AttemptPlan, Node
-from clustertune.launch.judge import Outcome, judge
+from clustertune.launch.outcome import Outcome, judge
 
 Trace = Callable[[Path], object]
 LOST = "connection closed by peer"
@@ -121,7 +121,7 @@ def test_a_stop_that_no_record_tells(tmp_path: Path) -> None:
 def test_ranks_without_a_record_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log("rank-0")(tmp_path)
     assert judge(tmp_path, plan(2)).code is ExitCode.AGAIN
-    monkeypatch.setattr(room, "is_full", lambda path: True)
+    monkeypatch.setattr(outcomes, "is_full", lambda path: True)
     outcome = judge(tmp_path, plan(2))
     assert outcome.code is ExitCode.STORAGE and "free space" in str(outcome.problems[0])
 

@@ -1,28 +1,21 @@
-"""How an attempt ended, judged from what each rank and each node left behind: one code, one reason, the first to fail.
-
-And whether a job still makes progress: attempts that end without a new checkpoint are counted, and the reason is looked for.
-"""
+"""How an attempt ended, judged from what each rank and each node left behind: one code, one reason, the first to fail."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clustertune.console import say
-from clustertune.errors import ExitCode, Problem, UserError, is_full
+from clustertune.errors import ExitCode, Problem, is_full
 from clustertune.launch.agent import ask_anew, log_file, node_record, rank_record
-from clustertune.launch.attempt import OUTCOME, PLAN, AttemptPlan, PastAttempt, read_attempts
-from clustertune.manifest import read_object, read_text, read_whole, write_durably
-from clustertune.rundir import RunDir
+from clustertune.launch.attempt import OUTCOME, AttemptPlan
+from clustertune.manifest import read_text, write_durably
 
 MISSING_RECORD = "ended without a record: killed (out of memory, kill -9, or a node fault)"
 AGAIN = "the same command resumes from the newest whole checkpoint"
@@ -210,164 +203,3 @@ def _problems(records: Iterable[dict[str, Any]], prefix: str = "") -> list[Probl
 def _last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "it printed nothing"
-
-
-# --- progress ---------------------------------------------------------------------------------------------------------
-
-FAILED_LIMIT = 3
-"""Attempts in a row that failed by themselves without a new checkpoint, after which a job stops (NVRx: 3 cycles)."""
-ENDED_LIMIT = 10
-"""The same for attempts that were ended from outside (node lost, preempted, requeued), once they used up :data:`ENDED_SECONDS`:
-not the job's fault, but no end. Ten losses within minutes are a bad hour of the cluster, not of the job."""
-ENDED_SECONDS = 30 * 60
-ENDED_MOST = 60
-"""So many however short they were: what ends a job as soon as it starts would send it round for ever."""
-
-REQUEUED = "requeued.json"
-_PLACE = re.compile(r"rank \d+ on [A-Za-z0-9._-]+")
-
-
-def without_progress(attempts: Sequence[PastAttempt], job: str | None, step: int) -> list[PastAttempt]:
-    """The attempts of this job at the end of the list that began at the step at which the next one would begin."""
-    stuck: list[PastAttempt] = []
-    for attempt in reversed(attempts):
-        if attempt.plan.job != job or attempt.plan.from_step != step:
-            break
-        stuck.append(attempt)
-    return stuck[::-1]
-
-
-def check_progress(run_path: Path, job: str | None, step: int) -> None:
-    """Refuse another attempt of a job that makes no progress. A new job, submitted after a look, begins to count again.
-
-    Raises UserError (exit 93) with what the attempts have in common.
-    """
-    stuck = without_progress(read_attempts(run_path), job, step)
-    failed = [attempt for attempt in stuck if not attempt.ended_outside]
-    lost = sum(attempt.seconds for attempt in stuck)
-    often = len(stuck) >= ENDED_MOST or (len(stuck) >= ENDED_LIMIT and lost >= ENDED_SECONDS)
-    if len(failed) < FAILED_LIMIT and not often:
-        return
-    where = f"since step {step}" if step else "from the beginning"
-    if len(failed) >= FAILED_LIMIT:
-        head = f"{len(failed)} attempts {where} failed without a new checkpoint: the job stops"
-    else:
-        spent = f"{lost / 60:.0f} minutes"
-        head = f"{len(stuck)} attempts {where}, {spent} in all, were ended from outside before a new checkpoint: the job stops"
-    problems = [Problem(head, file=str(run_path / "attempts"), fix=_advice(failed or stuck))]
-    for attempt in (failed or stuck)[-FAILED_LIMIT:]:
-        reason = "; ".join(attempt.messages) or "ended from outside, without a message"
-        problems.append(Problem(f"attempt {attempt.plan.attempt}: {reason}", file=str(attempt.folder)))
-    raise UserError(problems, ExitCode.STOP)
-
-
-def check_requeue(run_path: Path, job: str) -> None:
-    """Count a requeue; refuse one more of a job that has begun no attempt and finished no stage or file for ten of them.
-
-    A warning that comes as soon as the job has started (its time limit is shorter than ``--signal``), or a stage that is longer
-    than the limit, would send it round for ever. Raises UserError (exit 93).
-    """
-    path, mark = run_path / REQUEUED, _mark(run_path)
-    try:
-        before = json.loads(read_whole(path))
-        same = before["job"] == job and all(now <= then for now, then in zip(mark, before["mark"], strict=True))
-        count = int(before["count"]) + 1 if same else 1
-        mark = [max(pair) for pair in zip(mark, before["mark"], strict=True)]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        count = 1
-    if count > ENDED_LIMIT:
-        fix = "give it more time: --time must be far longer than --signal; a new job counts from zero"
-        text = f"requeued {ENDED_LIMIT} times before it began an attempt or finished anything: the job stops"
-        raise UserError(text, file=str(run_path), fix=fix, code=ExitCode.STOP)
-    with contextlib.suppress(OSError):
-        write_durably(path, json.dumps({"job": job, "count": count, "mark": mark}) + "\n")
-
-
-def _mark(run_path: Path) -> list[int]:
-    """What grows only with a job's progress: attempts, finished stages, files of the merged model, bytes of the evaluation."""
-
-    def sizes(name: str) -> list[int]:
-        with contextlib.suppress(OSError):
-            return [entry.stat().st_size for entry in (run_path / name).iterdir() if not entry.name.startswith(".")]
-        return []
-
-    attempts = len(list((run_path / "attempts").glob(f"*/{PLAN}")))
-    return [attempts, len(sizes("stages")), len(sizes("merged")), sum(sizes("eval"))]
-
-
-def _advice(attempts: Sequence[PastAttempt]) -> str:
-    """What the messages of the attempts have in common."""
-    texts = [" ".join(attempt.messages) for attempt in attempts]
-    places = Counter(word for text in texts for word in set(_PLACE.findall(text)))
-    if places:
-        location, count = places.most_common(1)[0]
-        if count == len(texts) and " on " in location:
-            node = location.rpartition(" on ")[2]
-            return f"{location} failed each time: try without that node (sbatch --exclude={node}), and look at its log"
-    if texts and all("SIGKILL" in text or "killed" in text for text in texts):
-        return "killed each time: most often memory; more memory, more nodes, or a smaller train.max_length"
-    if len(set(texts)) == 1 and texts[0]:
-        return "the same each time: not the machine; fix it, then submit again"
-    return "look at the logs of the attempts, fix it, then submit again: a new job counts from zero"
-
-
-# --- lease ----------------------------------------------------------------------------------------------------------------
-
-# Whose run folder it is: one job at a time, and a restarted job takes over from what is left of its former self.
-
-OWNER = "owner.json"
-WAIT_SECONDS = 60.0
-"""How long a restarted job waits for its former self to notice the new attempt and let go of the lock."""
-
-
-@contextlib.contextmanager
-def taken_over(run: RunDir, job: str, restart: int, is_running: Callable[[str], bool]) -> Iterator[None]:
-    """Hold the run folder for a job. ``is_running`` tells whether another job, by its id, runs now.
-
-    An earlier start of the same job (the scheduler restarted it: a node was lost or cut off) may still hold the lock on a node
-    that the scheduler cannot reach. It exits as soon as it sees the new attempt's folder; where it cannot even see that,
-    it cannot write here either. Raises UserError (exit 75) where another job or command works here, or a later start of this
-    one: the late start of a cut-off node would fence off its own successor.
-    """
-    run.path.mkdir(parents=True, exist_ok=True)
-    path = run.path / OWNER
-    owner = read_object(path)
-    former = str(owner.get("job", "")) or None
-    if former not in (None, job) and is_running(str(former)):
-        fix = f"wait for job {former}, or cancel it: scancel {former}"
-        raise UserError(f"job {former} works in this run folder", file=str(run.path), fix=fix, code=ExitCode.AGAIN)
-    if former == job and int(str(owner.get("restart", 0))) > restart:
-        raise UserError(f"a later start of job {job} owns this run; stopping this one", file=str(run.path), code=ExitCode.AGAIN)
-    now = {"job": job, "restart": restart, "host": os.uname().nodename, "pid": os.getpid()}
-    body = json.dumps(now) + "\n"
-    with contextlib.ExitStack() as stack:
-        if former == job:
-            write_durably(path, body)
-            run.new_attempt()  # what is left of the former self sees it, and ends
-            _wait_for_lock(run, stack)
-        else:
-            stack.enter_context(run.lock())
-            write_durably(path, body)
-        yield
-
-
-def _wait_for_lock(run: RunDir, stack: contextlib.ExitStack) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while True:
-        try:
-            stack.enter_context(run.lock())
-            return
-        except UserError as error:
-            if time.monotonic() >= deadline:
-                say(f"note: {error.problems[0].message}: an earlier start of this job, isolated; it can no longer write")
-                return
-        time.sleep(1)
-
-
-def still_mine(run_path: Path, job: str, restart: int) -> bool:
-    """Whether no later start of the job has taken over; also where that cannot be read now.
-
-    One failed read on network storage is no reason to kill a training: the number of the newest attempt fences as well.
-    """
-    owner = read_object(run_path / OWNER)
-    return not owner or (owner.get("job") == job and int(str(owner.get("restart", restart))) <= restart)
