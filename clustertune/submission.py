@@ -23,7 +23,7 @@ from clustertune.launch.attempt import newest_attempt
 from clustertune.launch.environment import Setting, environment
 from clustertune.plan.constants import quantity
 from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
-from clustertune.report import state as states
+from clustertune.report import job_status
 from clustertune.resolve.models import find_obstacles
 from clustertune.resolve.resolved import Resolved, expand_home, is_there
 from clustertune.rundir import STAGES, RunDir, default_run_dir, keep_private
@@ -367,11 +367,11 @@ def show_status(path: Path, as_json: bool) -> None:
     run = RunDir(path)
     if not run.run_json.exists() and not (path / "jobs").is_dir():
         run.read()  # says that it is none
-    status = states.read_status(run)
+    status = job_status.read_status(run)
     reply(as_json, {"run_dir": str(path), **status.as_dict()}, lambda: _status_lines(status), f"run folder: {path}")
 
 
-def _status_lines(status: states.StagesStatus) -> None:
+def _status_lines(status: job_status.StagesStatus) -> None:
     """A table whose lines are never broken: job states are looked for by programs and people alike."""
     names = ("stage", "job", "state", "time", "nodes", "restarts", "attempts", "step", "reason")
     lines: list[tuple[str, ...]] = [names]

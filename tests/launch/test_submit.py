@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from clustertune.cli import jobs as command
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import shape, slurm, stage_jobs
-from clustertune.report import state
+from clustertune.report import job_status
 from clustertune.resolve.resolve import resolve
 from clustertune.rundir import STAGES, RunDir
 from clustertune.testbed.cluster import TemporaryCluster as Temporary
@@ -323,7 +323,7 @@ def away(words: Sequence[str]) -> str:
     raise slurm.Unreachable(Problem("scontrol: Unable to contact slurm controller"), ExitCode.AGAIN)
 
 
-def by_stage(found: state.StagesStatus) -> dict[str, str]:
+def by_stage(found: job_status.StagesStatus) -> dict[str, str]:
     return {row.stage: row.state for row in found.rows}
 
 
@@ -331,9 +331,9 @@ def test_a_record_is_not_the_controllers_word(tmp_path: Path) -> None:
     """A stage that was asked for again and failed is not done; without a controller, said once, the record is all there is."""
     run = submitted(tmp_path)
     run.finish_stage("prepare", 7.0)
-    assert by_stage(state.read_status(run, controller(run, {"101": "FAILED"})))["prepare"] == "FAILED"
-    found = state.read_status(run, away)
-    assert (by_stage(found)["prepare"], by_stage(found)["train"]) == ("done", state.UNKNOWN)
+    assert by_stage(job_status.read_status(run, controller(run, {"101": "FAILED"})))["prepare"] == "FAILED"
+    found = job_status.read_status(run, away)
+    assert (by_stage(found)["prepare"], by_stage(found)["train"]) == ("done", job_status.UNKNOWN)
     assert found.note is not None and not found.live
 
 
@@ -345,11 +345,11 @@ def test_on_a_real_slurm(slurm_cluster: Temporary, tmp_path: Path, monkeypatch: 
     run, ask = RunDir(tmp_path / "a b"), cluster_call(slurm_cluster)
     entries = stage_jobs.submit_all(run.path, jobs_for(run.path, ["prepare", "train"]), sender(slurm_cluster), ask)
     slurm_cluster.wait(entries[0]["id"], "RUNNING")
-    found = state.read_status(run, ask)
+    found = job_status.read_status(run, ask)
     assert by_stage(found)["prepare"] == "RUNNING"
     assert (found.rows[1].state, found.rows[1].reason, found.rows[1].seconds) == ("PENDING", "Dependency", None)
     assert found.rows[0].nodes
     slurm.cancel([entry["id"] for entry in entries], ask)
     for entry in entries:
         slurm_cluster.wait(entry["id"], "CANCELLED")
-    assert not state.read_status(run, ask).live
+    assert not job_status.read_status(run, ask).live
