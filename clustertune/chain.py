@@ -28,7 +28,7 @@ from clustertune.checkpoint import store
 from clustertune.cluster.schema import Cluster
 from clustertune.console import say, show_error
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_cause, storage_error
-from clustertune.launch import container, progress
+from clustertune.launch import container_packages, progress
 from clustertune.launch.agent import Agent, measured
 from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.node import random_port, ranks_command
@@ -229,7 +229,7 @@ class Chain:
         if missing:
             raise UserError(f"not finished in this run: {', '.join(missing)}", key="--from", fix=f"--from {missing[0]}")
         ours = self.resolved.recipe.megatron is None and self.run.stage("train") is None and "train" in stages
-        if ours and (problems := container.lacking_here(self.resolved.train_args, gpus=visible_gpus() > 0)):
+        if ours and (problems := container_packages.lacking_here(self.resolved.train_args, gpus=visible_gpus() > 0)):
             raise UserError(problems)
         if "train" in stages and self.run.stage("train") is None and self.resolved.recipe.server_nodes:
             self.server_nodes()  # before a stage runs in vain

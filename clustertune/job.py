@@ -22,7 +22,20 @@ from clustertune.containers import pins
 from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, UserError, raise_if
 from clustertune.evaluate.servers import GIVEN, JOB, KEY, START_SECONDS, ServingJob, new_key, note_end
-from clustertune.launch import cluster_paths, container, lease, node_folders, progress, serving, shape, slurm, srun
+from clustertune.launch import (
+    cluster_paths,
+    container,
+    container_image,
+    container_packages,
+    lease,
+    megatron_image,
+    node_folders,
+    progress,
+    serving,
+    shape,
+    slurm,
+    srun,
+)
 from clustertune.launch.agent import stop_request_file
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import AttemptPlan, Node
@@ -72,7 +85,7 @@ class JobInputs:
         return self._on_nodes(staging_step.step_command(self.path, attempt), options=["--kill-on-bad-exit=0"])
 
     def _on_nodes(self, command: Sequence[str], **how: Any) -> list[str]:
-        inside = container.of_training(self.resolved, self.cluster)
+        inside = megatron_image.of_training(self.resolved, self.cluster)
         return srun.in_job(command, inside, self.allocation, binds=container.paths_of(self.resolved, self.path), **how)
 
     def settings(self, traces: str | None = None) -> list[Setting]:
@@ -308,33 +321,33 @@ def check_image(run: RunDir, inputs: JobInputs) -> None:
     resolved, allocation = inputs.resolved, inputs.allocation
     gpus = bool(allocation.gpus_per_node)
 
-    def look(of: Cluster) -> tuple[container.Image, list[str], container.Stack] | None:
+    def look(of: Cluster) -> tuple[container_image.Image, list[str], container_packages.Stack] | None:
         """The image of a cluster, what to warn of, and what it has installed. Raises UserError where it does not start."""
-        image, notes = container.look(of.container)
+        image, notes = container_image.look(of.container)
         if image is None:
             return None
-        command, binds = [sys.executable, "-m", container.MODULE], [run.path.resolve()]
+        command, binds = [sys.executable, "-m", container_packages.MODULE], [run.path.resolve()]
         started = srun.on_first_node(command, of, binds=binds, host=allocation.nodes[0], gpus=gpus, environ=os.environ)
-        return image, notes, container.ask(started, image.image)
+        return image, notes, container_packages.ask(started, image.image)
 
     if (looked := look(inputs.cluster)) is None:
         return
     (image, notes, seen), pinned = looked, pins.read()
-    problems, warnings = container.judge(seen, pinned, image.image)
-    problems += container.lacking(seen, resolved.train_args, image.image, gpus=gpus)
-    for text in filter(None, (*notes, container.changed(run.read().get("container"), image), *warnings)):
+    problems, warnings = container_packages.judge(seen, pinned, image.image)
+    problems += container_packages.lacking(seen, resolved.train_args, image.image, gpus=gpus)
+    for text in filter(None, (*notes, container_image.changed(run.read().get("container"), image), *warnings)):
         say(f"warning: {text}")
     raise_if(problems)
     say(f"container: {image.image}, sha256 {(image.sha256 or 'unknown')[:16]}, Python {seen.python}")
-    run.update(container={**image.as_json(), **container.record(seen, pinned)})
-    inner = container.of_training(resolved, inputs.cluster)
+    run.update(container={**image.as_json(), **container_packages.record(seen, pinned)})
+    inner = megatron_image.of_training(resolved, inputs.cluster)
     if inner is inputs.cluster or (looked := look(inner)) is None:  # the ranks of a Megatron recipe run in another image
         return
     image, notes, seen = looked
     for text in notes:
         say(f"warning: {text}")
-    raise_if(container.judge_megatron(seen, image.image))
-    versions = {name: seen.packages[name] for name in container.MEGATRON_NEEDED}
+    raise_if(megatron_image.judge_megatron(seen, image.image))
+    versions = {name: seen.packages[name] for name in megatron_image.MEGATRON_NEEDED}
     say(f"container of the ranks: {image.image}, Megatron-Bridge {versions['megatron-bridge']}")
     run.update(megatron_container={**image.as_json(), "python": seen.python, "packages": versions})
 

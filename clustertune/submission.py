@@ -16,7 +16,16 @@ from clustertune.cluster.load import reference
 from clustertune.cluster.schema import Cluster
 from clustertune.console import aligned, duration, emit_json, reply, say
 from clustertune.errors import Problem, UserError
-from clustertune.launch import bill, cluster_paths, container, serving, shape
+from clustertune.launch import (
+    bill,
+    cluster_paths,
+    container,
+    container_image,
+    container_packages,
+    megatron_image,
+    serving,
+    shape,
+)
 from clustertune.launch import stage_jobs as launch
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.attempt import newest_attempt
@@ -102,10 +111,10 @@ def plan_submission(
     return SubmissionPlan(resolved, cluster, path, stages, jobs, variables, shapes, evaluation, notes)
 
 
-def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], container.Image | None, list[str]]:
+def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], container_image.Image | None, list[str]]:
     """Everything that keeps it from being submitted, at once; the cluster's image as it is here, and what to warn of."""
     problems = shape.find_problems(plan.resolved, plan.cluster) if plan.trains else []
-    problems += container.megatron_problems(plan.resolved, plan.cluster)
+    problems += megatron_image.megatron_problems(plan.resolved, plan.cluster)
     if (engine := engine_of(plan.resolved)) is not None:
         problems += engine.find_problems(plan.resolved)
     problems += find_obstacles(plan.resolved) + _base_problems(plan)
@@ -116,7 +125,9 @@ def check(plan: SubmissionPlan, *, dry_run: bool) -> tuple[list[Problem], contai
         here = plan.cluster.container.runtime == "none"
         args = plan.resolved.train_args
         problems += (
-            container.lacking_here(args, gpus=False) if here else container.not_built(args, plan.cluster.container.packages)
+            container_packages.lacking_here(args, gpus=False)
+            if here
+            else container_packages.not_built(args, plan.cluster.container.packages)
         )
     nearest = next(path for path in (plan.path, *plan.path.parents) if path.exists())
     fix = "give another --run-dir, or correct storage.runs in the cluster file"
@@ -180,14 +191,14 @@ def _base_problems(plan: SubmissionPlan) -> list[Problem]:
     return []
 
 
-def _image_problems(plan: SubmissionPlan) -> tuple[list[Problem], container.Image | None, list[str]]:
+def _image_problems(plan: SubmissionPlan) -> tuple[list[Problem], container_image.Image | None, list[str]]:
     """What keeps the jobs from the cluster's image: it is not what its sum says, or cannot be shown the run; and the image."""
     if plan.cluster.container.runtime == "none":
         return [], None, []
     caches = cluster_paths.binds({setting.name: setting.value for setting in plan.variables})
     problems = container.unbindable([ROOT, *container.paths_of(plan.resolved, plan.path), *caches])
     try:
-        return problems, *container.look(plan.cluster.container)
+        return problems, *container_image.look(plan.cluster.container)
     except UserError as error:
         return [*problems, *error.problems], None, []
 
@@ -336,13 +347,13 @@ def _site_lines(plan: SubmissionPlan) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def send(plan: SubmissionPlan, image: container.Image | None, as_json: bool) -> None:
+def send(plan: SubmissionPlan, image: container_image.Image | None, as_json: bool) -> None:
     """Submit, or say why not."""
     keep_private(plan.cluster)
     opened = chain.open_run(plan.resolved, plan.path, chain.command_line(), take=False)
     folder = plan.path / "jobs"
     if image is not None:
-        if note := container.changed(opened.read().get("container"), image):
+        if note := container_image.changed(opened.read().get("container"), image):
             say(f"warning: {note}")
         opened.update(container=image.as_json())
     with lock.held(folder / "lock", "submits this run", shown=plan.path, fix="wait for it"):

@@ -21,14 +21,14 @@ def show(
 ) -> None:
     """Each value is shown with its origin: base, recipe, override, derived (and from what), or default."""
     from clustertune.cluster.load import load_cluster
-    from clustertune.launch import container
+    from clustertune.launch import container_packages
     from clustertune.plan import schedule
     from clustertune.resolve import resolve, view
 
     resolved = resolve.resolve(recipe, overrides or [], tiny=tiny, ranks=ranks)
-    lacking = container.not_built(resolved.train_args) if ranks is None and resolved.recipe.megatron is None else []
+    lacking = container_packages.not_built(resolved.train_args) if ranks is None and resolved.recipe.megatron is None else []
     if lacking:  # the image of this host's cluster may have it
-        lacking = container.not_built(resolved.train_args, load_cluster(None).container.packages)
+        lacking = container_packages.not_built(resolved.train_args, load_cluster(None).container.packages)
     raise_if([*schedule.find_idle_schedule(resolved), *lacking])
     resolved.warnings.extend(schedule.check_schedule_end(resolved))
     reply(as_json, view.as_json(resolved), lambda: view.render(resolved, console.stdout))

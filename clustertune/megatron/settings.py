@@ -17,7 +17,7 @@ from typing import Any
 
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem
-from clustertune.launch import container, node
+from clustertune.launch import megatron_image, node
 from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.launch.shape import train_shape
 from clustertune.megatron import megatron_files
@@ -323,7 +323,7 @@ def shown_document(resolved: Resolved, cluster: Cluster, run_path: Path) -> dict
     source = {"model": model.path or model.name, "revision": model.revision}
     exported = "adapter" if resolved.lora is not None else "model"
     return {
-        "image": container.of_training(resolved, cluster).container.image,
+        "image": megatron_image.of_training(resolved, cluster).container.image,
         "ranks_command": ["python3", *command[1:]],
         "conversion": {
             "from": source, "to": str(where["base"]), "ranks": resolved.world_size,

@@ -19,7 +19,7 @@ from clustertune.data.prompts import read_prompts
 from clustertune.data.sources import snapshot as cached_data
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storing
 from clustertune.evaluate.tasks import TaskRows, data_sets, fetch_benchmark
-from clustertune.launch import container as images
+from clustertune.launch import container_image
 from clustertune.launch.container import enroot_name
 from clustertune.manifest import SHA256, FileRecord
 from clustertune.recipe.eval_tasks import reader_of, with_rows
@@ -180,7 +180,7 @@ class Collector:
             fix = f"enroot import --output train.sqsh '{enroot_name(settings.image)}', and the file as container.image"
             raise UserError(text, file=settings.image, key="container.image", fix=fix)
         # Held to its sum here: on the other side it cannot be fetched again.
-        image, _ = images.look(settings)
+        image, _ = container_image.look(settings)
         assert image is not None
         if not image.checked:
             self.notes.append(f"warning: {settings.image}.sha256 is not there: whether the image is whole is not checked")

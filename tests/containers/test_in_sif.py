@@ -20,7 +20,7 @@ import pytest
 from clustertune.cluster.load import load_cluster
 from clustertune.containers import image_build as images
 from clustertune.containers import pins
-from clustertune.launch import container
+from clustertune.launch import container, container_packages
 from clustertune.testbed.cluster import TemporaryCluster
 from tests.command import REPO
 from tests.containers.in_sif import cluster_file, job
@@ -252,9 +252,9 @@ def test_preempted_in_the_container_nothing_is_lost(slurm: TemporaryCluster, qui
 def test_an_image_that_lacks_packages_is_told_before_the_first_stage(file: Path, tmp_path: Path) -> None:
     """The image's other Python has none of them: what the first start of a job would say about such an image."""
     code = "import os; os.execv('/usr/bin/python3', ['/usr/bin/python3', '-m', 'clustertune.launch.inventory'])"
-    found = container.parse(inside(file, [], "-c", code))
+    found = container_packages.parse(inside(file, [], "-c", code))
     assert found is not None
-    problems, _ = container.judge(found, pins.read(), "x.sif")
+    problems, _ = container_packages.judge(found, pins.read(), "x.sif")
     assert {"the image has no torch", "the image has no pydantic"} <= {p.message.partition(" (")[0] for p in problems}
 
 

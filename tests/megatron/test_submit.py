@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.cluster.load import load_cluster
-from clustertune.launch import container
+from clustertune.launch import megatron_image
 from clustertune.resolve.resolve import resolve
 from tests.command import REPO, Done, run
 
@@ -57,8 +57,8 @@ def test_only_the_ranks_run_in_nvidias_image() -> None:
     """The other stages want the project's own stack."""
     cluster = load_cluster("dgx-h100")
     cluster = cluster.model_copy(update={"container": cluster.container.model_copy(update={"megatron": "/s/m.sif"})})
-    assert container.of_training(resolve("llama70b-megatron"), cluster).container.image == "/s/m.sif"
-    assert container.of_training(resolve("llama405b-oasst2"), cluster) is cluster
+    assert megatron_image.of_training(resolve("llama70b-megatron"), cluster).container.image == "/s/m.sif"
+    assert megatron_image.of_training(resolve("llama405b-oasst2"), cluster) is cluster
 
 
 @pytest.mark.parametrize(

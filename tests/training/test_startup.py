@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.launch import container
+from clustertune.launch import container_packages
 from clustertune.recipe.native_rules import train_defaults
 
 LIGER = {"use_liger_kernel": True, "liger_kernel_config": {"rope": True}}
@@ -28,8 +28,8 @@ def test_a_kernel_that_is_not_installed_ends_the_start(
 ) -> None:
     """An error with the key, not an ImportError after the weights were loaded; a machine without GPUs needs none of them."""
     packages = dict.fromkeys({"flash-attn", "kernels", "liger-kernel"} - missing, "1.0")
-    monkeypatch.setattr(container, "own", lambda: container.Stack("3.12", packages))
+    monkeypatch.setattr(container_packages, "own", lambda: container_packages.Stack("3.12", packages))
     section = train_defaults() | wanted
-    assert not container.lacking_here(section, gpus=False)
-    found = container.lacking_here(section, gpus=True)
+    assert not container_packages.lacking_here(section, gpus=False)
+    found = container_packages.lacking_here(section, gpus=True)
     assert [re.findall(r"needs (.+), and", problem.message)[0] for problem in found] == named
