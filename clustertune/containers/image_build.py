@@ -27,9 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clustertune.containers import lock_file, pins
 from clustertune.containers import package_lock as locks
-from clustertune.containers import pins
-from clustertune.containers.package_lock import LockedPackage, LockSpec, PackageLock, text_digest
+from clustertune.containers.lock_file import LockedPackage, PackageLock, text_digest
+from clustertune.containers.package_lock import LockSpec
 from clustertune.containers.pins import FOLDER, TOOL
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storing
 from clustertune.lock import in_turn
@@ -137,7 +138,7 @@ def _find_problems(what: BuildRequest) -> Iterator[Problem]:
 def locked(what: BuildRequest) -> PackageLock:
     """The lock with its layers, held to the pins. Raises UserError where a version was moved in one place only."""
     pinned = pins.read()
-    parts = {spec: locks.read(spec.path) for spec in what.specs}
+    parts = {spec: lock_file.read(spec.path) for spec in what.specs}
     raise_if([problem for spec, part in parts.items() for problem in locks.held_to_pins(spec, part, pinned)])
     merged, *layers = parts.values()
     for layer in layers:
@@ -158,7 +159,7 @@ def _base_of(what: BuildRequest, lock: PackageLock, say: Say) -> BaseImage:
 
 def labels(lock: PackageLock, base: BaseImage) -> dict[str, str]:
     """The build arguments that become labels."""
-    digest = locks.text_digest(lock.text())
+    digest = lock_file.text_digest(lock.text())
     return {"python": lock.python, "lock": lock.name, "lock_sha256": digest, "before": lock.before, "base_name": base.name}
 
 
@@ -267,7 +268,7 @@ def _as_user(command: list[str], scratch: Path) -> list[str]:
 def _gathered(what: BuildRequest, lock: PackageLock, recipe: str, image: str, say: Say) -> Iterator[Gathered]:
     """What a build needs, for as long as it takes. Raises UserError where storage fails."""
     # Of another lock another folder: what a former one left is never installed.
-    folder = WORK / "wheels" / "-".join((lock.name, *what.extras, locks.text_digest(lock.text())[:12]))
+    folder = WORK / "wheels" / "-".join((lock.name, *what.extras, lock_file.text_digest(lock.text())[:12]))
     with storing("build the image", image):
         # One build at a time: base and wheels are kept for the next one.
         with in_turn(WORK / "lock", lambda: say("another build is collecting its packages: waiting for it")):
@@ -467,7 +468,7 @@ def fill(lock: PackageLock, folder: Path, tools: Path, say: Callable[[str], None
         entries = [lock.entries[name] for name in sorted(lock.entries)]
         say(f"fetching the {len(entries)} packages of {lock.name}.lock")
         # For another Python and platform than pip's own. It does not know that glibc is upward compatible.
-        tags = [word for tag in locks.platform_tags(lock.platform) for word in ("--platform", tag)]
+        tags = [word for tag in lock_file.platform_tags(lock.platform) for word in ("--platform", tag)]
         target = ["--implementation", "cp", "--python-version", lock.python, *tags, "--dest", str(folder)]
         fetched = [entry for entry in entries if entry.name not in lock.from_source]
         if fetched:  # what an earlier call has fetched is not fetched again
@@ -482,7 +483,7 @@ def fill(lock: PackageLock, folder: Path, tools: Path, say: Callable[[str], None
 
 def _tools(folder: Path, say: Callable[[str], None]) -> Path:
     """The Python of a virtual environment that holds the locked build tools, and nothing else."""
-    lock = locks.read(locks.path_of("build"))
+    lock = lock_file.read(lock_file.path_of("build"))
     python, ready = folder / "bin" / "python", folder / "ready"
     digest = text_digest(lock.text())
     if ready.is_file() and ready.read_text() == digest and python.exists():

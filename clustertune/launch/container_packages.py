@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from clustertune.containers import package_lock, pins
+from clustertune.containers import lock_file, pins
 from clustertune.errors import Problem, UserError
 from clustertune.launch.inventory import MARK, inventory
 from clustertune.process import captured
@@ -123,7 +123,7 @@ def not_built(train: Mapping[str, Any], in_image: Sequence[str] = ()) -> list[Pr
     cluster file says that its own image has."""
     if not (asked := list(kernels.needed(train, gpus=True))):
         return []
-    known, here = package_lock.locked_packages().union(name.lower() for name in in_image), own().packages
+    known, here = lock_file.locked_packages().union(name.lower() for name in in_image), own().packages
     problems = []
     for key, value, packages in asked:
         if not any(name.lower() in known or name.lower() in here for name in packages):

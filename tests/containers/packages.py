@@ -8,7 +8,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-from clustertune.containers.package_lock import LockedPackage, PackageLock
+from clustertune.containers.lock_file import LockedPackage, PackageLock
 
 
 def digest(path: Path) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from clustertune.containers import image_build, pins
 from clustertune.containers.image_build import BuildRequest
-from clustertune.containers.package_lock import PackageLock
+from clustertune.containers.lock_file import PackageLock
 from clustertune.errors import UserError
 from tests import tree
 from tests.folders import program

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.containers import package_lock as locks
-from clustertune.containers import pins
+from clustertune.containers import lock_file, pins
 from tests import tree
 from tests.folders import program
 
@@ -84,7 +83,7 @@ def test_the_dockerfile_is_told_what_the_definition_is_told() -> None:
     assert given == wanted
     for name in ("train", "reference"):
         defaults = arguments(TEXTS[f"containers/{name}.def"])
-        assert locks.read(pins.FOLDER / f"{defaults['lock']}.lock").python == defaults["python"]
+        assert lock_file.read(pins.FOLDER / f"{defaults['lock']}.lock").python == defaults["python"]
 
 
 # --- what recipes compile at run time finds its compilers in the image: held to what DeepSpeed's builders ask for -----------

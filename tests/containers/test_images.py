@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from clustertune.containers import image_build as images
-from clustertune.containers import package_lock as locks
-from clustertune.containers import pins
-from clustertune.containers.package_lock import text_digest
+from clustertune.containers import lock_file, pins
+from clustertune.containers.lock_file import text_digest
 from tests import tree
 from tests.containers.conftest import TAG
 from tests.containers.in_sif import in_sif
@@ -96,7 +95,7 @@ def test_it_holds_what_is_locked(image: Image) -> None:
     done = image.run(*PIP_LIST)
     assert done.returncode == 0, done.stderr
     have = {pins.normal(item["name"]): item["version"] for item in json.loads(done.stdout)}
-    locked = locks.read(pins.FOLDER / "train-cpu.lock")
+    locked = lock_file.read(pins.FOLDER / "train-cpu.lock")
     assert have == {name: entry.version for name, entry in locked.entries.items()}
 
 
@@ -158,7 +157,7 @@ def test_what_travels_beside_the_files_says_nothing_either(sif: Image, oci: Imag
     for text in answers:
         assert text and len(text) > 200
         assert not [word for word in words_of_this_machine() if word in text]
-    digest = text_digest(locks.read(pins.FOLDER / "train-cpu.lock").text())
+    digest = text_digest(lock_file.read(pins.FOLDER / "train-cpu.lock").text())
     assert digest in str(answers[0]) and digest in str(answers[1])
 
 
@@ -176,7 +175,7 @@ def test_the_bill_names_every_package(image: Image) -> None:
     if "sbom" not in image.answer:
         pytest.skip("cyclonedx-py could not be had")
     bill = json.loads(Path(image.answer["sbom"]).read_text())
-    locked = locks.read(pins.FOLDER / "train-cpu.lock")
+    locked = lock_file.read(pins.FOLDER / "train-cpu.lock")
     python = {item["name"]: item for item in bill["components"]}
     assert set(python) == set(locked.entries)
     for name in locked.entries.keys() - set(locked.from_source):
@@ -195,11 +194,13 @@ def test_an_altered_hash_ends_the_build(sif: Image, tmp_path: Path) -> None:
     for part in ("clustertune", "containers"):
         shutil.copytree(tree.REPO / part, checkout / part, ignore=shutil.ignore_patterns("__pycache__"))
     lock = checkout / "containers" / "train-cpu.lock"
-    digest = locks.read(lock).entries["sqlitedict"].hashes[0]
+    digest = lock_file.read(lock).entries["sqlitedict"].hashes[0]
     lock.write_text(lock.read_text().replace(digest, digest[::-1]))
     there, copied = (root / "build" / "containers" for root in (tree.REPO, checkout))
-    (fetched,) = there.glob(f"wheels/train-cpu-{locks.text_digest(locks.read(locks.path_of('train-cpu')).text())[:12]}")
-    altered = copied / "wheels" / f"train-cpu-{locks.text_digest(locks.read(lock).text())[:12]}"
+    (fetched,) = there.glob(
+        f"wheels/train-cpu-{lock_file.text_digest(lock_file.read(lock_file.path_of('train-cpu')).text())[:12]}"
+    )
+    altered = copied / "wheels" / f"train-cpu-{lock_file.text_digest(lock_file.read(lock).text())[:12]}"
     shutil.copytree(fetched, altered, copy_function=os.link, ignore=shutil.ignore_patterns("requirements.txt"))
     for archive in there.glob("standin-*.tar"):
         os.link(archive, copied / archive.name)
@@ -223,6 +224,6 @@ def test_the_cuda_image(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "DeepSpeed's async_io: compiled" in done.stdout
-    locked = locks.read(pins.FOLDER / "train.lock")
+    locked = lock_file.read(pins.FOLDER / "train.lock")
     assert f"NCCL {locked.entries['nvidia-nccl-cu13'].version}" in done.stdout and "torch's CUDA: 13.0" in done.stdout
     assert answer["bytes"] < 4 << 30

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from clustertune.containers import package_lock, pins
-from clustertune.containers.package_lock import SPECS, X86, LockedPackage, NotAudited, PackageLock
+from clustertune.containers import lock_file, package_lock, pins
+from clustertune.containers.lock_file import LockedPackage, PackageLock
+from clustertune.containers.package_lock import SPECS, X86, NotAudited
 from clustertune.errors import UserError
 from tests.folders import program
 from tests.refusal import problems
@@ -23,13 +24,13 @@ PINS = pins.read()
 @pytest.mark.parametrize("spec", SPECS, ids=[spec.name for spec in SPECS])
 def test_the_locks_hold_to_the_pins(spec: package_lock.LockSpec) -> None:
     """A version that is moved in one place only: the image would run another stack than the tests."""
-    assert package_lock.held_to_pins(spec, package_lock.read(spec.path), PINS) == []
-    assert spec.path.read_text() == package_lock.read(spec.path).text()
+    assert package_lock.held_to_pins(spec, lock_file.read(spec.path), PINS) == []
+    assert spec.path.read_text() == lock_file.read(spec.path).text()
 
 
 def unlike(moved: pins.Pins) -> list[str]:
     """What is said of the tree's locks beside other pins."""
-    return [str(problem) for spec in SPECS for problem in package_lock.held_to_pins(spec, package_lock.read(spec.path), moved)]
+    return [str(problem) for spec in SPECS for problem in package_lock.held_to_pins(spec, lock_file.read(spec.path), moved)]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_a_layer_holds_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_lock_check_tells_a_lock_that_is_not_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that the pins do not give, or another one: somebody edited, or the index changed under the date."""
-    now = {spec.name: package_lock.read(spec.path) for spec in SPECS}
+    now = {spec.name: lock_file.read(spec.path) for spec in SPECS}
     monkeypatch.setattr(package_lock, "make_all", lambda *_, keep: now if keep else {})
     assert set(package_lock.check_all(lambda _: None)) == set(now)
     wheel = now["train"].entries["wandb"]
@@ -108,8 +109,8 @@ MADE = PackageLock(
 )  # fmt: skip
 def test_what_make_lock_did_not_write(old: str, new: str) -> None:
     """One line without a hash turns hash checking off for what it names."""
-    assert package_lock.parse(MADE.text(), "x.lock") == MADE and old in MADE.text()
-    (problem,) = problems(package_lock.parse, MADE.text().replace(old, new), "x.lock")
+    assert lock_file.parse(MADE.text(), "x.lock") == MADE and old in MADE.text()
+    (problem,) = problems(lock_file.parse, MADE.text().replace(old, new), "x.lock")
     assert problem.file == "x.lock" and "was edited by hand" in problem.message
 
 

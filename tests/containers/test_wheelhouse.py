@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.containers import image_build
-from clustertune.containers.package_lock import LockedPackage, PackageLock, text_digest
+from clustertune.containers.lock_file import LockedPackage, PackageLock, text_digest
 from tests.containers.packages import digest, lock_of, sdist, wheel
 from tests.refusal import problems
 
