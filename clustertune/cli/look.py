@@ -113,6 +113,7 @@ def watch(
     """Shows speed against the plan, remaining time and money, stragglers, and how far an evaluation has come. Ends with the
     training or the evaluation. --json prints one document; what this machine cannot find out is null.
     """
+    from clustertune.monitor import openmetrics, status_page
     from clustertune.monitor import status as statuses
 
     watcher = statuses.Watcher(_find(run))
@@ -120,14 +121,14 @@ def watch(
         status = watcher.look()
         if metrics is not None:
             with storing("cannot be written", metrics):
-                statuses.write_openmetrics(metrics, status)
+                openmetrics.write_openmetrics(metrics, status)
         if as_json:
             emit_json(status.as_dict())
             return
         if console.stderr.is_terminal and not once:
             console.stderr.clear()
-        console.stderr.print(statuses.text(status), markup=False, highlight=False, soft_wrap=True)
-        if once or status.state not in statuses.UNDER_WAY:
+        console.stderr.print(status_page.text(status), markup=False, highlight=False, soft_wrap=True)
+        if once or status.state not in status_page.UNDER_WAY:
             return
         time.sleep(EVERY_SECONDS)
 

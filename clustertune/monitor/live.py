@@ -48,7 +48,8 @@ class Alerts:
 def write(run: Path, status: RunStatus, site: Monitor) -> None:
     """Write the page, and the metrics file where the site wants one. Raises OSError."""
     from clustertune.manifest import write_durably
-    from clustertune.monitor.status import FILE, draw, write_openmetrics
+    from clustertune.monitor.openmetrics import write_openmetrics
+    from clustertune.monitor.status_page import FILE, draw
 
     write_durably(run / FILE, draw(status))
     if site.openmetrics:

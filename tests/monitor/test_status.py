@@ -16,8 +16,10 @@ from clustertune.evaluate.run import progress
 from clustertune.launch.attempt import AttemptPlan, Node
 from clustertune.manifest import read_object
 from clustertune.monitor import live
+from clustertune.monitor.openmetrics import openmetrics
 from clustertune.monitor.sampler import TelemetryWriter
-from clustertune.monitor.status import Alert, Watcher, draw, openmetrics, text
+from clustertune.monitor.status import Alert, Watcher
+from clustertune.monitor.status_page import draw, text
 from clustertune.report import cost
 from clustertune.report.metrics import TELEMETRY, TelemetryRow, read_metrics
 from clustertune.rundir import RunDir

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.monitor.status import Watcher, draw
+from clustertune.monitor.status import Watcher
+from clustertune.monitor.status_page import draw
 from clustertune.report import comparison, plots
 from clustertune.report.page import build
 from clustertune.resolve.resolve import resolve
