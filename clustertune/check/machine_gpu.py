@@ -12,8 +12,8 @@ import yaml
 
 from clustertune.check.machines import Machine
 from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Rules, Seen, either
-from clustertune.host.devices import gpu_links
 from clustertune.host.facts import Gpu
+from clustertune.host.nvidia_text import gpu_links
 from clustertune.host.system import readable_cpus, version
 
 RULES = Rules(MACHINE, __file__)

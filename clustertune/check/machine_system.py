@@ -12,9 +12,9 @@ import yaml
 from clustertune.check.machines import Machine, first_part, gigabytes
 from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Rules, Seen, either
 from clustertune.host.credentials import has_login
-from clustertune.host.devices import gpus_of, has_nvlink
 from clustertune.host.facts import LOGIN
 from clustertune.host.mounts import lies_elsewhere
+from clustertune.host.nvidia_text import gpus_of, has_nvlink
 from clustertune.host.system import GIB, MIB
 from clustertune.recipe.sections import parse_minutes
 from clustertune.text import listed

@@ -22,9 +22,9 @@ from clustertune.cluster.schema import HOST, Cluster, Compute, Host, Network, Sl
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.host import system
 from clustertune.host.collect import decode, probe_command
-from clustertune.host.devices import gpus_of, has_nvlink, parse_csv
 from clustertune.host.facts import STEP, Gpu, HostFacts, Mount
 from clustertune.host.mounts import lies_elsewhere
+from clustertune.host.nvidia_text import gpus_of, has_nvlink, parse_csv
 from clustertune.host.system import Probe, ask
 from clustertune.recipe.sections import NAME
 

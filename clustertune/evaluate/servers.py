@@ -29,7 +29,7 @@ from typing import Any
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.evaluate.model import Backend, ModelFacts, weight_bytes
-from clustertune.host.devices import addresses
+from clustertune.host.adapters import addresses
 from clustertune.launch.guard import vllm_guard
 from clustertune.launch.node import random_port
 from clustertune.launch.node_folders import make_private

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import bounded
-from clustertune.host import credentials, devices, mounts, packages, system
+from clustertune.host import adapters, credentials, devices, mounts, packages, system
 from clustertune.host.facts import HostFacts, Package, from_dict
 from clustertune.host.system import Ask, Probe, ask
 
@@ -149,10 +149,10 @@ DIRECT: tuple[Reader, ...] = (
     system.kernel,
     devices.bridges,
     devices.iommu,
-    devices.rdma,
-    devices.nccl_files,
+    adapters.rdma,
+    adapters.nccl_files,
     devices.devices,
-    devices.interfaces,
+    adapters.interfaces,
     system.clock,
 )
 """Readers of the kernel's files, which answer at once."""

@@ -36,8 +36,8 @@ from clustertune.check.rule import (
     run,
     worst,
 )
-from clustertune.host.devices import has_nvlink
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
+from clustertune.host.nvidia_text import has_nvlink
 from clustertune.nccl_check.nccl_log import FOLLOWS, OTHER, TABLE, Log, LoggedDevice
 from clustertune.text import listed
 

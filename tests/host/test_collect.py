@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from clustertune.host import credentials, mounts
+from clustertune.host.adapters import nccl_files
 from clustertune.host.collect import collect, decode, probe_command
-from clustertune.host.devices import nccl_files
 from clustertune.host.facts import from_dict
 from clustertune.host.system import ABSENT, CommandOutput, Probe
 from tests.folders import fill, program
