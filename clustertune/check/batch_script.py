@@ -215,7 +215,9 @@ class Script:
         name = {"10": "USR1", "12": "USR2", "15": "TERM"}.get(name, name)
         conditions = {name: bool(re.search(pattern, body)) for name, pattern in TABLE["conditions"].items()}
         return conditions | {
-            "several_nodes": self.count("nodes") != 1,
+            "several_nodes": self._several_nodes(commands),
+            "exclusive": any(one.name == "exclusive" and one.value in ("", "exclusive") for one in self.options),
+            "meets_by_id": self._meets_by_id(body),
             "two_nodes": self.least_nodes > 1,
             "header": bool(self.options),
             "no_requeue": has("no-requeue"),
@@ -234,6 +236,19 @@ class Script:
             "all_nodes": any(STARTER.search(one) or (SRUN.search(one) and not ASIDE.search(one)) for _, one in self.commands),
             "secrets": conditions["dotenv"] or any(map(names_secret, self.assigned)),
         }
+
+    def _several_nodes(self, commands: list[str]) -> bool:
+        """Whether the job may have several nodes: one task, or a script that reaches no other node, has one."""
+        if "nodes" in self.directives:
+            return self.count("nodes") != 1
+        reaches = any(SRUN.search(one) or STARTER.search(one) for one in commands) or "SLURM_N" in self.raw
+        return reaches and self.count("ntasks") != 1
+
+    def _meets_by_id(self, body: str) -> bool:
+        """Whether its ranks meet in a c10d rendezvous that no other job joins: its store serves several jobs at one port."""
+        backend = re.search(r"--rdzv[-_]backend[= ]+[\"']?c10d|PET_RDZV_BACKEND=[\"']?c10d", body)
+        named = re.search(r"(?:--rdzv[-_]id[= ]+|RDZV_ID=)[\"']?\S*\$", body)
+        return backend is not None and (self.least_nodes > 1 or named is not None)
 
 
 _IN_FRONT = ("if", "then", "else", "elif", "do", "while", "until", "!", "{", "}", "\n")

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from clustertune.check.batch_script import ASIDE, PIECE, SRUN, Script, options_of, substitutions
+from clustertune.check.batch_script import ASIDE, PIECE, SRUN, Script, options_of, pattern_of, substitutions
 
 Hit = tuple[str, int, dict[str, Any]]
 """Id of a rule, line, and what its texts name in braces."""
@@ -42,12 +42,17 @@ def _beside(script: Script, name: str) -> str:
 
 _LAUNCHER = re.compile(
     r"(?:^|(?<=[\s'\"/(]))(?P<name>accelerate launch|accelerate-launch|accelerate\.commands\.launch|torchrun|"
-    r"torch\.distributed\.(?:run|launch)|deepspeed)(?=\s)"
+    r"torch\.distributed\.(?:run|launch)|deepspeed|tune run)(?=\s)"
 )
 _OF_ALL = ("accelerate",)
 """Launchers whose number of processes is that of all machines."""
 _SHARED = re.compile(r"CUDA_VISIBLE_DEVICES|\bvllm[ -]serve\b|\bnvidia-cuda-mps|--use_cpu\b|--cpu\b|vllm\.entrypoints|sglang")
 """Where it stands, GPUs of a node are shared out by hand, or not used."""
+_ALONE_ON_ALL = re.compile(
+    r"(?i)eval|infer|generat|predict|export|convert|merge|quantiz|tokeniz|prepare|preprocess|download|bench|serve|vllm|gradio|"
+    r"parallelize|device_map|(?:tensor|pipeline|model)[-_]parallel"
+)
+"""Programs and options of one process that takes several GPUs by itself, or needs none."""
 _OPERATIONS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
@@ -169,7 +174,7 @@ def _processes(script: Script) -> Iterator[Hit]:
         most = whole if machines or not each else max(_nodes(script), 1) * gpus
         words = {"launcher": launcher, "processes": own, "gpus": whole, "each": gpus, "machines": machines}
         words["option"] = f"--num_processes $((SLURM_NNODES * {gpus}))" if each else f"--nproc-per-node={gpus}"
-        if own < whole and not shared:
+        if own < whole and not shared and not (own == 1 and _ALONE_ON_ALL.search(text)):
             yield "idle-gpus", line, words
         elif own > most and not re.search(r"--use_cpu|--cpu\b|gloo", text):
             yield "more-processes-than-gpus", line, words
@@ -193,22 +198,54 @@ def _asked(script: Script, launcher: str, text: str, line: int, options: dict[st
 
 def _tasks(script: Script) -> Iterator[Hit]:
     """More tasks on a node than it has GPUs, each of them a rank."""
-    gpus = gpus_of(script)
-    if not gpus or script.tasks <= gpus or _SHARED.search(script.raw):
+    gpus, nodes = gpus_of(script), max(1, _nodes(script))
+    if not gpus or _SHARED.search(script.raw):
         return
     for line, text in script.commands:
-        ranked = re.search(r"\bpython[\d.]*\s", text) and not re.search(r"--(ntasks|ntasks-per-node)\b|\s-n ?\d", text)
-        if SRUN.search(text) and not ASIDE.search(text) and ranked and not _LAUNCHER.search(text):
-            words = {"launcher": "srun", "processes": script.tasks, "gpus": gpus, "each": gpus, "machines": 1}
+        match = _RANKS.match(text)
+        if match is None or ASIDE.search(text) or _LAUNCHER.search(text) or _ALONE_ON_ALL.search(match["program"]):
+            continue
+        if match["starter"] == "srun":
+            options = {one.name: one.value for one in options_of(match["options"].split(), line)[0]}
+        else:
+            total = re.search(r"\s--?(?:np?|ntasks)[= ](\d+)", match["options"])
+            options = {"ntasks": total[1] if total else ""}
+        own = _tasks_of(script, options, nodes)
+        if own > gpus:
+            words = {"launcher": match["starter"], "processes": own, "gpus": gpus, "each": gpus, "machines": 1}
             yield "more-processes-than-gpus", line, {**words, "option": f"--ntasks-per-node={gpus}"}
             return
 
 
+_RANKS = re.compile(
+    r"^(?:(?:exec|time|nohup|env|\w+=\S*) )*(?:\S*/)?(?P<starter>srun|mpirun|mpiexec)"
+    r"(?P<options>(?:\s+-\S+(?:\s+[^\s-]\S*)?)*?)"
+    r"\s+(?P<program>(?:\S*/)?python[\d.]*\s.*)"
+)
+"""A program of which a rank runs in each task."""
+
+
+def _tasks_of(script: Script, options: dict[str, str], nodes: int) -> int:
+    """Tasks on each node of a step, by its options, else the header's; 0 where GPUs are shared out to them."""
+    if {"gpus-per-task", "gpus", "gres", "gpus-per-node"} & options.keys():
+        return 0
+    numbers = {name: int(value) for name, value in options.items() if value.isascii() and value.isdecimal()}
+    if "ntasks-per-node" in numbers:
+        return numbers["ntasks-per-node"]
+    if "ntasks" in options:
+        return -(-numbers.get("ntasks", 0) // (numbers.get("nodes") or nodes))
+    return script.tasks
+
+
 # --- where processes meet --------------------------------------------------------------------------------------------------
 
+_INSIDE = r"(?:[^()]|\([^()]*(?:\([^()]*\)[^()]*)*\))*"
+"""What stands in the brackets of a substitution, with brackets of its own."""
+_HOST = r"(?:/\S*/)?(?:hostname|hostnamectl|uname\s+-n|ip\s|ifconfig|(?:cat\s+|<\s*)/etc/hostname|python[\d.]*\s[^`]*gethost)"
 _SELF = (
-    r"(?:\$\(\s*(?:/\S*/)?(?:hostname|uname\s+-n|ip\s|ifconfig)[^()]*\)|`\s*(?:/\S*/)?(?:hostname|uname\s+-n|ip\s)[^`]*`|"
-    r"\$\{?(?:HOSTNAME|HOST|SLURMD_NODENAME)\b\}?)"
+    rf"(?:\$\(\s*{_HOST}{_INSIDE}\)|`\s*{_HOST}[^`]*`|"
+    r"\$\(\s*scontrol\s+show\s+hostnames?\s+[\"']*\$\{?SLURMD_NODENAME[^()]*\)|"
+    r"\$\{?(?:HOSTNAME|HOST|SLURMD_NODENAME|SLURM_TOPOLOGY_ADDR)\b\}?)"
 )
 _END = (
     r"(?:(?<!\w)(?!(?:\w+_)?(?:HOST|NODE|LOCAL|MY|OWN|SELF|THIS|WORKER|POD)_?(?:ADDR|ADDRESS|HOST|IP)=)"
@@ -230,7 +267,7 @@ def _late(script: Script, text: str, line: int, depth: int = 4) -> str:
     def early(part: str) -> str:
         part = part.replace("\\$", "\0").replace("\\`", "\1")
         for _ in range(20):
-            fewer = re.sub(r"\$\(\([^()]*\)\)|\$\([^()]*\)|`[^`]*`", "@", part)
+            fewer = re.sub(rf"\$\(\([^()]*\)\)|\$\({_INSIDE}\)|`[^`]*`", "@", part)
             if fewer == part:
                 break
             part = fewer
@@ -308,15 +345,23 @@ def _by_name(text: str) -> Iterator[re.Match[str] | None]:
 
 # --- what becomes of the exit status ---------------------------------------------------------------------------------------
 
-_TRAINS = re.compile(
-    r"(?:^|\s|/)(?:torchrun|accelerate launch|accelerate-launch|deepspeed|python[\d.]*\s+(?:-\S+\s+)*\S+\.py)(?=\s|$)"
+_TRAINS = pattern_of(
+    r"(?:^|\s|/)(?:<TRAINER>|python[\d.]*\s+(?:-\S+\s+)*(?:\S+\.py|-m\s+\S*(?:train|sft|dpo|grpo|finetune|fine_tune)\S*)(?=\s|$))"
 )
 _INFORMS = re.compile(
     r"\bpython[\d.]*\s+(?:-\S+\s+)*?-c\s|\bcollect_env\b|\s--version\b|\bpip3?\s|\bds_report\b|\baccelerate env\b"
 )
 """Calls that show what is installed."""
-_AFTER = re.compile(r"^(?:echo|printf|date|sleep|cp|mv|rm|rsync|cat|touch|ls|hostname|nvidia-smi|true|:)(?=\s|$)")
-_HANDLED = re.compile(r"\b(?:exit|return|false|kill|requeue|scancel|rc|status|code|PIPESTATUS|continue|break)\b|\$\?")
+_AFTER = re.compile(
+    r"^(?:(?:fi|done|else|then|esac)\s+)?(?:echo|printf|date|sleep|cp|mv|rm|rsync|cat|touch|ls|hostname|nvidia-smi|true|:|mkdir|tar|"
+    r"seff|sacct|squeue|(?:conda\s+)?deactivate|module|exit\s+0|fi|\w+=\S*)(?=\s|$)"
+)
+"""Commands that seldom fail, and so give the script their 0."""
+_HANDLED = re.compile(
+    r"\b(?:exit|return)\b(?!\s*0\b)|\b(?:false|kill|requeue|scancel|PIPESTATUS|continue|break)\b|"
+    r"(?:\[|\btest)\s.*\$\{?(?:\?|\w*(?i:rc|status|code|ret|err))"
+)
+"""What makes the script end with another status than 0."""
 
 
 def _joined(text: str) -> list[tuple[str, str]]:
@@ -353,56 +398,75 @@ def _statuses(script: Script) -> Iterator[Hit]:
     """Calls whose failure ends the job with 0."""
     body = script.body
     pipefail = re.search(r"\bset\b[^\n#;&]*\bpipefail\b|\bPIPESTATUS\b", body) is not None
-    errexit = re.search(r"(?m)^\s*set\s+(?:-\w+\s+)*(?:-\w*e\w*|-o\s+errexit)|^#!\S*sh\s+-\w*e", script.raw) is not None
-    trained, background, last = 0, [], (0, "")
-    for start, raw in script.lines:
-        joined = _joined(script.expand(raw, start)) if raw.strip() else []
-        for at, (command, then) in enumerate(joined):
-            last = (start, command)
-            if not _is_training(command):
-                continue
-            rest = [text for text, _ in joined[at + 1 :]]
-            if then == "|" and not pipefail:
-                yield (
-                    "exit-status-lost",
-                    start,
-                    {"text": f"| {rest[0].split()[0]}" if rest else "|", "fix": "set -o pipefail above"},
-                )
-            elif (
-                then == "||"
-                and rest
-                and not _HANDLED.search(" ".join(rest))
-                and re.match(r"(?:\{ )?(?:true|:|echo|printf)\b", rest[0])
-            ):
-                yield "exit-status-lost", start, {"text": f"|| {rest[0]}", "fix": "leave it out, or end with: || exit 1"}
-            elif then == "&":
-                background.append(start)
-            elif then in (";", ""):
-                trained = start
-    waits = re.findall(r"(?m)(?:^|[;&|]|\bdo\b|\bthen\b)\s*wait\b([^\n;&|]*)", body)
+    calls = [
+        (start, command, then)
+        for start, raw in script.lines
+        if raw.strip()
+        for command, then in _joined(script.expand(raw, start))
+    ]
+    last, tested, background = -1, False, []
     looped = re.search(r"(?m)^\s*(?:for|while)\b", body) is not None
-    if background and not waits and not re.search(r"\bfg\b|\bkill -0\b|\btrap\b", body):
+    for at, (start, command, then) in enumerate(calls):
+        if then == "&" and _is_training(command):
+            background.append(start)
+        elif _is_training(command) or (background and not looped and re.match(r"wait\s+\S", command)):
+            last, tested = (at, False) if then in (";", "", ")") else (last, tested)
+            rest = [text for line, text, _ in calls[at + 1 :] if line == start]
+            if then in ("|", "|&") and pipefail:
+                last, tested = at + next((n for n, one in enumerate(calls[at:]) if "|" not in one[2]), 0), False
+            elif then in ("|", "|&"):
+                piped = f"| {rest[0].split()[0]}" if rest else "|"
+                yield "exit-status-lost", start, {"text": piped, "fix": "set -o pipefail above"}
+            elif then == "||" and rest and _gives_up(rest):
+                yield "exit-status-lost", start, {"text": f"|| {rest[0]}", "fix": "leave it out, or end with: || exit 1"}
+        elif re.match(r"if\s+(?!!)", command) and _is_training(re.sub(r"^if\s+", "", command)):
+            last, tested = at, True
+    yield from _of_background(script, background, looped)
+    yield from _of_the_end(script, calls, last, tested)
+
+
+def _gives_up(rest: list[str]) -> bool:
+    """Whether what stands behind ``||`` ends with 0."""
+    return not _HANDLED.search(_without_text(rest)) and re.match(r"(?:\{ )?(?:true|:|echo|printf)\b", rest[0]) is not None
+
+
+def _without_text(commands: list[str]) -> str:
+    """The commands without those that only print."""
+    return "\n".join(one for one in commands if not re.match(r"(?:(?:then|else|do)\s+)?(?:echo|printf)\b", one))
+
+
+def _of_background(script: Script, background: list[int], looped: bool) -> Iterator[Hit]:
+    """Trainings in the background for which nothing waits, or a ``wait`` that returns 0."""
+    waits = re.findall(r"(?m)(?:^|[;&|]|\bdo\b|\bthen\b)\s*wait\b([^\n;&|]*)", script.body)
+    if background and not waits and not re.search(r"\bfg\b|\bkill -0\b|\btrap\b", script.body):
         yield "exit-status-lost", background[-1], {"text": "& without wait", "fix": 'child=$!; wait "$child"'}
     elif len(background) == 1 and not looped and waits and not any(word.strip() for word in waits):
+        words = {"text": "& and a bare wait, which returns 0", "fix": 'child=$!; wait "$child"'}
+        yield "exit-status-lost", background[0], words
+
+
+_ERREXIT = re.compile(r"(?m)^\s*set\s+(?:-\w+\s+)*(?:-\w*e\w*|-o\s+errexit)|^#!\S*sh\s+-\w*e")
+_ON_EXIT = re.compile(r"""(?m)^\s*trap\s+(?:(?P<quote>["'])(?P<text>.*?)(?P=quote)|(?P<name>\w+))\s+[^\n]*\b(?:EXIT|ERR|0)\b""")
+
+
+def _of_the_end(script: Script, calls: list[tuple[int, str, str]], trained: int, tested: bool) -> Iterator[Hit]:
+    """A last command, or a trap at the end, that gives the script a status of its own. ``tested``: the training stands in an
+    ``if``, which takes its status."""
+    for trap in _ON_EXIT.finditer(script.body):
+        named = re.search(rf"(?ms)^\s*(?:function\s+)?{trap['name']}\s*(?:\(\s*\))?\s*\{{(.*?)\}}", script.body)
+        if re.search(r"\bexit\s+0\b", trap["text"] or (named[1] if named and trap["name"] else "")):
+            line = script.body.count("\n", 0, trap.start()) + 1 + trap[0].count("\n", 0, len(trap[0]) - len(trap[0].lstrip()))
+            yield "exit-status-lost", line, {"text": "the trap ends with exit 0", "fix": 'status=$? first, and: exit "$status"'}
+    behind = [command for _, command, _ in calls[trained + 1 :]]
+    if trained < 0 or not behind or (_ERREXIT.search(script.raw) and not tested) or _HANDLED.search(_without_text(behind)):
+        return
+    if _AFTER.search(behind[-1]):
+        fix = "set -e above, or end with the status of the training"
         yield (
             "exit-status-lost",
-            background[0],
-            {"text": "& and a bare wait, which returns 0", "fix": 'child=$!; wait "$child"'},
+            calls[trained][0],
+            {"text": f"{behind[-1].split()[0]} behind it ends the script with 0", "fix": fix},
         )
-    elif (
-        trained
-        and not errexit
-        and last[0] > trained
-        and _AFTER.search(last[1])
-        and not _HANDLED.search(_behind(script, trained))
-    ):
-        text = f"{last[1].split()[0]} behind it ends the script with 0"
-        yield "exit-status-lost", trained, {"text": text, "fix": "set -e above, or end with the status of the training"}
-
-
-def _behind(script: Script, line: int) -> str:
-    """The lines of the script behind a logical line, comments left out."""
-    return "\n".join(text for start, text in script.lines if start > line)
 
 
 # --- environment -----------------------------------------------------------------------------------------------------------
@@ -439,17 +503,20 @@ def _environment(script: Script) -> Iterator[Hit]:
 def _kept_back(script: Script, starts: list[tuple[int, str]]) -> Iterator[Hit]:
     """``--export`` without ALL: what the script itself exports does not reach the tasks."""
     exported = re.findall(r"(?m)^\s*export\s+([A-Za-z_]\w*)=", script.body)
+    of_job = "export" in script.directives
     undone = re.search(r"unset\s+SLURM_EXPORT_ENV|SLURM_EXPORT_ENV=[\"']?ALL", script.body)
-    steps = [(line, text) for line, text in starts if SRUN.search(text)]
-    for line, text in steps:
+    changed = ["PATH"] if re.search(r"(?m)^\s*(?:module|ml)\s+(?:load\s+)?\w|\bactivate\b", script.body) else []
+    exported = [*exported, *changed]
+    for line, text in [(line, text) for line, text in starts if SRUN.search(text)]:
         own = re.search(r"--export[= ](\S+)", text)
-        if own and "ALL" not in own[1].split(",") and "$" not in own[1]:
-            kept = [name for name in exported if name not in re.findall(r"\w+", own[1])]
-            if kept:
-                yield "export-without-all", line, {"text": f"--export={own[1]}", "name": kept[0]}
-        elif own is None and script.value("export") == "NONE" and not undone and exported:
-            yield "export-without-all", script.directives["export"].line, {"text": "--export=NONE", "name": exported[0]}
-            return
+        at, given = (line, own[1]) if own else (script.directives["export"].line, script.value("export")) if of_job else (0, "")
+        if not given or "$" in given or (own is None and undone) or "all" in given.lower().split(","):
+            continue
+        kept = [name for name in exported if name not in re.findall(r"\w+", given)]
+        if kept:
+            yield "export-without-all", at, {"text": f"--export={given}", "name": kept[0]}
+            if own is None:
+                return
 
 
 # --- containers and limits -------------------------------------------------------------------------------------------------
@@ -458,9 +525,29 @@ _CONTAINER = re.compile(
     r"(?:^|[\s/])(?:(?P<sif>apptainer|singularity)\s+(?:-\S+\s+)*(?:exec|run)|(?P<oci>docker|podman)\s+(?:-\S+\s+)*run)\s(?P<rest>.*)"
 )
 _WITH_GPUS = re.compile(
-    r"--(?:nv|nvccli|rocm|gpus|runtime[= ]nvidia|device[= ]\S*(?:nvidia|kfd)|privileged)\b|NVIDIA_VISIBLE_DEVICES"
+    r"--(?:nv|nvccli|rocm|gpus|runtime[= ]nvidia|device[= ]\S*(?:nvidia|kfd)|privileged)\b|"
+    r"NVIDIA_VISIBLE_DEVICES(?!=[\"']?(?:void|none)\b)|--hooks-dir|--security-opt[= ]\S*nvidia"
 )
-_PROGRAM = re.compile(r"(?:^|[\s/])(?:torchrun|accelerate launch|deepspeed|python[\d.]*\s+(?:-\S+\s+)*\S+)(?=\s|$)")
+_PROGRAM = pattern_of(
+    r"(?:^|\s)(?:<TRAINER>|(?:\S*/)?python[\d.]*\s+(?:-\S+\s+)*\S+(?=\s|$)|(?:\S*/)?(?:ba)?sh\s+(?:-\w*c\s|\S+\.sh\b))"
+)
+_VALUELESS = re.compile(
+    r"-(?:-(?:rm|cleanenv|containall|contain|no-home|writable-tmpfs|writable|fakeroot|init|compat|pid|ipc|interactive|tty)|"
+    r"[eciCdtu]|it|ti)$"
+)
+"""Options of containers that take no value."""
+
+
+_AMD = re.compile(r"(?i)\bROCM|\bROCR_|\bHIP_|\bMIOPEN_|:mi\d{3}|singularity-\w+-bindings|\bhsn\b")
+"""AMD's GPUs are devices of the node, which the container sees without a flag; its image holds their libraries."""
+
+
+def _may_hold_options(words: list[str]) -> bool:
+    """Whether a variable stands among the options: what is in it is not known. The last word is the image."""
+    for before, word in zip(["", *words], words[:-1], strict=False):
+        if re.match(r"[\"']?[$@]", word) and (not before.startswith("-") or "=" in before or _VALUELESS.match(before)):
+            return True
+    return False
 
 
 def _containers(script: Script) -> Iterator[Hit]:
@@ -468,22 +555,40 @@ def _containers(script: Script) -> Iterator[Hit]:
     asks = gpus_of(script) or any("gpu" in one.name or "gpu" in one.value for one in script.options)
     if not asks or re.search(r"\b(?:APPTAINER|SINGULARITY)(?:ENV)?_(?:NV|NVCCLI|ROCM)=", script.raw):
         return
+    if _AMD.search(script.raw):
+        return
+    found, others = [], False
     for line, text in script.commands:
         match = _CONTAINER.search(text)
         program = _PROGRAM.search(match["rest"]) if match else None
-        if match is None or program is None:
+        if match is None:
             continue
-        options = match[0][: match[0].index(match["rest"]) + program.start()]
-        if not _WITH_GPUS.search(options) and not re.search(r"[$@]", options):
+        options = match["rest"][: program.start()] if program else match["rest"]
+        front = match[0][: match[0].index(match["rest"])]
+        if _WITH_GPUS.search(front + options) or _may_hold_options(options.split()) or _elsewhere(match, options):
+            others = True
+        elif program or re.fullmatch(r"\S+\.sif|docker://\S+", options):
             flag = "--nv" if match["sif"] else "--gpus all" if match["oci"] == "docker" else "--device nvidia.com/gpu=all"
-            yield "container-without-gpus", line, {"runtime": match["sif"] or match["oci"], "flag": flag}
+            found.append((line, program[0] if program else "", {"runtime": match["sif"] or match["oci"], "flag": flag}))
+    for line, called, words in found:
+        if not others or pattern_of("(?:^|[\\s/])<TRAINER>").search(called):
+            yield "container-without-gpus", line, words
+
+
+def _elsewhere(match: re.Match[str], options: str) -> bool:
+    """Whether the image is a name for a running container, or one of no interest here."""
+    return not options.strip() or match["rest"].startswith("--help")
 
 
 def _minutes(script: Script) -> Iterator[Hit]:
-    """A time limit that reads like hours: 48, and not 45 or 60."""
+    """A time limit that reads like hours: 48 or 48:00, and not 45 or 60."""
     limit = script.value("time")
-    if re.fullmatch(r"\d{1,3}", limit) and 1 < int(limit) < 200 and int(limit) % 5:
-        yield "time-in-minutes", script.directives["time"].line, {"value": limit, "fixed": f"{int(limit):02d}:00:00"}
+    hours = re.fullmatch(r"(\d{1,3})(:00)?", limit)
+    whole = int(hours[1]) if hours else 0
+    reads = whole in (24, 36, 48, 72, 96, 168) if hours and hours[2] else 1 < whole < 200 and whole % 5
+    if reads:
+        words = {"value": limit, "minutes": whole, "fixed": f"{whole:02d}:00:00"}
+        yield "time-in-minutes", script.directives["time"].line, words
 
 
 READERS: tuple[Callable[[Script], Iterator[Hit]], ...] = (
