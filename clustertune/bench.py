@@ -20,8 +20,9 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.host.system import GIB
 from clustertune.manifest import read_events
 from clustertune.plan.calibration import find_calibrated
+from clustertune.plan.constants import LENGTH_SIGMA
 from clustertune.plan.predict import Plan, make_plan
-from clustertune.plan.schedule import SIGMA, Lengths
+from clustertune.plan.schedule import Lengths
 from clustertune.recipe.sections import CHOOSING
 from clustertune.report.source import counted_share
 from clustertune.resolve.resolve import resolve
@@ -141,9 +142,9 @@ def vocabulary() -> list[str]:
 def lengths(mean: float, longest: int, seed: int) -> Iterator[int]:
     """Tokens of one conversation after the other: log-normal with this mean before the cut at ``longest``."""
     draw = random.Random(seed)  # noqa: S311 - nothing secret
-    center = mean / math.exp(SIGMA**2 / 2)
+    center = mean / math.exp(LENGTH_SIGMA**2 / 2)
     while True:
-        yield max(SHORTEST, min(longest, round(center * math.exp(draw.gauss(0, SIGMA)))))
+        yield max(SHORTEST, min(longest, round(center * math.exp(draw.gauss(0, LENGTH_SIGMA)))))
 
 
 def write_conversations(bench: Bench) -> None:

@@ -51,6 +51,8 @@ class Bill:
     """What a GPU may draw at most, watts; None: not known."""
     saving: str = ""
     """What makes the evaluation dear, and what it would take otherwise; empty: nothing that is known."""
+    evaluation_range: tuple[float, float] | None = None
+    """Of :attr:`evaluation`; None: not known."""
 
     @property
     def gpu_hours(self) -> float | None:
@@ -59,10 +61,11 @@ class Bill:
 
     @property
     def around(self) -> tuple[float, float] | None:
-        """The range of :attr:`gpu_hours`: that of the training, the evaluation as it is estimated."""
+        """The range of :attr:`gpu_hours`: that of the training, and that of the evaluation."""
         if self.training is None or self.evaluation is None:
             return None
-        return self.training * self.low + self.evaluation, self.training * self.high + self.evaluation
+        low, high = self.evaluation_range or (self.evaluation, self.evaluation)
+        return self.training * self.low + low, self.training * self.high + high
 
     @property
     def wall(self) -> float | None:
@@ -194,7 +197,7 @@ def bill(plan: Plan, cluster: Cluster) -> Bill:
         training = None if training is None or hours is None else training + hours
     rate, known = price(plan.machine.gpu), read_hardware().gpus.get(plan.machine.gpu)
     saving, power = _saving(plan, cluster, scored, rate), known.power_w if known is not None else None
-    return Bill(training, scored.gpu_hours, plan.low, plan.high, seconds, rate, power, saving)
+    return Bill(training, scored.gpu_hours, plan.low, plan.high, seconds, rate, power, saving, scored.gpu_hours_range)
 
 
 COSTS = ("cost", "gpu-hours", "total", "bill")

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from clustertune.cluster.hardware import read_hardware
+from clustertune.cluster.hardware import GpuModel, read_hardware
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import UserError
 from clustertune.manifest import open_to_read
 from clustertune.plan.constants import SECONDS, Term, total
-from clustertune.plan.generation_cost import BANDWIDTH_SHARE, GPU_OVERHEAD, GPU_SHARE, LAYER_S, MOST
+from clustertune.plan.decoding import (
+    LAYER_S,
+    SHORT,
+    SPEED_FACTOR,
+    TP_LAYER_S,
+    AnswerLengths,
+    Course,
+    Engine,
+    batches,
+    continuous,
+    products_per_s,
+    token_sums,
+)
+from clustertune.plan.generation_cost import GPU_OVERHEAD, GPU_SHARE, MOST
+from clustertune.plan.machine import generation, inside, is_joined
 from clustertune.plan.strategy import LONGEST, servers_beside
 from clustertune.recipe.eval_tasks import find_task, first_task
-from clustertune.recipe.parameters import Values, weight_bytes
+from clustertune.recipe.parameters import Values, count, weight_bytes
 from clustertune.resolve.resolved import EVAL_DATA, Resolved
 from clustertune.resolve.tiny import is_small
 
@@ -26,6 +40,8 @@ KV_BYTES = 2
 """Of one element of the key-value cache: bfloat16, as the weights."""
 SEQUENCE_TOKENS = 1400
 """Tokens of a prompt and its answer that the cache is counted for: 120 and 1,280."""
+PROMPT_TOKENS = 120
+"""Of a prompt, and as many more for each example before it: IFEval's, 37 words on average, with template and margin."""
 FEWEST = 16
 """Sequences that a server must hold at once, so that its GPUs are worth their price."""
 READ_BYTES_S = 1e9
@@ -55,13 +71,18 @@ class ModelSize:
     longest: int
     """Tokens that the model was made for."""
     layers: int
+    active: float
+    """Parameters that a token passes through."""
+    hidden: int
 
     @classmethod
     def of(cls, architecture: Mapping[str, Any], weights: float) -> ModelSize:
         """Of the keys of a ``config.json`` and the bytes of its weights. Cache: 2 (keys, values) x layers x heads x width."""
         values = Values(architecture)
         cache = 2 * values.layers * values.kv_heads * values.head_dim * KV_BYTES
-        return cls(weights, cache, values.heads, int(values.get("max_position_embeddings") or LONGEST), values.layers)
+        positions, counted = int(values.get("max_position_embeddings") or LONGEST), count(architecture)
+        active = float(counted.active) if counted else weights / 2
+        return cls(weights, cache, values.heads, positions, values.layers, active, values.hidden)
 
 
 @dataclass(frozen=True)
@@ -129,16 +150,46 @@ def beside_serving(resolved: Resolved, gpus: int) -> Serving:
     return Serving(max(1, gpus // servers.gpus), servers.gpus if gpus else 1, 1, servers.longest, MOST)
 
 
-def terms(shape: Serving, size: ModelSize, hbm_bytes_s: float, documents: int, answer_tokens: int) -> list[Term]:
-    """An estimate of an evaluation's wall time: start, reading the weights, and the steps of the longest answers.
+@dataclass(frozen=True)
+class Estimate:
+    """The wall time of one model's evaluation by its parts, and the range of it."""
 
-    Each step reads the weights and half of the cache of all running sequences through :data:`BANDWIDTH_SHARE` of the memory
-    bandwidth of ``tensor_parallel`` GPUs; stages of a pipeline follow one another.
+    start: Term
+    engine: Engine
+    lengths: AnswerLengths
+    course: Course
+    others: tuple[tuple[AnswerLengths, Course], ...]
+    """With shorter answers, and where none ends by itself."""
+
+    @property
+    def parts(self) -> list[Term]:
+        """Start, prompts, answers."""
+        return [self.start, self.engine.prompts(self.lengths, self.course), self.engine.answers(self.course)]
+
+    @property
+    def seconds(self) -> float:
+        """Of all parts."""
+        return total(self.parts)
+
+    @property
+    def around(self) -> tuple[float, float]:
+        """The start, and shorter answers at a higher speed; the longest at a lower one."""
+        low, high = (self.engine.seconds(lengths, course) for lengths, course in self.others)
+        return self.start.value + low / SPEED_FACTOR, self.start.value + high * SPEED_FACTOR
+
+
+def _estimate(start: Term, engine: Engine, lengths: AnswerLengths, course: Callable[[AnswerLengths], Course]) -> Estimate:
+    ends = (replace(lengths, mean=mean) for mean in lengths.ends)
+    return Estimate(start, engine, lengths, course(lengths), tuple((one, course(one)) for one in ends))
+
+
+def by_servers(
+    shape: Serving, size: ModelSize, gpu: GpuModel, link: float, documents: int, lengths: AnswerLengths
+) -> Estimate:  # fmt: skip
+    """An estimate of an evaluation's wall time: start, reading the weights, prompts, and the steps of the longest answers.
+
+    The GPUs of ``tensor_parallel`` share each layer over ``link`` (bytes/s); stages of a pipeline follow one another.
     """
-    running = min(shape.max_num_seqs, math.ceil(documents / shape.servers))
-    rounds = math.ceil(documents / (shape.servers * running))
-    cache = running * size.cache * SEQUENCE_TOKENS / 2
-    speed = shape.tensor_parallel * hbm_bytes_s * BANDWIDTH_SHARE
     values: dict[str, float | int | str] = {
         "start": IMPORT_S,
         "each": LAYER_START_S,
@@ -148,18 +199,16 @@ def terms(shape: Serving, size: ModelSize, hbm_bytes_s: float, documents: int, a
     values |= {"weights": size.weights / 1e9, "stages": shape.pipeline_parallel, "read": READ_BYTES_S / 1e9}
     text = "{start} s + {each} s x {layers} layers + {servers} servers x {weights} GB / {stages} nodes / {read} GB/s read"
     start = Term("start of the servers", start_seconds(shape, size), SECONDS, text, values)
-    return [start, _answers(rounds, answer_tokens, size.weights, cache, speed)]
+    mine, engine = math.ceil(documents / shape.servers), _engine(size, gpu, shape.tensor_parallel, link=link)
+    return _estimate(start, engine, lengths, lambda one: continuous(one, mine, shape.max_num_seqs, shape.servers))
 
 
-def _answers(rounds: int, tokens: int, weights: float, cache: float, speed: float, least: float = 0.0) -> Term:
-    """The time of the answers: each token reads the weights and half of the cache, or takes ``least`` seconds."""
-    values: dict[str, float | int | str] = {"rounds": rounds, "tokens": tokens}
-    values |= {"weights": weights / 1e9, "cache": cache / 1e9, "speed": speed / 1e9, "least": least}
-    text = "{rounds} rounds x {tokens} tokens of the longest answer x ({weights} + {cache} GB) / {speed} GB/s"
-    if least > (weights + cache) / speed:
-        text = "{rounds} rounds x {tokens} tokens of the longest answer x {least} s of the host"
-    value = rounds * tokens * max((weights + cache) / speed, least)
-    return Term("answers", value, SECONDS, text, values)
+def _engine(size: ModelSize, gpu: GpuModel, gpus: int = 1, *, link: float = 0.0, least: float = 0.0) -> Engine:
+    """``gpus`` that share each layer, over a link of so many bytes a second (0: not known); ``least``: of the host, a step."""
+    speed = products_per_s((gpu.bf16_tflops or gpu.fp16_tflops or 0.0) * 1e12, generation(gpu))
+    weights, cache, work = size.weights / gpus, size.cache / gpus, 2 * size.active / gpus
+    beside, sums = size.layers * TP_LAYER_S * (gpus > 1), token_sums(size.layers, size.hidden, gpus, link)
+    return Engine(weights, cache, work, gpu.hbm_gb_s * 1e9, speed, beside, sums, least)
 
 
 def start_seconds(shape: Serving, size: ModelSize) -> float:
@@ -173,14 +222,13 @@ def deadline_seconds(start: float) -> float:
     return 2 * start + LATE_S
 
 
-def in_one_process(size: ModelSize, hbm_bytes_s: float, documents: int, answer_tokens: int, batch: int) -> list[Term]:
-    """As :func:`terms`, of transformers in one process: its GPUs compute in turn, :data:`LAYER_S` a layer at least."""
-    cache = batch * size.cache * SEQUENCE_TOKENS / 2
+def in_one_process(size: ModelSize, gpu: GpuModel, documents: int, lengths: AnswerLengths, batch: int) -> Estimate:
+    """As :func:`by_servers`, of transformers in one process: its GPUs compute in turn, :data:`LAYER_S` a layer at least."""
     values = {"start": IMPORT_S, "weights": size.weights / 1e9, "read": READ_BYTES_S / 1e9}
     text = "{start} s + {weights} GB / {read} GB/s read"
     start = Term("start", IMPORT_S + size.weights / READ_BYTES_S, SECONDS, text, values)
-    rounds, speed = math.ceil(documents / batch), hbm_bytes_s * BANDWIDTH_SHARE
-    return [start, _answers(rounds, answer_tokens, size.weights, cache, speed, size.layers * LAYER_S)]
+    engine = _engine(size, gpu, least=size.layers * LAYER_S)
+    return _estimate(start, engine, lengths, lambda one: batches(one, documents, batch))
 
 
 KEY = "container.vllm"
@@ -201,6 +249,10 @@ class Evaluation:
     """2: the base is scored too."""
     seconds: float | None = None
     """An estimate of the wall time, of all models; None: not known."""
+    seconds_range: tuple[float, float] | None = None
+    """From shorter answers at a higher speed to where none ends by itself; None: not known."""
+    lengths: str = ""
+    """How long answers are taken to be."""
     start_seconds: float | None = None
     """Of them until the servers of one model answer; None: not known."""
     note: str = ""
@@ -222,13 +274,22 @@ class Evaluation:
     @property
     def gpu_hours(self) -> float | None:
         """GPU-hours of :attr:`seconds`; None: not known."""
-        if not self.gpus_per_node or self.seconds is None:
+        return self._gpu_hours(self.seconds)
+
+    @property
+    def gpu_hours_range(self) -> tuple[float, float] | None:
+        """The same of :attr:`seconds_range`."""
+        low, high = (self._gpu_hours(value) for value in self.seconds_range or (None, None))
+        return None if low is None or high is None else (low, high)
+
+    def _gpu_hours(self, seconds: float | None) -> float | None:
+        if not self.gpus_per_node or seconds is None:
             return None
-        return (self.serving.nodes if self.serving else 1) * self.gpus_per_node * self.seconds / 3600
+        return (self.serving.nodes if self.serving else 1) * self.gpus_per_node * seconds / 3600
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""
-        return {**asdict(self), "gpu_hours": self.gpu_hours}
+        return {**asdict(self), "gpu_hours": self.gpu_hours, "gpu_hours_range": self.gpu_hours_range}
 
     def __str__(self) -> str:
         gpus = f"{self.gpus_per_node} GPU{'s' if self.gpus_per_node != 1 else ''} in one process" if self.gpus_per_node else ""
@@ -236,7 +297,8 @@ class Evaluation:
         both = " for base and tuned model" if self.models > 1 else ""
         time = ""
         if self.seconds and self.gpu_hours:
-            time = f"; about {self.seconds / 60:.0f} min{both}, {self.gpu_hours:.1f} GPU-hours"
+            around = " ({:.0f} to {:.0f})".format(*(value / 60 for value in self.seconds_range)) if self.seconds_range else ""
+            time = f"; about {self.seconds / 60:.0f} min{around}{both}, {self.gpu_hours:.1f} GPU-hours"
             time += f" ({self.assumed})" if self.assumed else ""
         return f"eval backend {self.backend}{what} ({self.why}){time}"
 
@@ -247,8 +309,8 @@ def evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     others = [task for task in settings.tasks if find_task(task) is None]
     if settings.data is not None and count_prompts(resolved) is None:
         others.append(EVAL_DATA)
-    count = f"{settings.limit or like.documents} prompts each"
-    assumed = f"assuming the time of {like.title} for {', '.join(others)}, {count}" if others else ""
+    each = f"{settings.limit or like.documents} prompts each"
+    assumed = f"assuming the time of {like.title} for {', '.join(others)}, {each}" if others else ""
     return replace(_evaluation(resolved, cluster), assumed=assumed)
 
 
@@ -306,10 +368,12 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     tasks = [find_task(task) or first_task() for task in settings.tasks]
     asked = [(settings.limit or task.documents, task.generation_kwargs.max_gen_toks) for task in tasks]
     if settings.data is not None:
-        count = count_prompts(resolved) or first_task().documents
-        asked.append((min(settings.limit or count, count), OWN_LONGEST))
-    documents = sum(count for count, _ in asked)
+        prompts = count_prompts(resolved) or first_task().documents
+        asked.append((min(settings.limit or prompts, prompts), OWN_LONGEST))
+    documents = sum(number for number, _ in asked)
     tokens = settings.max_gen_toks or max(longest for _, longest in asked)
+    prompt = PROMPT_TOKENS * (1 + (settings.num_fewshot or 0))
+    lengths = AnswerLengths.of(prompt, tokens, resolved.recipe.plan.answer_tokens, "plan.answer_tokens")
     shape = size = None
     if weights is not None and (gpu or not compute.gpus):
         size = ModelSize.of(resolved.architecture, weights)
@@ -331,10 +395,9 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
             return Evaluation("hf", why_hf, models=models)
         used = size.weights + settings.batch_size * SEQUENCE_TOKENS * size.cache
         gpus = max(1, math.ceil(used / (gpu.usable_bytes - GPU_OVERHEAD)))
-        parts = in_one_process(size, gpu.hbm_gb_s * 1e9, documents, tokens, settings.batch_size)
         if gpus <= compute.gpus:
-            lines = _lines(parts, models, gpus, documents)
-            return Evaluation("hf", why_hf, gpus_per_node=gpus, models=models, seconds=models * total(parts), arithmetic=lines)
+            estimate = in_one_process(size, gpu, documents, lengths, settings.batch_size)
+            return _timed(Evaluation("hf", why_hf, gpus_per_node=gpus, models=models), estimate)
         note = f"the model needs {gpus} GPUs of this kind, a node has {compute.gpus}: the other layers are computed from host "
         return Evaluation("hf", why_hf, gpus_per_node=compute.gpus, models=models, note=note + "memory, which is slow")
     if shape is None:
@@ -342,22 +405,27 @@ def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
         return Evaluation("vllm", "eval.backend: vllm", models=models, note=note)
     by_what = KEY if cluster.container.vllm else "assumed, no cluster file names it"
     why = "eval.backend: vllm" if requested == "vllm" else "the model does not fit one node" if shape.nodes > 1 else by_what
-    time, start, used_gpus, lines = None, None, min(compute.gpus, shape.gpus_per_node), ()
-    if gpu and size:
-        parts = terms(shape, size, gpu.hbm_gb_s * 1e9, documents, tokens)
-        time, start = models * total(parts), parts[0].value
-        lines = _lines(parts, models, used_gpus * shape.nodes, documents)
-    return Evaluation("vllm", why, shape, used_gpus, models, time, start, lacking, arithmetic=lines)
+    found = Evaluation("vllm", why, shape, min(compute.gpus, shape.gpus_per_node), models, note=lacking)
+    if not (gpu and size):
+        return found
+    link = inside(cluster).bytes_per_s if is_joined(cluster) else 0.0
+    return _timed(found, by_servers(shape, size, gpu, link, documents, lengths))
 
 
-def _lines(parts: list[Term], models: int, gpus: int, documents: int) -> tuple[str, ...]:
-    """The arithmetic of an evaluation."""
-    one = total(parts)
-    shown = [f"{term.name}, {documents:,} prompts: {term.arithmetic()}" for term in parts[1:]]
-    whole = (
-        f"{models} model{'s' * (models > 1)} x {one:,.0f} s x {gpus} GPUs / 3600 = {models * one * gpus / 3600:,.2f} GPU-hours"
-    )
-    return (f"{parts[0].name}: {parts[0].arithmetic()}", *shown, whole)
+def _timed(found: Evaluation, estimate: Estimate) -> Evaluation:
+    """The same with an estimate of the time, of all models, and its arithmetic."""
+    models, (low, high), one = found.models, estimate.around, estimate.seconds
+    timed = replace(
+        found, seconds=models * one, seconds_range=(models * low, models * high), lengths=str(estimate.lengths),
+        start_seconds=estimate.start.value if found.serving else None,
+    )  # fmt: skip
+    gpus = (found.serving.nodes if found.serving else 1) * (found.gpus_per_node or 0)
+    lines = [f"{term.name}: {term.arithmetic()}" for term in estimate.parts]
+    lines.append(f"lengths: {estimate.lengths}; prompts of {estimate.lengths.prompt:,.0f} tokens")
+    text = f"{low:,.0f} s with answers of {SHORT:g} of that length, {SPEED_FACTOR:g} times as fast"
+    lines.append(f"range: {text}, to {high:,.0f} s where none ends by itself, at as much less speed")
+    whole = f"{models} model{'s' * (models > 1)} x {one:,.0f} s x {gpus} GPUs / 3600 = {timed.gpu_hours:,.2f} GPU-hours"
+    return replace(timed, arithmetic=(*lines, whole))
 
 
 def _why_in_one_process(resolved: Resolved, cluster: Cluster, size: ModelSize | None, shape: Serving | None) -> str:

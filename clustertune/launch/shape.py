@@ -186,13 +186,13 @@ def merge_seconds(resolved: Resolved) -> float:
 
 
 def _eval(resolved: Resolved, cluster: Cluster) -> JobShape:
-    """The GPUs of the backend, for twice the time that is foreseen; the recipe's time limit where nothing is."""
+    """The GPUs of the backend, for twice the most time that is foreseen; the recipe's time limit where nothing is."""
     compute, evaluation = cluster.compute, serving.evaluation(resolved, cluster)
     if resolved.tiny and not evaluation.serving:
         small = _helper(resolved, cluster, cpus=TINY_CPUS, memory=PROCESS_GB, minutes=TINY_MINUTES)
         return replace(small, gpus_per_node=min(1, compute.gpus))
-    if evaluation.seconds is not None:
-        minutes = min(max(TINY_MINUTES, 10 * math.ceil(2 * evaluation.seconds / 600)), _limit(cluster))
+    if evaluation.seconds_range is not None:
+        minutes = min(max(TINY_MINUTES, 10 * math.ceil(2 * evaluation.seconds_range[1] / 600)), _limit(cluster))
     else:
         minutes = TINY_MINUTES if evaluation.serving else math.ceil(parse_minutes(resolved.recipe.slurm.time) or 0)
     gpus = compute.gpus if evaluation.gpus_per_node is None else evaluation.gpus_per_node

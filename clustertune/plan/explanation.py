@@ -9,7 +9,7 @@ from clustertune.cluster.hardware import Price
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError
 from clustertune.host.system import GIB
-from clustertune.plan import evidence
+from clustertune.plan import evidence, generation_cost
 from clustertune.plan.advise import Advice, reasons
 from clustertune.plan.constants import Term, number, quantity
 from clustertune.plan.machine import Link
@@ -158,7 +158,7 @@ def topics(plan: Plan) -> dict[str, list[Term]]:
         "step": [*plan.step.compute, plan.step.exposed, plan.step.bubble, plan.step.optimizer],
     }
     if plan.step.generation is not None:
-        terms["generation"] = [plan.step.generation]
+        terms["generation"] = generation_cost.explained(plan.shape, plan.machine)
         terms["step"].append(plan.step.generation)
     for moment in plan.moments:
         for term in moment.parts:

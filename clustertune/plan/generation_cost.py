@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from clustertune.host.system import GIB
-from clustertune.plan.constants import BYTES, SECONDS, Term
+from clustertune.plan.constants import BYTES, SECONDS, Term, total
+from clustertune.plan.decoding import LAYER_S, SHORT, TP_LAYER_S, Engine, batches, continuous, products_per_s, token_sums
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.strategy import HALF, ModelShape, Rollouts
 
-BANDWIDTH_SHARE = 0.2
-"""Of the memory bandwidth while tokens are generated. Published: 1,290 output tokens/s of a 405B model in FP8 on 8 MI325X at 50
-sequences (Vultr's vLLM cookbook, 2026) are 22 %; 75 tokens/s of Llama 3.1 8B in bfloat16 on one A100 40GB are 77 %
-(https://johnmusgrave.com/p/vllm-throughput-latency-sweep-on)."""
-LAYER_S = 1e-3
-"""A decoder layer of a step in transformers' eager mode, where its kernels' start and not the memory decides; assumed."""
 NOTE = (
-    "generation: each token reads the weights and half of the cache at {share:.0%} of the memory's bandwidth, until the "
-    "longest answer, taken to be max_completion_length; the rewards' own seconds are not counted"
+    "generation: {lengths}, prompts of {prompt:,.0f} tokens, the most there can be; all ranks wait for the longest answer of "
+    "all. docs/plan.md has what a step of decoding costs; the rewards' own seconds are not counted"
 )
 VLLM = "vLLM's start, its waking and the copies of the weights into it are not counted; it takes its share of the GPU's memory"
 
@@ -88,28 +81,32 @@ def find_problem(shape: ModelShape, machine: PlanMachine) -> str | None:
     return f"{text} leave no room for a prompt and its answer of {servers.longest:,} tokens"
 
 
-def _of_servers(shape: ModelShape, machine: PlanMachine, answers: int, rollouts: Rollouts, server: BesideServer) -> Any:
-    """As :func:`seconds`, of the answers of all ranks: each server makes its share, as many at once as it has room for."""
-    mine = math.ceil(answers * shape.strategy.data_parallel_size / server.count)
-    at_once = min(mine, server.answers)
-    each = server.each * (rollouts.prompt + rollouts.completion / 2) / (rollouts.prompt + rollouts.completion)
-    token = (server.weights + at_once * each) / (machine.hbm_bytes_per_s * BANDWIDTH_SHARE)
-    tokens = rollouts.completion * math.ceil(mine / at_once)
-    values = {"tokens": tokens, "answers": at_once, "weights": server.weights / 1e9, "token": token, "cache": each / 1e9}
-    return tokens * token, values
+def _engine(shape: ModelShape, machine: PlanMachine, gpus: int = 1, *, by_host: bool = False) -> Engine:
+    """``gpus`` that share each layer; ``by_host``: transformers, whose kernels the host starts one by one."""
+    speed, layers = products_per_s(machine.peak_flops, machine.generation), shape.layers
+    beside, least = layers * TP_LAYER_S * (gpus > 1), layers * LAYER_S * by_host
+    weights, cache, work = HALF * shape.parameters, cache_bytes(shape), 2.0 * shape.counted.active
+    sums = token_sums(layers, shape.counted.hidden, gpus, machine.intra.bytes_per_s)
+    return Engine(weights / gpus, cache / gpus, work / gpus, machine.hbm_bytes_per_s, speed, beside, sums, least)
 
 
-def seconds(shape: ModelShape, machine: PlanMachine, answers: int, rollouts: Rollouts) -> tuple[float, Mapping[str, Any]]:
-    """Of ``answers`` that one rank generates together, and the numbers that it follows from."""
+def terms(shape: ModelShape, machine: PlanMachine, answers: int, rollouts: Rollouts) -> list[Term]:
+    """Prompts and answers of ``answers`` that each rank generates together: by servers beside the trainer, which share those of
+    all ranks out; by vLLM; or by transformers in one batch. All wait for the longest of all ranks."""
+    lengths, ranks = rollouts.lengths, shape.strategy.data_parallel_size
     if rollouts.by_servers and (server := server_of(shape, machine)) is not None and server.answers:
-        timed: tuple[float, Mapping[str, Any]] = _of_servers(shape, machine, answers, rollouts, server)
-        return timed
-    weights, each = HALF * shape.parameters, cache_bytes(shape) * (rollouts.prompt + rollouts.completion / 2)
-    token = (weights + answers * each) / (machine.hbm_bytes_per_s * BANDWIDTH_SHARE)
-    if not rollouts.vllm:
-        token = max(token, shape.layers * LAYER_S)
-    values = {"tokens": rollouts.completion, "answers": answers, "weights": weights / 1e9, "token": token, "cache": each / 1e9}
-    return rollouts.completion * token, values
+        engine = _engine(shape, machine, shape.strategy.servers.gpus if shape.strategy.servers else 1)
+        course = continuous(lengths, math.ceil(answers * ranks / server.count), server.answers, server.count)
+    elif rollouts.vllm:
+        engine, course = _engine(shape, machine), continuous(lengths, answers, answers, ranks)
+    else:
+        engine, course = _engine(shape, machine, by_host=True), batches(lengths, answers, answers, ranks)
+    return [engine.prompts(lengths, course), engine.answers(course)]
+
+
+def seconds(shape: ModelShape, machine: PlanMachine, answers: int, rollouts: Rollouts) -> float:
+    """Of ``answers`` that each rank generates together."""
+    return total(terms(shape, machine, answers, rollouts))
 
 
 def of_step(shape: ModelShape, machine: PlanMachine) -> Term | None:
@@ -117,9 +114,25 @@ def of_step(shape: ModelShape, machine: PlanMachine) -> Term | None:
     rollouts = shape.strategy.rollouts
     if rollouts is None:
         return None
-    total, values = seconds(shape, machine, rollouts.answers, rollouts)
-    text = "{tokens} tokens x {token} s ({answers} answers x {cache} GB of cache and {weights} GB of weights) / {steps} steps"
-    return Term("generation", total / rollouts.steps, SECONDS, text, {**values, "steps": rollouts.steps})
+    prompts, made = terms(shape, machine, rollouts.answers, rollouts)
+    values = {"prompts": prompts.value, "made": made.value, "steps": rollouts.steps}
+    text = "({prompts} s for prompts + {made} s for answers) / {steps} steps"
+    return Term("generation", (prompts.value + made.value) / rollouts.steps, SECONDS, text, values)
+
+
+def explained(shape: ModelShape, machine: PlanMachine) -> list[Term]:
+    """The terms of :func:`of_step`, and what one generation takes where answers are shorter, and where none ends by itself."""
+    rollouts = shape.strategy.rollouts
+    if rollouts is None or (whole := of_step(shape, machine)) is None:
+        return []
+    low, high = (seconds(shape, machine, rollouts.answers, replace(rollouts, known=mean)) for mean in rollouts.lengths.ends)
+    values = {"low": low / rollouts.steps, "high": high / rollouts.steps, "share": SHORT, "longest": rollouts.completion}
+    text = "{low} s a step with answers of {share} of that length, {high} s where all reach {longest} tokens; as taken"
+    return [
+        *terms(shape, machine, rollouts.answers, rollouts),
+        replace(whole, name=f"generation, {rollouts.lengths}"),
+        replace(whole, name="generation, by length", formula=text, values=values),
+    ]
 
 
 def held(shape: ModelShape) -> list[Term]:

@@ -270,14 +270,15 @@ class PlanMachine:
 _WITH_CUDNN = ("hopper", "blackwell")
 
 
-def _generation(gpu: GpuModel) -> str:
+def generation(gpu: GpuModel) -> str:
+    """As :attr:`PlanMachine.generation`."""
     return "blackwell-gddr" if gpu.compute_capability.startswith("12.") else gpu.generation
 
 
 def has_cudnn_attention(cluster: Cluster) -> bool:
     """The same of a cluster's GPUs, of which nothing else need be known."""
     known = read_hardware().gpus.get(cluster.compute.gpu or "")
-    return known is not None and _generation(known) in _WITH_CUDNN
+    return known is not None and generation(known) in _WITH_CUDNN
 
 
 def machine(cluster: Cluster, *, measured: MeasuredLinks | None = None, nodes: int | None = None) -> PlanMachine:
@@ -304,7 +305,7 @@ def machine(cluster: Cluster, *, measured: MeasuredLinks | None = None, nodes: i
         usable_bytes=gpu.usable_bytes,
         memory_gb=gpu.memory_gb,
         domain=_domain(cluster),
-        intra=_intra(cluster, measured),
+        intra=inside(cluster, measured),
         inter=_inter(cluster, measured),
         host_bytes=compute.memory_gb * 2**30,
         host_link_bytes_per_s=host.gb_s * host.share * GB,
@@ -312,7 +313,7 @@ def machine(cluster: Cluster, *, measured: MeasuredLinks | None = None, nodes: i
         storage_write_bytes_per_s=write * GB,
         storage_note=storage_note,
         mtbf_hours=compute.mtbf_hours,
-        generation=_generation(gpu),
+        generation=generation(gpu),
         notes=(*cluster.notes, *_notes(compute.gpu or "", gpu, measured)),
     )
 
@@ -359,7 +360,14 @@ def _of(gb_s: float, nominal: float, transport: str) -> str:
     return f"{went}, {100 * share:.0f} % of nominal" + (": see nccl-check" if share < LOW else "")
 
 
-def _intra(cluster: Cluster, measured: MeasuredLinks | None) -> Link:
+def is_joined(cluster: Cluster, measured: MeasuredLinks | None = None) -> bool:
+    """Whether it is known what connects the GPUs of a node."""
+    stated = cluster.compute.measured_gb_s or (measured and measured.intra_gb_s)
+    return cluster.compute.gpus <= 1 or cluster.compute.interconnect not in (None, "none") or bool(stated)
+
+
+def inside(cluster: Cluster, measured: MeasuredLinks | None = None) -> Link:
+    """The link that joins the GPUs of a node, which is known (:func:`is_joined`)."""
     compute = cluster.compute
     if _domain(cluster) == 1:
         return Link(0.0, 0.0, "nominal", "one GPU in a node: there is no link inside it", 0.0)
@@ -421,8 +429,7 @@ def _problems(cluster: Cluster, measured: MeasuredLinks | None, nodes: int) -> I
         names = near or "one of " + ", ".join(known)
         fix = f"{names}, or add it to {FIGURES}"
         yield Problem(what, file=cluster.source, key="compute.gpu", fix=fix)
-    stated = compute.measured_gb_s or (measured and measured.intra_gb_s)
-    if compute.gpus > 1 and compute.interconnect in (None, "none") and not stated:
+    if not is_joined(cluster, measured):
         message = f"what connects the {compute.gpus} GPUs of a node is not known"
         yield Problem(message, file=cluster.source, key="compute.interconnect", fix="write a cluster file: docs/clusters.md")
     yield from _measured_problems(cluster, measured)

@@ -159,7 +159,7 @@ def make_plan(
     notes = [*used.notes, *more, *([one.offload.note] if one.offload.note else [])]
     if used.rollouts is not None:
         notes += [
-            generation_cost.NOTE.format(share=generation_cost.BANDWIDTH_SHARE),
+            generation_cost.NOTE.format(lengths=used.rollouts.lengths, prompt=used.rollouts.prompt),
             *([generation_cost.VLLM] if used.rollouts.vllm else []),
         ]
     if used.servers is not None:
@@ -320,9 +320,11 @@ def check_room(resolved: Resolved, used: Strategy, machine: PlanMachine) -> None
     raise_if(problems)
 
 
-SPREAD = {"intra": 0.15, "inter": 0.25, "measured": 0.06, "calibrated": 0.03, "offload": 0.25, "host": 0.20}
+SPREAD = {"intra": 0.15, "inter": 0.25, "measured": 0.06, "calibrated": 0.03, "offload": 0.25, "host": 0.20,
+          "answers": 0.4}  # fmt: skip
 """Standard deviation of what a link, host memory and the host's launches may be off, as a share: nominal bandwidth, one that
-was measured, a factor that a cluster's own runs gave; ``offload`` is assumed, ``host``: two steps of an H200."""
+was measured, a factor that a cluster's own runs gave; ``offload`` is assumed, ``host``: two steps of an H200;
+``answers``: how long the model's own answers are, and how fast they are made (:mod:`clustertune.plan.decoding`)."""
 
 
 def step_range(shape: ModelShape, machine: PlanMachine, constants: Constants, one: Step) -> tuple[float, float]:
@@ -348,6 +350,7 @@ def deviations(shape: ModelShape, machine: PlanMachine, constants: Constants, on
     for key in spread.keys() & set(constants.calibrated):
         spread[key] = max(SPREAD["calibrated"], constants.deviation.get(key, 0.0))
     parts = [SPREAD["offload"] * _offloading(shape, one) / seconds]
+    parts += [SPREAD["answers"] * one.generation.value / seconds] if one.generation is not None else []
     for key, deviation in spread.items():
         slower = replace(constants, **{key: getattr(constants, key) / (1 + deviation)})
         parts.append(math.log(step(shape, machine, slower).seconds / seconds))

@@ -20,7 +20,7 @@ from typing import Any
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import read_whole
 from clustertune.plan import generation_cost
-from clustertune.plan.constants import SECONDS, Constants, Term, total
+from clustertune.plan.constants import LENGTH_SIGMA, SECONDS, Constants, Term, total
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.step import micro_batch, traffic
 from clustertune.plan.strategy import ModelShape, strategy
@@ -33,8 +33,6 @@ from clustertune.resolve.resolved import Resolved
 PACKED_SHARE = 0.98
 """Share of a packed sequence that is tokens, best-fit decreasing (TRL's "bfd"): https://arxiv.org/abs/2404.10830, 3.2, has
 more than 99 % for long lists; 98 % leaves room for short ones."""
-SIGMA = 0.8
-"""Standard deviation of the lengths' logarithms where only their mean is known: about what chat data sets have."""
 MOST, _KEPT = 10_000_000, 20_000
 """Lengths of a file at most, and of them those that a plan computes with, about."""
 _NORMAL = NormalDist()
@@ -55,17 +53,17 @@ class Lengths:
     def around_token(self, longest: int) -> float:
         """Mean length of the conversation that a token is in, cut at ``longest``: long ones count once for each of theirs.
 
-        Where the mean alone is known, the lengths are taken to be log-normal around it (:data:`SIGMA`).
+        Where the mean alone is known, the lengths are taken to be log-normal around it (:data:`LENGTH_SIGMA`).
         """
         if len(self.tokens) > 1:
             cut = [min(length, longest) for length in self.tokens]
             return sum(length**2 for length in cut) / sum(cut)
-        center = math.log(self.tokens[0]) - SIGMA**2 / 2
-        above = (math.log(longest) - center) / SIGMA
+        center = math.log(self.tokens[0]) - LENGTH_SIGMA**2 / 2
+        above = (math.log(longest) - center) / LENGTH_SIGMA
 
         def moment(power: int) -> float:
             """Of the cut lengths: https://en.wikipedia.org/wiki/Log-normal_distribution#Partial_expectation."""
-            below = math.exp(power * center + (power * SIGMA) ** 2 / 2) * _NORMAL.cdf(above - power * SIGMA)
+            below = math.exp(power * center + (power * LENGTH_SIGMA) ** 2 / 2) * _NORMAL.cdf(above - power * LENGTH_SIGMA)
             return float(below + longest**power * _NORMAL.cdf(-above))
 
         return moment(2) / moment(1)
@@ -418,7 +416,7 @@ def _evaluation(
     text = "{passes} passes ({rows} sequences, {batch} per rank) x the longer of {forward} s computing and {moved} s gathering"
     if plan.rollouts is None:
         return Term("evaluation", passes * max(forward, moved), SECONDS, text, values)
-    made = passes * generation_cost.seconds(shape, machine, batch, plan.rollouts)[0]
+    made = passes * generation_cost.seconds(shape, machine, batch, plan.rollouts)
     text += ", and {made} s for the answers"
     return Term("evaluation", passes * max(forward, moved) + made, SECONDS, text, {**values, "made": made})
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from clustertune.errors import Problem, raise_if
+from clustertune.plan.decoding import AnswerLengths
 from clustertune.recipe import accelerate_file as acc
 from clustertune.recipe import quantization
 from clustertune.recipe.native_rules import MAX_PROMPT, row_tokens
@@ -271,6 +272,13 @@ class Rollouts:
     """The share of the GPU's memory that vLLM takes; 0: transformers generates."""
     by_servers: bool = False
     """The servers beside the trainer generate, and not the ranks."""
+    known: float | None = None
+    """Mean tokens of an answer, where the recipe says."""
+
+    @property
+    def lengths(self) -> AnswerLengths:
+        """Of prompts, all at their longest, and answers."""
+        return AnswerLengths.of(self.prompt, self.completion, self.known, "plan.answer_tokens")
 
 
 @dataclass(frozen=True)
@@ -451,7 +459,9 @@ def _rollouts(args: Mapping[str, Any], recipe: Recipe) -> Rollouts:
     answers, steps = int(args["per_device_train_batch_size"]) * parts, parts * int(args["num_iterations"]) / accumulation
     vllm = float(args["vllm_gpu_memory_utilization"]) if args["use_vllm"] else 0.0
     by_servers = recipe.rollout == "servers"
-    return Rollouts(answers, int(args[MAX_PROMPT]), int(args["max_completion_length"]), steps, vllm, by_servers)
+    return Rollouts(
+        answers, int(args[MAX_PROMPT]), int(args["max_completion_length"]), steps, vllm, by_servers, recipe.plan.answer_tokens
+    )
 
 
 def servers_beside(resolved: Resolved) -> ServersBeside | None:

@@ -453,7 +453,7 @@ class Megatron(Section):
 
 
 class PlanFacts(Section):
-    """How a run that another program starts differs from one of ours; only ``plan`` reads it."""
+    """What only ``plan`` reads: how a run that another program starts differs from one of ours, and how long answers are."""
 
     whole_logits: bool = False
     """The logits of all tokens are in memory at once, with their float32 copy; TRL computes the loss in tiles."""
@@ -472,6 +472,8 @@ class PlanFacts(Section):
     """Gradients are reduced after each micro batch, so that none is kept whole; transformers' Trainer waits for the last."""
     fp8: bool = False
     """Matrix products are computed in float8 (torchao, Transformer Engine)."""
+    answer_tokens: Positive | None = None
+    """Mean tokens of the model's answers, in evaluation and GRPO: a run's own, where it is known."""
 
 
 def named_bases(base: object) -> list[str]:

@@ -11,6 +11,7 @@ from clustertune.launch.serving import (
     GPU_OVERHEAD,
     GPU_SHARE,
     SEQUENCE_TOKENS,
+    Evaluation,
     ModelSize,
     evaluation,
     serving,
@@ -108,3 +109,38 @@ def test_the_time_limit_follows_the_estimate(recipe: str, backend: str) -> None:
     assert short == long
     assert short[0] == 2 * alone[0]
     assert 2 * alone[0] / 60 <= alone[1] < short[1]
+
+
+def timed(*words: str, gpu: str | None = None) -> Evaluation:
+    found = evaluation(resolve("llama8b-lima", ["eval.base=false", *words]), on("dgx-h100", gpu))
+    assert found.seconds and found.seconds_range and found.gpu_hours_range and found.gpu_hours
+    low, high = found.seconds_range
+    assert low <= found.seconds <= high and found.gpu_hours_range[0] <= found.gpu_hours <= found.gpu_hours_range[1]
+    return found
+
+
+@pytest.mark.parametrize("backend", ["hf", "vllm"])
+def test_the_estimate_has_prompts_and_lengths_with_their_source(backend: str) -> None:
+    """More examples before a prompt, longer answers and more prompts cost more; a mean of one's own is named."""
+    plain = timed(f"eval.backend={backend}")
+    assert "assumed: 0.5 of the most" in plain.lengths and any(line.startswith("prompts:") for line in plain.arithmetic)
+    for word in ("eval.num_fewshot=25", "plan.answer_tokens=1200", "eval.max_gen_toks=4096"):
+        more = timed(f"eval.backend={backend}", word)
+        assert (more.seconds or 0) > (plain.seconds or 0), word
+    less = timed(f"eval.backend={backend}", "plan.answer_tokens=50")
+    assert (less.seconds or 0) < (plain.seconds or 0) and "(plan.answer_tokens)" in less.lengths
+    assert (timed(f"eval.backend={backend}", "eval.limit=40").seconds or 0) < (plain.seconds or 0)
+
+
+def test_batches_of_transformers_wait_where_servers_fill_their_slots() -> None:
+    """Answers of 50 tokens, of which the longest of each batch has several times as many."""
+    short, long = (timed("eval.backend=hf", f"plan.answer_tokens={mean}") for mean in (50, 400))
+    in_batches = (short.seconds or 0) / (long.seconds or 0)
+    assert in_batches > 0.125 * 1.1
+
+
+def test_the_job_has_time_for_answers_that_do_not_end() -> None:
+    """A base model may write up to the limit each time: the stage's time limit holds twice of that."""
+    resolved = resolve("llama70b-fsdp2", ["eval.backend=hf"])
+    found = evaluation(resolved, on("dgx-h100"))
+    assert found.seconds_range and stage_shapes(resolved, on("dgx-h100"))["eval"].minutes * 60 >= 2 * found.seconds_range[1]
