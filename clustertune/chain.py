@@ -388,6 +388,7 @@ class Chain:
         tokenizer = load_tokenizer(*from_where, self.resolved.chat_template, train_args, **kinds)
         made = tokens.make(self.run.data, tokenizer, train_args, shared=self.run.shared_tokens)
         self.run.pin(made["row_arguments"])
+        sequences.check_ends(self.run.data, tokenizer, recipe.data)
         sequences.check_ids(self.run.data, tokenizer, int(self.resolved.architecture["vocab_size"]))
         if self.resolved.is_grpo:
             sequences.check_prompts(self.run.data, self.resolved)

@@ -29,7 +29,7 @@ from clustertune.plan.strategy import unconverted
 from clustertune.recipe import quantization
 from clustertune.recipe.accelerate_file import ALONE, REPLICATED, SHARDED
 from clustertune.recipe.layers import RECIPES, did_you_mean, laid_over, read_overrides
-from clustertune.recipe.native_rules import filled, train_defaults
+from clustertune.recipe.native_rules import TEMPLATE_ARGUMENTS, filled, template_arguments, train_defaults
 from clustertune.recipe.parameters import count, parameter_count
 from clustertune.recipe.sections import NAME
 from clustertune.resolve.models import FoundModel, find_model, known_models, size_of
@@ -184,12 +184,19 @@ class NothingFits(UserError):
     """No distribution holds the model on these GPUs."""
 
 
-def on_cpus(model: FoundModel, method: str, data: MeasuredData, stated: Mapping[str, Any] = MappingProxyType({})) -> Draft:
+def on_cpus(
+    model: FoundModel,
+    method: str,
+    data: MeasuredData,
+    stated: Mapping[str, Any] = MappingProxyType({}),
+    ends: Sequence[int] = (),
+) -> Draft:
     """The recipe of a small model for this machine's CPUs.
 
-    ``stated``: keys of the recipe that hold whatever is chosen.
+    ``stated``: keys of the recipe that hold whatever is chosen; ``ends``: where conversations end that were tokenised.
     """
-    need = 2 * max(data.tokens, default=CPU_LENGTHS[-1])  # an estimate: digits and other languages take up to twice
+    estimated = 2 * max(data.tokens, default=CPU_LENGTHS[-1])  # digits and other languages take up to twice
+    need = max(estimated, *ends, 0)
     longest = next((length for length in CPU_LENGTHS if length >= need), CPU_LENGTHS[-1])
     if data.section["format"] == "text":  # which is split anyway: the longest rows of which there are enough
         total = EPOCHS * sum(length * count for length, count in data.tokens.items())
@@ -436,6 +443,8 @@ class Looked:
     """Why ``prepare`` refuses the recipe all the same, and what to do first."""
     helps: tuple[int, ...] = ()
     """The smallest ``train.max_length`` with which each stays; 0: no length helps."""
+    ends: tuple[int, ...] = ()
+    """The same with which the end of an answer is learnt of each."""
 
     @property
     def sentences(self) -> list[str]:
@@ -451,9 +460,11 @@ def look_at_tokenizer(model: FoundModel, data: MeasuredData, stated: Mapping[str
     apart, and whether an answer ends with the token that stops the model.
     """
     folder, chats = model.section.get("path"), data.section["format"] != "text"
-    if not folder or not data.examples or (stated.get("model") or {}).get("chat_template"):
+    named = (stated.get("model") or {}).get("chat_template")
+    template = RECIPES / "_base" / str(named)
+    if not folder or not data.examples or (named and not template.is_file()):
         note = "the tokenizer has a chat template, as instruct models do; for a base model set model.chat_template"
-        return Looked(notes=[note] * chats)
+        return Looked(notes=[note] * (chats and not named))
     if find_spec("transformers") is None:
         return Looked(notes=[f"the tokenizer was not looked at: transformers is not installed ({how_to_install('train')})"])
     from clustertune.data.tokenizer import load_tokenizer
@@ -463,7 +474,8 @@ def look_at_tokenizer(model: FoundModel, data: MeasuredData, stated: Mapping[str
     keys: dict[str, Any] = {}
     notes, refused = list[str](), list[str]()
     try:
-        tokenizer = load_tokenizer(str(folder), None, None, train, chats=False)
+        text = template.read_text(encoding="utf-8") if named else None
+        tokenizer = load_tokenizer(str(folder), None, text, train, chats=False)
     except UserError as error:
         problem = error.problems[0]
         return Looked(refused=[f"{problem.message} -> {problem.fix}"])
@@ -492,14 +504,37 @@ def look_at_tokenizer(model: FoundModel, data: MeasuredData, stated: Mapping[str
         notes.append(
             f"the chat template leaves out the system messages of {with_system:,} conversations: {system_messages.FIX}"
         )
-    looked = Looked(keys, notes, refused, tuple(tried.helps))
+    looked = Looked(keys, notes, refused, tuple(tried.helps), tuple(tried.ends))
     _tell(looked, tried, tokenizer, model, data)
+    if tokenizer.chat_template and chats:
+        _set_switch(looked, tokenizer, data, template_arguments(train))
     return looked
+
+
+def _set_switch(looked: Looked, tokenizer: Any, data: MeasuredData, given: Mapping[str, Any]) -> None:
+    """Switch thinking off where no row holds a thought and nothing says it; where some do, say that nothing says it."""
+    from clustertune.data.rendering import unset_switch
+    from clustertune.data.tokenizer import within_limits
+
+    own = data.section["format"] == "prompt"
+    known = {**given, **{name: None for example in data.examples for name in example.get("chat_template_kwargs", ())}}
+    thoughts, every = 0 if own else data.with_thought, not data.without_thought
+    found = within_limits(lambda: unset_switch(tokenizer, known, thoughts, every=every, own=own))
+    if found is None:
+        return
+    name, text = found
+    if own or thoughts:
+        looked.notes.append(text)
+        return
+    looked.keys.setdefault("train", {})[TEMPLATE_ARGUMENTS] = {**given, name: False}
+    said = f"no row holds a thought: train.{TEMPLATE_ARGUMENTS}={{{name}: false}}"
+    looked.notes.append(f"{said}, so that evaluation, chat and serve ask as the rows teach")
 
 
 def _tell(looked: Looked, tried: Tried, tokenizer: Any, model: FoundModel, data: MeasuredData) -> None:
     """Add what the trial showed of thoughts, answers and token ids."""
     from clustertune.data.sequences import NO_ROOM
+    from clustertune.data.tokenizer import ENDLESS, ENDLESS_FIX
     from clustertune.data.tokens import OTHER_TEMPLATE, open_thoughts
 
     keys, notes, refused = looked.keys, looked.notes, looked.refused
@@ -511,6 +546,8 @@ def _tell(looked: Looked, tried: Tried, tokenizer: Any, model: FoundModel, data:
     if tried.stop is not None:
         keys.setdefault("train", {})["eos_token"] = tried.stop
         notes.append(f"answers end with {tried.stop} in the chat template and not with {tokenizer.eos_token}: train.eos_token")
+    if tried.endless and data.section["format"] != "prompt":
+        refused.append(f"no answer ends with {tokenizer.eos_token}, the tokenizer's EOS: {ENDLESS} -> {ENDLESS_FIX}")
     rows = model.architecture.get("vocab_size")
     if isinstance(rows, int) and (beyond := max(tried.largest, tokenizer.pad_token_id)) >= rows:
         name = tokenizer.convert_ids_to_tokens(beyond)
@@ -523,10 +560,13 @@ def _tell(looked: Looked, tried: Tried, tokenizer: Any, model: FoundModel, data:
 def left_out(made: Draft, looked: Looked) -> list[str]:
     """A sentence on the conversations of which ``train.max_length`` leaves nothing to train on, empty where there are none.
 
+    Where it leaves the end of no answer, that is among what is refused.
+
     Raises UserError (exit code 1) where those are all that were looked at.
     """
     if not looked.helps:
         return []
+    from clustertune.data.tokenizer import ENDLESS
     from clustertune.data.tokens import SPLITTING
 
     train = made.recipe["train"]
@@ -534,6 +574,10 @@ def left_out(made: Draft, looked: Looked) -> list[str]:
     if made.recipe["data"].get("format") in ("text", "prompt") or train.get("packing_strategy") in SPLITTING:
         return []
     gone = [length for length in looked.helps if length == 0 or length > size]
+    ends = [length for length in looked.ends if length]
+    if ends and min(ends) > size and train.get("truncation_mode") != "keep_end" and len(gone) < len(looked.helps):
+        fix = f"train.max_length={max(ends)} behind the options keeps the ends of the first {len(ends)}"
+        looked.refused.append(f"no answer ends within train.max_length={size}: {ENDLESS} -> {fix}")
     if not gone:
         return []
     fix = f"train.max_length={max(gone)}" if max(gone) else "give pairs of answers that differ"

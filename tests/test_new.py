@@ -15,15 +15,19 @@ from typing import Any
 
 import pytest
 import yaml
+from trl.chat_template_utils import _CHAT_TEMPLATES_DIR
 
 from clustertune.cluster.load import of_gpus
+from clustertune.data.local_model import EOS
 from clustertune.data.prepare import measure
 from clustertune.errors import UserError
+from clustertune.export import companions
 from clustertune.recipe.layers import RECIPES
 from clustertune.resolve.models import find_model
 from clustertune.resolve.resolve import resolve
 from tests.command import REPO, run
 
+QWEN3 = (_CHAT_TEMPLATES_DIR / "qwen3.jinja").read_text()
 CONVERSATIONS = RECIPES / "tiny-oasst2" / "conversations.jsonl"
 GPUS = ("--gpus", "2x8xh100-sxm")
 ROWS: dict[str, dict[str, Any]] = {
@@ -272,7 +276,7 @@ def test_a_place_without_gpus_is_refused_with_what_it_lacks(command: tuple[str, 
 
 
 def small_model(folder: Path, template: str | None = CHATML) -> Path:
-    """A Llama of two layers with its tokenizer and weights, as save_pretrained leaves it."""
+    """A Llama of two layers with its tokenizer and weights, as save_pretrained leaves it. The template ends turns with EOS."""
     from clustertune.data.local_model import make_local_model
 
     body = json.loads((RECIPES / "tiny-oasst2" / "model.json").read_text())
@@ -280,7 +284,7 @@ def small_model(folder: Path, template: str | None = CHATML) -> Path:
     (folder / "MANIFEST.json").unlink()
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     if template is not None:
-        (folder / "chat_template.jinja").write_text(template)
+        (folder / "chat_template.jinja").write_text(template.replace("<|im_end|>", EOS))
     return folder
 
 
@@ -445,7 +449,8 @@ def test_a_snapshot_of_the_hubs_cache_is_read_where_it_is(given: str, tmp_path: 
     named = {"snapshot": snapshot, "config.json": snapshot / "config.json", "link": tmp_path / "mine"}[given]
     data = rows(tmp_path / "mine.jsonl", ROWS["messages"], 60)
     (tmp_path / "data.jsonl").symlink_to(data)
-    done = run("new", tmp_path / "r", "--model", named, "--data", tmp_path / "data.jsonl", "--json", stack=True)
+    words = ("--data", tmp_path / "data.jsonl", "train.max_length=1024", "--json")
+    done = run("new", tmp_path / "r", "--model", named, *words, stack=True)
     assert done.code == 0, done.err
     recipe = yaml.safe_load((tmp_path / "r" / "recipe.yaml").read_text())
     assert recipe["model"].items() >= {"name": "acme/Tiny-1M", "revision": 40 * "b"}.items()
@@ -466,9 +471,9 @@ def test_a_folder_of_links_has_its_own_template(tmp_path: Path) -> None:
     for file in other.iterdir():
         if file.name != "chat_template.jinja":
             (own / file.name).symlink_to(file)
-    (own / "chat_template.jinja").write_text(CHATML.replace("im_start", "mine_start"))
+    (own / "chat_template.jinja").write_text(CHATML.replace("im_start", "mine_start").replace("<|im_end|>", EOS))
     data = rows(tmp_path / "mine.jsonl", ROWS["messages"], 60)
-    done = run("new", tmp_path / "r", "--model", own, "--data", data, stack=True)
+    done = run("new", tmp_path / "r", "--model", own, "--data", data, "train.max_length=1024", stack=True)
     assert done.code == 0, done.err
     made = run("prepare", tmp_path / "r", "--out", tmp_path / "out", "--show", "1", "--json", stack=True)
     assert made.code == 0 and "mine_start" in json.dumps(made.json["samples"]), made.err
@@ -521,6 +526,47 @@ def test_next_is_a_run_only_where_one_would_begin(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
+def test_answers_that_never_end_are_refused_and_another_template_helps(tmp_path: Path) -> None:
+    """The template's end of a turn is no token of this tokenizer. What the message names is taken in the place of the model's
+    own template, also by what is exported."""
+    data, model = chats(tmp_path / "mine.jsonl"), small_model(tmp_path / "hf", QWEN3)
+    (model / "chat_template.jinja").write_text(QWEN3)
+    words = ("new", tmp_path / "mine", "--model", model, "--data", data)
+    done = run(*words, "--json", stack=True)
+    assert done.code == 0 and not done.json["commands"], done.err
+    assert any("never learn to stop" in one and "model.chat_template=mistral.jinja" in one for one in done.json["refused"])
+    prepared = run("prepare", tmp_path / "mine", "--out", tmp_path / "data", stack=True)
+    assert prepared.code == 2 and "never learn to stop" in prepared.err, prepared.err
+    shutil.rmtree(tmp_path / "mine")
+    done = run(*words, "model.chat_template=mistral.jinja", "--json", stack=True)
+    assert done.json["commands"] and not done.json["refused"], done.err
+    shown = run("prepare", tmp_path / "mine", "--out", tmp_path / "other", "--show", "1", stack=True)
+    assert shown.code == 0 and "[INST]" in shown.out and "<|im_start|>" not in shown.out, shown.err
+    stage = tmp_path / "stage"
+    stage.mkdir()
+    companions.copy_tokenizer(model, stage)
+    companions.write_trained(model, stage, resolve(tmp_path / "mine"))
+    assert "[INST]" in (stage / "chat_template.jinja").read_text()
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("thoughts", ["none", "some", "all", "set"])
+def test_thinking_is_switched_off_where_no_row_thinks_and_nothing_says_it(thoughts: str, tmp_path: Path) -> None:
+    data, model = chats(tmp_path / "mine.jsonl"), small_model(tmp_path / "hf", QWEN3)
+    bodies = [json.loads(line) for line in data.read_text().splitlines()]
+    for number, body in enumerate(bodies):
+        if thoughts == "all" or (thoughts == "some" and number % 2):
+            body["messages"][-1]["reasoning_content"] = f"hm {number}"
+    data.write_text("".join(json.dumps(body) + "\n" for body in bodies))
+    own = ["train.chat_template_kwargs={enable_thinking: true}"] if thoughts == "set" else []
+    done = run("new", tmp_path / "mine", "--model", model, "--data", data, *own, "--json", stack=True)
+    assert done.code == 0, done.err
+    written = resolve(tmp_path / "mine").train_args["chat_template_kwargs"]
+    assert written == {"none": {"enable_thinking": False}, "set": {"enable_thinking": True}}.get(thoughts)
+    assert any("nothing sets it" in note for note in done.json["assumed"]) is (thoughts == "some")
+
+
+@pytest.mark.usefixtures("no_gpu")
 def test_new_says_what_max_length_leaves_out_and_writes_nothing_where_that_is_all(tmp_path: Path) -> None:
     data, model = chats(tmp_path / "mine.jsonl", words=300), small_model(tmp_path / "hf", CHATML)
     words = ("new", tmp_path / "mine", "--model", model, "--data", data)
@@ -529,7 +575,12 @@ def test_new_says_what_max_length_leaves_out_and_writes_nothing_where_that_is_al
     (length,) = (int(found) for found in re.findall(r"train\.max_length=(\d+) ", done.err.splitlines()[-1]))
     done = run(*words, f"train.max_length={length}", "--json", stack=True)
     assert done.code == 0 and not any("left out" in line for line in done.json["assumed"]), done.err
-    made = run("prepare", tmp_path / "mine", "--out", tmp_path / "data", "--json", stack=True)
+    cut, preparing = done.json["refused"], ("prepare", tmp_path / "mine", "--out", tmp_path / "data")
+    assert len(cut) == 1 and "never learn to stop" in cut[0] and not done.json["commands"]  # of no answer the end is learnt
+    refused = run(*preparing, stack=True)
+    assert refused.code == 2 and "never learn to stop" in refused.err, refused.err
+    (whole,) = re.findall(r"train\.max_length=\d+", refused.err)
+    made = run(*preparing, whole, "--json", stack=True)
     assert made.code == 0 and made.json["train"]["dropped"] == 0
     lines = data.read_text() + chats(tmp_path / "short.jsonl", count=30).read_text().replace('"0 word', '"zero word')
     data.write_text(lines)

@@ -522,7 +522,7 @@ def write_recipe(args: NewArguments) -> None:
     stated = layers.laid_over(looked.keys, stated)
     shown = folder.name if "/" not in name else name
     if at.assumed and args.method != "qlora" and tiny.is_small(made_of.architecture):
-        made = draft.on_cpus(made_of, args.method, measured, stated)
+        made = draft.on_cpus(made_of, args.method, measured, stated, looked.ends)
         made.assumed.extend([*looked.sentences, *draft.left_out(made, looked)])
         looked.refused.extend([*draft.to_write(made), *draft.lacking_weights(made_of, stated)])
         following = [] if looked.refused else draft.commands(shown, ())
@@ -533,9 +533,9 @@ def write_recipe(args: NewArguments) -> None:
         text = "\nfor this machine's CPUs."
     else:
         with draft.drafted(folder.name, made_of, args.method, measured, at, stated) as (made, written):
+            made.assumed.extend([*looked.sentences, *draft.left_out(made, looked)])
             looked.refused.extend(draft.to_write(made))
             following = [] if looked.refused else draft.commands(shown, at.options)
-            made.assumed.extend([*looked.sentences, *draft.left_out(made, looked)])
             machine = at.calibrated.machine(int(made.recipe["slurm"]["nodes"]))
             plan = prediction.make_plan(resolve.resolve(written), machine, at.calibrated.constants, lengths=made.lengths)
             _keep(written, folder, draft.page(made, folder.name, made_of, following, looked.refused))

@@ -355,6 +355,7 @@ def _prepared(resolved: Resolved, out: Path, input_path: Path | None, samples: i
         try:
             with _tokenizer(resolved, out, tokens.day_of(out)) as tokenizer:
                 made = tokens.make(out, tokenizer, resolved.train_args)
+                sequences.check_ends(out, tokenizer, resolved.recipe.data)
                 sequences.check_ids(out, tokenizer, int(resolved.architecture["vocab_size"]))
                 if resolved.is_grpo:
                     sequences.check_prompts(out, resolved)

@@ -72,6 +72,8 @@ class Conversation:
     """The split that the input says, if it does."""
     kind: str = ""
     """Of a prompt, the kind of its first instruction: of every kind the same share is held out."""
+    told: str = ""
+    """What the split goes by where all have one prompt (:func:`told_of`)."""
 
 
 def messages_of(example: Mapping[str, Any]) -> list[Message]:
@@ -419,6 +421,18 @@ def prompts_of(example: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(prompts)
 
 
+def told_of(example: Mapping[str, Any], prompts: tuple[str, ...]) -> str:
+    """A hash of what an example is told beside its first prompt: system messages, and what users say after the first answer.
+
+    ``prompts``: of :func:`prompts_of`. Of several turns in the prompt those up to the second answer count: the turns of one
+    conversation may be rows of their own.
+    """
+    several = prompts[1:2]
+    roles = {"system"} if several else {"system", "user"}
+    texts = [_plain(turn["content"]) for turn in messages_of(example) if turn["role"] in roles]
+    return hashlib.sha256(json.dumps([*(several or prompts), *texts]).encode()).hexdigest()
+
+
 def _plain(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
@@ -455,7 +469,8 @@ def conversations(
         source = {"tree": f"{location.file}:{location.row}", "file": location.file, "row": location.row}
         body = example["messages"] if example.keys() == {"messages"} else example
         key, kind = hashlib.sha256(json.dumps(body).encode()).hexdigest(), kind_of_prompt(example)
-        yield Conversation(example, source, key, prompts_of(example), location.split, kind)
+        prompts = prompts_of(example)
+        yield Conversation(example, source, key, prompts, location.split, kind, told_of(example, prompts))
 
 
 # --- oasst -------------------------------------------------------------------------------------------------------------
@@ -580,7 +595,8 @@ class Trees:
             return None
         messages = [{"role": ROLES[message.role], "content": message.text} for message in path]
         example = {"messages": messages}
-        return Conversation(example, {"tree": tree.id}, tree.id, prompts_of(example), tree.split)
+        prompts = prompts_of(example)
+        return Conversation(example, {"tree": tree.id}, tree.id, prompts, tree.split, told=told_of(example, prompts))
 
     def _link(self, tree: MessageTree) -> TreeMessage | None:
         """Hang every message under its parent, reject those that have none, and return the root."""

@@ -36,7 +36,7 @@ from clustertune.recipe.layers import RECIPES, Document, parse_value, read_yaml
 from clustertune.recipe.sections import COLUMNS, NAME, Data, DataSource
 from clustertune.tree import how_to_install
 
-FORMAT = 7
+FORMAT = 8
 """Version of what this code makes out of the same input. Raise it with any change of a rule: older datasets are recreated."""
 SPLITS = ("train", "eval")
 FILES = ("train.jsonl", "eval.jsonl", "rejected.jsonl")
@@ -142,8 +142,8 @@ class _Read:
     """The example's key, and the split that the input says."""
     prompts: list[str] = field(default_factory=list)
     """What the split goes by."""
-    with_system: list[str] = field(default_factory=list)
-    """The same with the system messages: what the split goes by where these alone differ."""
+    told: list[str] = field(default_factory=list)
+    """The same with the system messages and what users say later: what the split goes by where these alone differ."""
     beginnings: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By prompt, of those with several turns, the beginnings that end before an answer."""
     kinds: dict[str, str] = field(default_factory=dict)
@@ -233,8 +233,7 @@ def _read_part(
             read.kinds[prompt] = conversation.kind
         read.parts.append(number)
         messages = messages_of(conversation.example)
-        system = [str(message["content"]) for message in messages if message["role"] == "system"]
-        read.with_system.append(hashlib.sha256(_ENCODE([prompt, *system]).encode()).hexdigest() if system else prompt)
+        read.told.append(conversation.told)
         read.lengths.append(len(messages) or 1)
         read.fields.update({key for part in (conversation.example, *messages) for key in SPECIAL if key in part})
         own = conversation.example.get("chat_template_kwargs", {})
@@ -287,9 +286,9 @@ def _assign(read: _Read, seed: int, fraction: float, own_splits: list[bool]) -> 
             text = f"the input's own {missing[0]} split gives no conversation: the other one is split by data.eval_fraction"
             warnings.append(text)
     groups = _groups(read)
-    if len(set(groups)) == 1 and not any(own) and len(set(read.with_system)) > 1:
-        groups = read.with_system  # a document to answer on, say, stands in the system message
-        text = f"all {len(groups):,} conversations have one prompt beside their system messages: the split goes by both"
+    if len(set(groups)) == 1 and not any(own) and len(set(read.told)) > 1:
+        groups = read.told  # documents to answer on in system messages, say, or chats that begin with one greeting
+        text = f"all {len(groups):,} conversations begin with one prompt: the split goes by system messages and later turns too"
         warnings.append(text)
     kinds = {group: kind for group, prompt in zip(groups, read.prompts, strict=True) if (kind := read.kinds.get(prompt))}
     stated = {name: set[str]() for name in SPLITS}
@@ -306,7 +305,8 @@ def _assign(read: _Read, seed: int, fraction: float, own_splits: list[bool]) -> 
     ]
     if free and not chosen and not any(own):
         what = "a single conversation" if len(free) == 1 else f"all {len(free):,} conversations have one prompt"
-        warnings.append(f"{what}: the eval split is empty")
+        fix = "rows with other prompts, or a file of such beside it (train.jsonl, dev.jsonl), give one"
+        warnings.append(f"{what}: the eval split is empty, and no loss on held-out rows is measured; {fix}")
     elif (count := sum(group in chosen for group in open_)) > max(1, round(len(open_) * fraction)):
         text = (
             f"the eval split holds {count:,} of {len(open_):,} conversations: none of its prompts has fewer, and all answers "
@@ -522,6 +522,8 @@ class MeasuredData:
     """Conversations by what a chat template must know in them (of the manifest of a data set)."""
     without_thought: int = 0
     """Conversations of which no answer holds a thought."""
+    with_thought: int = 0
+    """Those of which one does."""
 
     @property
     def source(self) -> str:
@@ -597,7 +599,8 @@ def _count(section: dict[str, Any]) -> MeasuredData:
     if rejected := sum(prepared["rejected"].values()):
         notes.append(f"{rejected:,} rows are left out: clustertune prepare names each")
     section |= {"expect": {**counts, "mean_tokens": round(mean)}}
-    return MeasuredData(section, dict(tokens), tuple(notes), examples, meta["fields"], meta["without_thought"])
+    without = meta["without_thought"]
+    return MeasuredData(section, dict(tokens), tuple(notes), examples, meta["fields"], without, meta["rendered"] - without)
 
 
 def _tokens(example: Mapping[str, Any]) -> int:

@@ -186,32 +186,46 @@ KNOWN = (
 def find_thought(tokenizer: Any) -> Thought:
     """How thoughts are marked: as the chat template renders one, else by known marks in the template or the vocabulary."""
     template, vocabulary = str(tokenizer.chat_template or ""), tokenizer.get_vocab()
-    turns = [_turn("user", _USER), {**_turn("assistant", _ANSWER), REASONING[0]: _THOUGHT}]
-    with_thought = _rendered(tokenizer, turns) if template else ""
-    before, found, rest = with_thought.partition(_THOUGHT)
-    between, answer, _ = rest.partition(_ANSWER)
-    if found and answer and between.strip():
-        prompt = _rendered(tokenizer, turns[:1], add_generation_prompt=True)
-        plain = _rendered(tokenizer, [turns[0], _turn("assistant", _ANSWER)]).partition(_ANSWER)[0]
-        # gpt-oss opens the answer's own channel, with a thought before it and without.
-        without = plain.partition(_USER)[2].removeprefix(prompt.partition(_USER)[2])
-        shared = os.path.commonprefix([between[::-1], without[::-1]])[::-1].strip()  # noqa: RUF071 - characters are meant
-        end = shared or between.strip()
-        start = before[before.rindex(_USER) + len(_USER) :] if _USER in before else before
-        return Thought(_opening(start, prompt, end), end)
+    user = _turn("user", _USER)
+    for name in REASONING if template else ():
+        with_thought = _rendered(tokenizer, [user, {**_turn("assistant", _ANSWER), name: _THOUGHT}])
+        before, found, rest = with_thought.partition(_THOUGHT)
+        between, answer, _ = rest.partition(_ANSWER)
+        if found and answer and between.strip():
+            return _marks(tokenizer, before.rpartition(_USER)[2], between)
     for known in KNOWN:
         if known.end in template or known.end in vocabulary:
             return known
     return Thought("<think>", "</think>", certain=False)
 
 
-def _opening(between: str, prompt: str, end: str) -> str:
-    """The mark that begins a thought, of what stands between the user's words and the thought."""
+def _marks(tokenizer: Any, before: str, between: str) -> Thought:
+    """The marks of a thought, of what the template renders between the user's words and it, and between it and the answer."""
+    user = _turn("user", _USER)
+    prompt = _rendered(tokenizer, [user], add_generation_prompt=True).partition(_USER)[2]
+    plain = _rendered(tokenizer, [user, _turn("assistant", _ANSWER)]).partition(_ANSWER)[0]
+    # gpt-oss opens the answer's own channel, with a thought before it and without.
+    without = _pieces(plain.partition(_USER)[2].removeprefix(prompt))
+    shared = os.path.commonprefix([_pieces(between)[::-1], without[::-1]])[::-1]  # noqa: RUF071 - pieces are meant
+    end = "".join(shared).strip() or between.strip()
     known = next((one.start for one in KNOWN if one.end == end), None)
-    if known is not None and between.rstrip().endswith(known):
-        return known
-    after = prompt.partition(_USER)[2]
-    return between.removeprefix(after).strip() or between.strip().rpartition("\n")[2]
+    if known is not None and before.rstrip().endswith(known):
+        return Thought(known, end)
+    same = os.path.commonprefix([_pieces(before), _pieces(prompt)])  # noqa: RUF071 - pieces are meant
+    return Thought("".join(_pieces(before)[len(same) :]).strip() or before.strip().rpartition("\n")[2], end)
+
+
+def _pieces(text: str) -> list[str]:
+    """A text as marks, such as ``<|im_end|>`` and ``[/THINK]``, and single characters between them."""
+    return re.findall(r"<[^<>]*>|\[[^\[\]]*\]|.", text, re.DOTALL)
+
+
+def special_marks(tokenizer: Any, thought: Thought) -> re.Pattern[str] | None:
+    """What finds the special tokens in an answer that must be read with them, as one marks a thought; None: it needs none."""
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special |= {str(token) for token in tokenizer.all_special_tokens}
+    marked = any(token and token in thought.start + thought.end for token in special)
+    return control_pattern(sorted(special)) if marked else None
 
 
 def _turn(role: str, content: str) -> dict[str, Any]:
@@ -261,8 +275,10 @@ def control_pattern(words: Sequence[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True)))) if words else None
 
 
-def unset_switch(tokenizer: Any, arguments: Mapping[str, Any], thoughts: int, *, every: bool, own: bool) -> str | None:
-    """What to say where a template switches thinking on and off, and ``arguments`` leave it to its default; None: nothing.
+def unset_switch(
+    tokenizer: Any, arguments: Mapping[str, Any], thoughts: int, *, every: bool, own: bool
+) -> tuple[str, str] | None:
+    """The name of a switch of thinking that ``arguments`` leave to the template's default, and what to say of it; else None.
 
     The sentence says what the training teaches, and how evaluation, ``chat`` and ``serve`` ask. ``thoughts``: conversations
     with a thought; ``every``: all have one. ``own``: the model answers by itself, and is asked in training as it is later.
@@ -288,5 +304,6 @@ def unset_switch(tokenizer: Any, arguments: Mapping[str, Any], thoughts: int, *,
         trained += f", and {thoughts:,} conversations have one" if thoughts else ""
         trained = "the model's own answers are trained as they come" if own else trained
         fix = f"train.{TEMPLATE_ARGUMENTS}={{{name}: false}}, or true, holds for training and for all of them"
-        return f"the chat template takes {name}, and nothing sets it: {trained}; evaluation, chat and serve ask {asks}; {fix}"
+        text = f"the chat template takes {name}, and nothing sets it: {trained}; evaluation, chat and serve ask {asks}; {fix}"
+        return name, text
     return None

@@ -30,7 +30,8 @@ from typing import Any
 from clustertune.bounded import StandingChild, allow
 from clustertune.console import say
 from clustertune.data import reward_process
-from clustertune.data.rendering import NO_THOUGHT
+from clustertune.data.rendering import NO_THOUGHT, Thought, special_marks
+from clustertune.data.tokenizer import thought_of
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.recipe.layers import did_you_mean
 from clustertune.recipe.sections import Reward
@@ -258,8 +259,9 @@ class Rewards:
                 text = f"needs the Python package {package}, which is not installed"
                 fix = f"install {package} in the image, or leave the reward out"
                 raise UserError(Problem(text, key=f"reward.{reward.name}", fix=fix))
-        self.thought = NO_THOUGHT
-        """How the model's answers mark a thought: ours judge what follows it, as an evaluation does. Theirs get all of it."""
+        self._thought: Thought = NO_THOUGHT
+        self._special: re.Pattern[str] | None = None
+        self._tokenizer: Any = None
         own = OwnRewards(code, self._beat) if code else None
         if own is not None:
             self._stack.callback(own.close)
@@ -269,6 +271,11 @@ class Rewards:
             judge = self._own(reward) if own is None or reward.module is None else _theirs(reward, own)
             judge.__name__ = reward.name
             self.judges.append(judge)
+
+    def asked_of(self, tokenizer: Any) -> None:
+        """Have ours judge what follows the thought of an answer with this tokenizer, as an evaluation does; theirs get all."""
+        self._thought = thought_of(tokenizer)
+        self._special, self._tokenizer = special_marks(tokenizer, self._thought), tokenizer
 
     def _beat(self) -> None:
         self.beat()
@@ -294,16 +301,25 @@ class Rewards:
 
     def _own(self, reward: Reward) -> Judge:
         def judge(
-            prompts: Sequence[Any], completions: Sequence[Any], columns: Sequence[Mapping[str, Any]], **_: Any
+            prompts: Sequence[Any],
+            completions: Sequence[Any],
+            columns: Sequence[Mapping[str, Any]],
+            completion_ids: Sequence[Any] = (),
+            **_: Any,
         ) -> list[float | None]:
-            triples = zip(prompts, completions, columns, strict=True)
-            return [self._ask(reward, text_of(prompt), self._judged(answer), row) for prompt, answer, row in triples]
+            answers = self._judged(completions, completion_ids)
+            triples = zip(prompts, answers, columns, strict=True)
+            return [self._ask(reward, text_of(prompt), answer, row) for prompt, answer, row in triples]
 
         return judge
 
-    def _judged(self, answer: Any) -> str:
-        """The text of a completion behind its thought."""
-        return self.thought.split("", text_of(answer))[1]
+    def _judged(self, completions: Sequence[Any], ids: Sequence[Any]) -> list[str]:
+        """The texts of completions behind their thoughts. TRL decodes without special tokens: where such mark a thought, as in
+        gpt-oss, the tokens are read again."""
+        if self._special is None or len(ids) != len(completions):
+            return [self._thought.split("", text_of(answer))[1] for answer in completions]
+        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=False)
+        return [self._special.sub("", self._thought.split("", text)[1]) for text in texts]
 
     def _ask(self, reward: Reward, prompt: str, answer: str, row: Mapping[str, Any]) -> float:
         """What one answer is worth. Raises UserError where a row that ``prepare`` let through cannot be judged."""

@@ -51,7 +51,8 @@ def look(dataset: Path, seen: Mapping[str, Any], tokenizer: Any, given: Mapping[
         named = {**given, **dict.fromkeys(meta.get("row_arguments", {})), **arguments}
         every, own = not meta.get("without_thought"), bool(meta.get("prompts"))
         look = partial(rendering.unset_switch, tokenizer, named, rows if thoughts else 0, every=every, own=own)
-        warnings += filter(None, [within_limits(look)])
+        if (found := within_limits(look)) is not None:
+            warnings.append(found[1])
     for name, text in _SAID.items():
         count, held, first = _in_all(dataset, seen, name)
         if count:

@@ -16,11 +16,12 @@ from clustertune.data import tokens
 from clustertune.data.chats import kind_of_prompt
 from clustertune.data.prepare import SPLITS
 from clustertune.data.rewards import Rewards, lacking
+from clustertune.data.tokenizer import ENDLESS_FIX, check_labels
 from clustertune.data.tokens import LABEL
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import MANIFEST, find_problems, open_text, read_manifest
 from clustertune.recipe.native_rules import MAX_PROMPT
-from clustertune.recipe.sections import Reward
+from clustertune.recipe.sections import Data, Reward
 from clustertune.resolve.resolved import Resolved
 
 PAIRS = {"remove_unused_columns": False}
@@ -33,6 +34,8 @@ LISTED = 20
 """Problems that one message lists."""
 TRIED = 64
 """Rows with a good answer by which a reward is tried."""
+LABEL_SAMPLE = 64
+"""Training rows in which the end of an answer is looked for."""
 REFERENCE = "reference"
 """The column with a good answer; ``exact_match`` has its own."""
 
@@ -154,6 +157,25 @@ def shown(folder: Path, tokenizer: Any, count: int, marks: tuple[str, str]) -> l
             text += f"{marks[0]}{decoded}{marks[1]}" if marked[0] else decoded
         texts.append(text)
     return texts
+
+
+def check_ends(dataset: Path, tokenizer: Any, data: Data) -> None:
+    """Raise UserError where no trained token of a data set's first rows is the tokenizer's EOS.
+
+    Prompts have none that is trained; a text may be longer than all of these rows, and nobody waits for its end.
+    """
+    if not data.has_chats or data.has_prompts:
+        return
+    folder = dataset / tokens.FOLDER
+    rows, size = Sequences(folder, "train"), read_manifest(folder, tokens.KIND).meta["made_from"]["rows"]["max_length"]
+    last = int(np.load(folder / "train.index.npy", mmap_mode="r")["last_label"].max(initial=-1)) + 1
+    fix = f"train.max_length={last} keeps the end of every answer" if size and last > size else ENDLESS_FIX
+    check_labels(map(learnt, map(rows.__getitem__, range(min(LABEL_SAMPLE, len(rows))))), {tokenizer.eos_token_id}, fix)
+
+
+def learnt(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row as ``check_labels`` takes it: of a preference the chosen answer."""
+    return {"input_ids": row["chosen_ids"]} if "chosen_ids" in row else row
 
 
 def check_ids(dataset: Path, tokenizer: Any, rows: int) -> None:

@@ -85,7 +85,7 @@ def load_tokenizer(
     system: str = "",
     date: str | None = None,
 ) -> Any:
-    """The tokenizer of a model folder or Hub id, with a chat template (its own, else ``template``), EOS and a padding token.
+    """The tokenizer of a model folder or Hub id, with a chat template (``template``, else its own), EOS and a padding token.
 
     ``named``: ``eos_token`` and ``pad_token``, where the training names them; without ``chats`` it needs no template.
     ``system``: the recipe's ``data.system_messages``. ``date``: the day that a template prints which reads the clock; None:
@@ -103,14 +103,13 @@ def load_tokenizer(
         if Path(source).is_dir():
             fix = "put the model's tokenizer.json there: tokenizer.model alone needs packages that are not here"
         raise UserError(f"the tokenizer of {source} is not available: {message}", key="model.name", fix=fix) from None
-    if not tokenizer.chat_template:
-        if template is None and chats:
-            raise UserError(
-                f"the tokenizer of {source} has no chat template",
-                key="model.chat_template",
-                fix="put a Jinja file beside the recipe and name it there",
-            )
-        tokenizer.chat_template = template
+    tokenizer.chat_template = template or tokenizer.chat_template
+    if not tokenizer.chat_template and chats:
+        raise UserError(
+            f"the tokenizer of {source} has no chat template",
+            key="model.chat_template",
+            fix="put a Jinja file beside the recipe and name it there",
+        )
     if system == BEFORE_USER:
         tokenizer.chat_template = rendering.changed(tokenizer.chat_template, rendered_before_user)
     tokenizer.chat_template = rendering.pinned(tokenizer.chat_template, date)
@@ -299,10 +298,19 @@ def identity(tokenizer: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def check_labels(rows: Iterable[Mapping[str, Sequence[int]]], eos_ids: set[int]) -> None:
+ENDLESS, ENDLESS_FIX = (
+    "the model would never learn to stop",
+    "a chat template that ends each assistant turn with the tokenizer's EOS: model.chat_template=mistral.jinja is one of "
+    "recipes/_base",
+)
+"""What comes of answers none of which ends with a token that stops the model, and what to do."""
+
+
+def check_labels(rows: Iterable[Mapping[str, Sequence[int]]], eos_ids: set[int], fix: str | None = None) -> None:
     """Refuse training rows in which no token carries a label, or no EOS does: nothing, or never to stop, is learnt.
 
-    ``rows`` are a sample of the tokenized training set, with ``input_ids`` and ``labels`` (``-100`` where masked).
+    ``rows`` are a sample of the tokenized training set, with ``input_ids`` and ``labels`` (``-100`` where masked). ``fix``:
+    what to do where no EOS is learnt.
     """
     labelled, stops = False, False
     for row in rows:
@@ -312,11 +320,8 @@ def check_labels(rows: Iterable[Mapping[str, Sequence[int]]], eos_ids: set[int])
     if not labelled:
         raise UserError("no token of the training data carries a label: there is nothing to learn", key="train")
     if not stops:
-        raise UserError(
-            "no end-of-turn token of the training data carries a label: the model would never learn to stop",
-            key="train.max_length",
-            fix="longer max_length, or a chat template that ends each assistant turn with the tokenizer's EOS",
-        )
+        text = f"no end-of-turn token of the training data carries a label: {ENDLESS}"
+        raise UserError(text, key="train.max_length", fix=fix or f"longer max_length, or {ENDLESS_FIX}")
 
 
 # -- which tokens the assistant says ------------------------------------------------------------------------------------------

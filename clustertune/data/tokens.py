@@ -998,8 +998,12 @@ class Tried:
     """Why the assistant's words cannot be told apart; all tokens were taken then."""
     stop: str | None = None
     """The special token that answers end with, where none of them holds EOS."""
+    endless: bool = False
+    """Whether answers were found, and none holds EOS or another special token."""
     helps: list[int] = field(default_factory=list)
     """The smallest ``max_length`` with which each example that was taken stays; 0 where no length helps."""
+    ends: list[int] = field(default_factory=list)
+    """The smallest ``max_length`` with which an end of each is learnt; 0 where there is none."""
     system: str | None = None
     """Why the template refuses system messages; None: it takes them, or leaves them out."""
     largest: int = 0
@@ -1038,11 +1042,14 @@ def try_examples(tokenizer: Any, examples: Iterable[Mapping[str, Any]], train_ar
                 tried.refused.append(str(error))
                 continue
             tried.helps.append(_length_that_helps(made))
+            stopping = np.isin(made[0][0], np.array(sorted(special), np.uint32) | LABEL)
+            tried.ends.append(int(stopping.argmax()) + 1 if stopping.any() else 0)
             for ids, _ in made:
                 tried.largest = max(tried.largest, int((ids & ~LABEL).max(initial=0)))
                 learnt = (ids[ids >= LABEL] & ~LABEL).tolist()
                 stops = stops or tokenizer.eos_token_id in learnt
                 ends.update([one for one in learnt if one in special][-1:])
+        tried.endless = bool(tried.helps) and not stops and not ends
         if not stops and ends:
             tried.stop = str(tokenizer.convert_ids_to_tokens(ends.most_common(1)[0][0]))
         return asdict(tried)

@@ -187,7 +187,7 @@ def model_json(context: RecipeContext) -> Iterator[Seen]:
 def _template(context: RecipeContext) -> str | None:
     """The template that a tokenizer will be given; empty: none; None: there is no tokenizer to look at."""
     model = context.real_model
-    return (model.template or context.resolved.chat_template or "") if model and model.has_tokenizer else None
+    return (context.resolved.chat_template or model.template or "") if model and model.has_tokenizer else None
 
 
 @RULES("no-chat-template")

@@ -13,7 +13,7 @@ from typing import Any
 
 from lm_eval.models.utils import postprocess_generated_text
 
-from clustertune.data.rendering import Thought, control_pattern
+from clustertune.data.rendering import Thought, special_marks
 from clustertune.data.tokenizer import thought_of
 from clustertune.errors import UserError
 from clustertune.recipe.sections import Eval
@@ -42,11 +42,9 @@ class Thoughts:
 
     def __init__(self, thought: Thought, tokenizer: Any) -> None:
         self.thought = thought
-        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        special |= {str(token) for token in tokenizer.all_special_tokens}
-        self.keeps_special = any(token and token in thought.start + thought.end for token in special)
+        self._special = special_marks(tokenizer, thought)
+        self.keeps_special = self._special is not None
         """The marks are special tokens: answers are asked for with them, and lose them here."""
-        self._special = control_pattern(sorted(special)) if self.keeps_special else None
         self.counts: dict[str, Counter[str]] = defaultdict(Counter)
         self.texts: dict[tuple[str, int], list[str | None]] = defaultdict(list)
         """By task and document, the thought in front of each of its answers."""

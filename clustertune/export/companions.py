@@ -83,7 +83,7 @@ def write_trained(base: Path, stage: Path, resolved: Resolved) -> dict[str, int]
         _write_changed(stage / _SPECIAL, read_json(stage / _SPECIAL), {name: getattr(trained, name) for name in _STOPS})
     has_own = "chat_template" in body or any((stage / name).exists() for name in CHAT)
     template, head = trained.chat_template, rendering.header(trained.chat_template)
-    is_changed = bool(head.arguments) or head.date is not None
+    is_changed = bool(head.arguments) or head.date is not None or resolved.chat_template is not None
     if isinstance(template, dict) and is_changed:
         _write_named(stage, template)
     elif isinstance(template, str) and (not has_own or is_changed or is_rendered_before_user(template)):

@@ -197,6 +197,7 @@ class Loading:
                     raise UserError(problems) from error
                 raise
             raise_if(reported(source, info))
+            complete_names(model)
             return info
 
         return finalize
@@ -391,6 +392,17 @@ class Loading:
         rows = source.read(plain(name), self._reader, self._model, *span(like))
         # Columns, of what tp splits by its inputs: the ranks of a node read the same rows, which its page cache holds.
         return rows[(slice(None), *region(like)[1:])].contiguous() if rows.dim() > 1 else rows
+
+
+def complete_names(model: Any) -> None:
+    """Have a model answer to the names by which TRL's loss reads it: ``base_model``, the part below the head, and the number of
+    experts. Llama4ForCausalLM of transformers 5.23 names a part that it has not; its configuration has ``num_local_experts``.
+    """
+    if not hasattr(model, model.base_model_prefix) and hasattr(model, "model"):
+        model.base_model_prefix = "model"
+    config = model.config.get_text_config()
+    if hasattr(config, "num_local_experts") and not hasattr(config, "num_experts"):
+        type(config).attribute_map = {**type(config).attribute_map, "num_experts": "num_local_experts"}
 
 
 def _once(identity: Mapping[str, int]) -> list[str]:

@@ -18,7 +18,7 @@ from clustertune import manifest, secrets
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.data import sequences
 from clustertune.data.rewards import Rewards
-from clustertune.data.tokenizer import check_labels, load_tokenizer, thought_of
+from clustertune.data.tokenizer import check_labels, load_tokenizer
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
 from clustertune.recipe.architecture import scale_down
@@ -35,8 +35,6 @@ NO_GRADIENT = "no_gradient"
 """The kind of alarm for steps that teach nothing, in ``metrics.jsonl`` and among the alerts."""
 NEVER = 10**9
 """A step that no training reaches."""
-LABEL_SAMPLE = 64
-"""Training rows whose labels are looked at before the first step."""
 
 
 MEASURED = (
@@ -284,7 +282,7 @@ class Session:
         rewards = {}
         if self.resolved.is_grpo:
             self.rewards = self._open.enter_context(Rewards(recipe.reward or (), self.resolved.reward_code))
-            self.rewards.thought = thought_of(tokenizer)
+            self.rewards.asked_of(tokenizer)
             rewards["reward_funcs"] = self.rewards.judges
         trainer: RankTrainer = kind(
             model=source[0],
@@ -377,10 +375,9 @@ class Session:
 
     def _look_at(self, trainer: RankTrainer, tokenizer: Any) -> None:
         """Facts of the run that are checked or reported before the first step."""
-        if not self.resolved.is_grpo:
-            sample = trainer.train_dataset.select(range(min(LABEL_SAMPLE, len(trainer.train_dataset))))
-            rows = ({"input_ids": row["chosen_ids"]} for row in sample) if self.resolved.is_dpo else sample
-            check_labels(rows, {tokenizer.eos_token_id})
+        if self.resolved.recipe.data.has_chats and not self.resolved.is_grpo:
+            sample = trainer.train_dataset.select(range(min(sequences.LABEL_SAMPLE, len(trainer.train_dataset))))
+            check_labels(map(sequences.learnt, sample), {tokenizer.eos_token_id})
         trainable = sum(deepspeed_engine.elements(p) for p in trainer.model.parameters() if p.requires_grad)
         total = sum(deepspeed_engine.elements(p) for p in trainer.model.parameters())
         attention = attention_of(self.args.to_dict())

@@ -4,6 +4,7 @@ keeps them, and an end where nothing is left."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,29 @@ def test_nothing_left_to_train_on_ends_with_1_and_the_length_that_helps(
         assert caught.value.code == 1 and caught.value.problems[0].key == "train.max_length"
     length = next(int(word) for word in str(caught.value.problems[0].fix).replace("=", " ").split() if word.isdigit())
     assert tokens.make(data, tokenizer, settings(**own, max_length=length))["splits"]["train"]["sequences"]
+
+
+FOOTER = (
+    "{% for m in messages %}{{ m.role }} {% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endfor %}"
+    + " end" * 20
+)
+
+
+def test_where_the_end_is_kept_the_length_that_is_named_reaches_back_to_the_last_label(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A template writes much behind the answer: within the last tokens none is trained, until max_length reaches one."""
+    own = train_tokenizer(["user assistant question answer word end " * 9], 400, 4096)
+    own.chat_template = FOOTER
+    data = prepared(tmp_path, [chat(number, 2) for number in range(24)], "messages")
+    with pytest.raises(UserError) as caught:
+        tokens.make(data, own, settings(max_length=4, truncation_mode="keep_end"))
+    fix = caught.value.problems[0].fix or ""
+    length = int(re.search(r"max_length=(\d+) keeps all", fix)[1])  # type: ignore[index]
+    made = tokens.make(data, own, settings(max_length=length, truncation_mode="keep_end"))["splits"]["train"]
+    assert (made["dropped"], made["sequences"]) == (0, 18)
+    rows = sequences.Sequences(data / "tokens", "train")
+    assert all(len(rows[number]["labels"]) == length and (rows[number]["labels"] != -100).any() for number in range(18))
+    with pytest.raises(UserError):
+        tokens.make(data, own, settings(max_length=length - 1, truncation_mode="keep_end"))
+    capsys.readouterr()

@@ -109,20 +109,42 @@ def test_every_template_renders_the_same_with_its_arguments_in_front(path: Path,
     assert rendering.pinned(pinned, "2025-01-01") == pinned  # a model goes on with its day
     assert rendering.split(pinned)[1] == text
 
-    def rendered(template: str, **more: Any) -> str:
-        chat = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}, {"role": "user", "content": "V"}]
+    def rendered(template: str, chat: list[dict[str, Any]], **more: Any) -> str:
+        prompt = chat[-1]["role"] == "user"
         try:
             return str(
-                tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, chat_template=template, **more)
+                tokenizer.apply_chat_template(
+                    chat, tokenize=False, add_generation_prompt=prompt, chat_template=template, **more
+                )
             )
         except Exception as error:  # whatever a template raises
             return repr(error)
 
-    for more in ({}, {"enable_thinking": True}):
-        own = rendered(text, **{**arguments, **more})
-        own = own.replace(rendering.today(), "2024-02-03")
-        own = re.sub(r"\d\d \w{3} 20(?!24)\d\d", "03 Feb 2024", own)
-        assert rendered(pinned, **more) == own
+    for chat, given in CHATS:
+        for more in ({}, {"enable_thinking": True}):
+            own = rendered(text, chat, **{**arguments, **more}, **given)
+            own = own.replace(rendering.today(), "2024-02-03")
+            own = re.sub(r"\d\d \w{3} 20(?!24)\d\d", "03 Feb 2024", own)
+            assert rendered(pinned, chat, **more, **given) == own
+
+
+ASKED, TOLD = {"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": "x"}}}],
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}},
+}
+CHATS: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
+    ([ASKED, TOLD, ASKED], {}),
+    ([{"role": "system", "content": "S"}, ASKED, TOLD], {}),
+    ([ASKED, {**TOLD, "reasoning_content": "T", "thinking": "T", "reasoning": "T"}, ASKED, TOLD], {}),
+    ([ASKED, CALL, {"role": "tool", "name": "f", "content": "R"}, TOLD], {"tools": [TOOL]}),
+]
+"""What a template treats apart: system messages, thoughts, tools."""
 
 
 def test_each_process_writes_the_same_header() -> None:
@@ -189,9 +211,9 @@ def test_where_all_is_learnt_a_lost_thought_is_counted(prepared: Any) -> None:
 
 
 def test_thoughts_that_no_turn_renders_are_counted(prepared: Any) -> None:
-    made, learnt = prepared(R1, [{"messages": TURNS}, {"messages": FIELDS[:2]}])
+    made, learnt = prepared(R1, [{"messages": TURNS}, {"messages": FIELDS}])
     assert "two" in "".join(learnt) and "hm" not in "".join(learnt)
-    assert any(re.search(r"\b3 answers, in 2 conversations.*rows\.jsonl:1", text) for text in made["warnings"])
+    assert any(re.search(r"\b4 answers, in 2 conversations.*rows\.jsonl:1", text) for text in made["warnings"])
 
 
 def test_rows_that_all_think_are_asked_as_they_were_trained(prepared: Any) -> None:
@@ -283,15 +305,26 @@ def test_a_thought_is_known_by_the_template(
     assert found.is_cut("", f"{start}\nhm hm") and not found.is_cut("", "two")
 
 
-def test_our_rewards_judge_what_follows_a_thought() -> None:
+@pytest.mark.parametrize("template", ["qwen3", "gptoss"])
+def test_our_rewards_judge_what_follows_a_thought(template: str) -> None:
     """As an evaluation does; a function of the recipe gets all of the answer."""
     code = "def whole(completions, **_):\n    return [float('<think>' in one[0]['content']) for one in completions]\n"
     asked = [Reward(function="exact_match"), Reward(function="rewards:whole")]
+    tokenizer = train_tokenizer(["one two"] * 4, 400, 4096)
+    tokenizer.chat_template = (TRL / f"{template}.jinja").read_text()
+    answers = ["<think>\nhm\n</think>\n\n4", "<think>\n4", "4"]
+    if template == "gptoss":  # its marks are special tokens, without which TRL decodes
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|channel|>", "<|message|>", "<|start|>", "<|end|>"]})
+        start, end = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+        answers = [f"{start}hm<|end|><|start|>assistant{end}4", f"{start}4", "4"]
+    ids = tokenizer(answers, add_special_tokens=False)["input_ids"]
     with Rewards(asked, {"rewards": code}) as rewards:
-        rewards.thought = rendering.KNOWN[0]
-        answers = ["<think>\nhm\n</think>\n\n4", "<think>\n4", "4"]
-        scores = rewards.judge(["two and two"] * 3, answers, [{"answer": "4"}] * 3)
-    assert scores == [[1.0, 0.0, 1.0], [1.0, 1.0, 0.0]]
+        rewards.asked_of(tokenizer)
+        made = [[{"role": "assistant", "content": text}] for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
+        columns = {"prompts": ["two and two"] * 3, "completions": made, "columns": [{"answer": "4"}] * 3, "completion_ids": ids}
+        scores = [judge(**columns) for judge in rewards.judges]
+    assert scores[0] == [1.0, 0.0, 1.0]
+    assert template == "gptoss" or scores[1] == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(

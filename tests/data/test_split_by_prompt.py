@@ -113,6 +113,25 @@ def test_documents_in_system_messages_are_split_by_both(run: Any) -> None:
     assert got.result["eval"]["conversations"] in (4, 5) and "system messages" in " ".join(got.result["warnings"])
 
 
+@pytest.mark.parametrize("form", ["messages", "prompt-completion", "preference"])
+def test_chats_that_begin_with_one_greeting_are_split_by_what_follows(form: str, run: Any) -> None:
+    """Also as rows for each of their turns: what is held out of a chat is in no row that is trained."""
+    chats = [said("Hello!", "Hi, what is it?", f"Order {number // 2} is late.", f"sorry {number}") for number in range(80)]
+    rows = [{"messages": chat} for chat in chats]
+    if form == "prompt-completion":
+        rows = [{"prompt": chat[:end], "completion": chat[end : end + 1]} for chat in chats for end in (1, 3)]
+    if form == "preference":
+        rows = [{"prompt": chat[:3], "chosen": chat[3:], "rejected": said("", "no")[1:]} for chat in chats]
+    got = run(rows, format=form)
+
+    def orders(name: str) -> set[str]:
+        lines = (line.get("prompt") or line["messages"] for line in got.lines(name))
+        return {turns[2]["content"] for turns in lines if len(turns) > 1}
+
+    assert orders("eval") and not orders("eval") & orders("train") and len(orders("eval") | orders("train")) == 40
+    assert form == "preference" or "begin with one prompt" in " ".join(got.result["warnings"])
+
+
 def test_data_of_one_prompt_are_said_to_leave_no_evaluation(tmp_path: Path) -> None:
     """By new and plan, too: what prepare warns of stands among the notes on data that no recipe describes."""
     rows = [json.dumps({"prompt": "Tell a joke.", "completion": f"joke {number}"}) for number in range(40)]

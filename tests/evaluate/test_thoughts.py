@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import shutil
 from datetime import date
 from pathlib import Path
@@ -86,6 +88,40 @@ def test_the_end_of_a_thought_can_be_given_and_left_out(tokenizer: Any, tmp_path
     assert scored(["hm[/T]two"], tokenizer, tmp_path, think_end_token="[/T]")[0] == ["two"]  # noqa: S106
     (tmp_path / "log").unlink()
     assert scored(["<think>hm</think>two"], tokenizer, tmp_path, think_end_token="")[0] == ["<think>hm</think>two"]
+
+
+TEMPLATES = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+SEED = """{%- for m in messages %}{{ '<seed:bos>' + m.role }}
+    {%- if m.reasoning_content %}{{ '\n<seed:think>' + m.reasoning_content + '</seed:think>' }}{%- endif %}
+    {{- '\n' + m.content + '<seed:eos>' }}{%- endfor %}
+    {%- if add_generation_prompt %}{{ '<seed:bos>assistant\n' }}{%- endif %}"""
+OTHER_FIELD = """{%- for m in messages %}{{ '<|begin|>' + m.role }}
+    {%- if m.reasoning %}{{ '<|think|>' + m.reasoning + '<|end|><|begin|>assistant' }}{%- endif %}
+    {{- '<|content|>' + m.content + '<|end|>' }}{%- endfor %}
+    {%- if add_generation_prompt %}{{ '<|begin|>assistant' }}{%- endif %}"""
+IN_TEXT = """{%- for m in messages %}
+    {{- ('[INST]' + m.content + '[/INST]') if m.role == 'user' else (m.content + '</s>') }}{%- endfor %}
+    {#- [THINK] and [/THINK] stand in the answers -#}"""
+
+
+@pytest.mark.parametrize(
+    "template", [*(path.read_text() for path in TEMPLATES), SEED, OTHER_FIELD, IN_TEXT], ids=lambda text: None
+)
+def test_an_answer_as_its_template_writes_it_is_scored_without_its_thought(template: str, tokenizer: Any) -> None:
+    """Whatever marks a thought, in whichever field the template takes it."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    thought, user = rendering.find_thought(tokenizer), {"role": "user", "content": "QQ"}
+    prompt = rendering._rendered(tokenizer, [user], add_generation_prompt=True)
+    forms = [{"content": "ANSWER", name: "INNER"} for name in rendering.REASONING]
+    forms += [{"content": f"{thought.start}\nINNER\n{thought.end}\n\nANSWER"}] if "channel" not in thought.start else []
+    for form in forms:
+        whole = rendering._rendered(tokenizer, [user, {"role": "assistant", **form}])
+        if "INNER" not in whole or "to=self" in thought.start + form["content"]:
+            continue
+        shared = len(os.path.commonprefix([prompt, whole]))  # noqa: RUF071 - characters are meant
+        found, rest = thought.split(prompt, whole[shared:])
+        assert found is not None and "INNER" in found and rest.startswith("ANSWER"), (form, whole)
 
 
 def with_template(model: Path, out: Path, template: str) -> Path:

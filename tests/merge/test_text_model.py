@@ -11,9 +11,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from trl.trainer.utils import add_fused_lm_head
 
 from clustertune.data.local_model import train_tokenizer
 from clustertune.training.base_weights import check_tensors
+from clustertune.training.loading import complete_names
 from tests.command import run
 from tests.test_new import ROWS, rows
 
@@ -84,6 +86,19 @@ def test_the_text_model_answers_as_it_did_inside(kind: str, tmp_path: Path) -> N
     assert made.code == 0, made.err
     body = json.loads((tmp_path / "after" / "model.json").read_text())
     assert body["architectures"] == [AROUND[kind][4]]
+
+
+def test_the_text_model_of_llama4_has_the_names_that_the_loss_reads(tmp_path: Path) -> None:
+    """TRL asks ``base_model`` for hidden states, and the configuration for the number of experts."""
+    assert run("text-model", save("llama4", tmp_path / "around"), tmp_path / "own", stack=True).code == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "own")
+    complete_names(model)
+    assert model.base_model is model.model and model.config.num_experts == EXPERTS["num_local_experts"]
+    assert "num_experts" not in json.loads(model.config.to_json_string())
+    add_fused_lm_head(model)
+    ids = torch.arange(3, 40)[None]
+    made = model(input_ids=ids, labels=ids, fused_lm_head=True, output_router_logits=True)
+    assert made.loss.isfinite() and made.aux_loss.isfinite()
 
 
 def test_several_files_and_what_is_refused(tmp_path: Path) -> None:
