@@ -58,7 +58,7 @@ def _console(name: str) -> Console:
             for part in super().render(renderable, options):
                 yield part if part.control else Segment(escape(part.text), part.style)
 
-    stream = Whole(stderr=name == "stderr", highlight=False, soft_wrap=True)
+    stream = Whole(stderr=name == "stderr", highlight=False, soft_wrap=True, markup=False, emoji=False)
     if not stream.is_terminal:
         stream.width = _PIPE_WIDTH  # rich takes a pipe for 80 columns wide
     return stream

@@ -261,6 +261,12 @@ def open_to_read(path: Path) -> io.BufferedReader:
     raise OSError(errno.EINVAL, "is not a plain file", str(path))
 
 
+def plain_path(path: Path) -> Path:
+    """The path itself, for what opens it by its name (numpy's maps). Raises OSError as :func:`open_to_read` does."""
+    open_to_read(path).close()
+    return path
+
+
 def open_text(path: Path) -> TextIO:
     """As :func:`open_to_read`, of UTF-8 text."""
     return io.TextIOWrapper(open_to_read(path), encoding="utf-8")

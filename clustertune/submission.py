@@ -14,7 +14,7 @@ import typer
 from clustertune import chain, lock
 from clustertune.cluster.load import reference
 from clustertune.cluster.schema import Cluster
-from clustertune.console import aligned, duration, emit_json, reply, say
+from clustertune.console import aligned, duration, emit_json, escape, reply, say
 from clustertune.errors import Problem, UserError
 from clustertune.launch import (
     bill,
@@ -271,7 +271,7 @@ def show(plan: SubmissionPlan, as_json: bool, verbose: bool) -> None:
         emit_json({**document, "environment": variables, "node_command": command, "warnings": warnings(plan)})
         return
     for line in lines(plan) if verbose else summary(plan):
-        typer.echo(line)  # what a person saves or compares
+        typer.echo(escape(line))  # what a person saves or compares
 
 
 def summary(plan: SubmissionPlan) -> list[str]:

@@ -56,6 +56,8 @@ def test_nothing_printed_steers_a_terminal(monkeypatch: pytest.MonkeyPatch) -> N
         console.stderr.print(shown, markup=False)
     console.say(name)
     assert not {"\x1b", "\x07", "\u202e"} & set(out.getvalue())
+    console.say("recipe.yaml:100: [bold] is no list")
+    assert "recipe.yaml:100: [bold] is" in out.getvalue(), "a line's number is no emoji, and brackets are no markup"
     assert out.getvalue().count("run") == 5  # the column and its row, which is as wide as what can be seen of the name
 
 

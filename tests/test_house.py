@@ -144,9 +144,11 @@ UNSAFE_CALLS = {
     r"\bweights_only=(?!True\b)(?!False``)|\ballow_pickle=(?!False\b)": "lets in a pickle",
     r"\btrust_remote_code=(?!False\b)": "lets in code of a model repository",
     r"\b(joblib|dill|cloudpickle)\b|\bUnpickler\)": "runs whatever stands in the file",
+    r"\btyper\.echo\((?!escape\(|f\"clustertune \{__version__\}\"\))": "may steer the terminal: console.escape",
     r"noqa:.*\b(S102|S30[127]|S506|S60[245]|T201)\b": "ruff says: data run as code, a shell, or print",
 }
-"""What ruff's rules S and T20 leave out: they forbid pickles, eval, a shell and print."""
+"""What ruff's rules S and T20 leave out: they forbid pickles, eval, a shell and print. Texts of others are printed by
+:mod:`clustertune.console`, or escaped by it."""
 
 
 def call_faults(path: str, text: str) -> list[str]:

@@ -259,7 +259,9 @@ def test_telemetry_follows_no_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("read", [manifest.read_whole, manifest.open_to_read, manifest.open_text, manifest.hash_file])
+@pytest.mark.parametrize(
+    "read", [manifest.read_whole, manifest.open_to_read, manifest.open_text, manifest.plain_path, manifest.hash_file]
+)
 def test_a_pipe_or_a_device_is_an_error_and_no_wait(tmp_path: Path, read: Any) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")

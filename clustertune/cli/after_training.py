@@ -11,7 +11,7 @@ import typer
 
 from clustertune import secrets
 from clustertune.cli.arguments import AsJson, Device, TemplateArguments, path_given, template_arguments
-from clustertune.console import reply, say
+from clustertune.console import escape, reply, say
 from clustertune.errors import UserError
 from clustertune.rundir import RunDir
 
@@ -62,7 +62,7 @@ def serve(
 
     command, environ = server_command(merged_or_model(model), port, template_arguments(chat_template_kwargs))
     if dry_run:
-        typer.echo(shlex.join(command))
+        typer.echo(escape(shlex.join(command)))
         return
     say(f"http://127.0.0.1:{port}/v1: {shlex.join(command)}")
     os.execvpe(command[0], command, {**offline_environment(), **environ})  # noqa: S606 - a list, no shell

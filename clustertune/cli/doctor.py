@@ -74,7 +74,7 @@ def answer(args: DoctorArguments) -> int:
         findings, facts, hosts = _look_locally(args, cluster)
     elif args.dry_run:
         command = preflight.step_command(cluster, job, [], args.seconds)
-        reply(args.as_json, {"command": command}, lambda: sys.stdout.write(f"$ {shlex.join(command)}\n"))
+        reply(args.as_json, {"command": command}, lambda: sys.stdout.write(escape(f"$ {shlex.join(command)}\n")))
         return 0
     else:
         findings, facts, hosts = _on_nodes(args, cluster, job)

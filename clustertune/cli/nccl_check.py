@@ -22,7 +22,7 @@ from clustertune.check.rule import EXIT
 from clustertune.cli.arguments import path_argument
 from clustertune.cli.options import NcclCheckArguments
 from clustertune.cluster import load, schema
-from clustertune.console import emit_json, reply, say
+from clustertune.console import emit_json, escape, reply, say
 from clustertune.errors import ExitCode, Problem, UserError, collect_problems, raise_if, storage_error, storing
 from clustertune.launch import allocation, cluster_paths, slurm
 from clustertune.manifest import read_whole
@@ -298,4 +298,4 @@ def _show(target: link_check.CheckTarget, options: link_measure.CheckOptions, ar
         f"$ {shlex.join(command)}",
     ]
     for line in lines:
-        typer.echo(line)
+        typer.echo(escape(line))

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.abc
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -25,7 +27,10 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    import asyncio
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 HEAD = struct.Struct(">Q")
@@ -35,28 +40,35 @@ _TEXT = 500
 _LOOK_SECONDS = 0.2
 
 
-class _Kept(importlib.abc.ExecutionLoader):
-    """Imports a module from the text that a run keeps of it: the recipe folder may have another one by now, or be elsewhere."""
+class KeptSources(importlib.abc.MetaPathFinder, importlib.abc.ExecutionLoader):
+    """Imports modules from the texts that a run keeps of them, before installed ones, as files beside a script are.
 
-    def __init__(self, name: str, text: str) -> None:
-        self._name, self._text = name, text
+    The recipe folder may have other texts by now, or be elsewhere. ``texts``: by name without ``.py``.
+    """
 
-    def get_filename(self, fullname: str) -> str:  # noqa: ARG002
-        return f"{self._name}.py"
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = texts
 
-    def get_source(self, fullname: str) -> str:  # noqa: ARG002
-        return self._text
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> Any:  # noqa: ARG002
+        return importlib.util.spec_from_loader(fullname, self) if fullname in self._texts else None
 
+    def get_filename(self, fullname: str) -> str:
+        return f"{fullname}.py"
 
-def load(name: str, text: str) -> types.ModuleType:
-    """A module of the recipe's own file, as it was when the run was made. Raises whatever it raises."""
-    loader = _Kept(name, text)
-    spec = importlib.util.spec_from_loader(name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(name, module)  # dataclasses and pickle look there for what it defines
-    loader.exec_module(module)
-    return module
+    def get_source(self, fullname: str) -> str:
+        return self._texts[fullname]
+
+    def load(self, name: str) -> types.ModuleType:
+        """A module of the recipe's own file, as it was when the run was made. Raises whatever it raises."""
+        known = sys.modules.get(name)
+        if known is not None and getattr(known, "__loader__", None) is self:
+            return known
+        spec = self.find_spec(name)
+        assert spec is not None
+        module: types.ModuleType = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(name, module)  # dataclasses and pickle look there for what it defines
+        self.exec_module(module)
+        return module
 
 
 def describe(error: BaseException, module: str) -> str:
@@ -76,6 +88,14 @@ def _plain(value: Any) -> Any:
     raise TypeError(type(value).__name__)
 
 
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One for all calls, as TRL has it: a client that a reward keeps belongs to the loop that it was made in."""
+    import asyncio  # 50 ms, for few
+
+    return asyncio.new_event_loop()
+
+
 def call(function: Callable[..., Any], module: str, given: Mapping[str, Any], count: int) -> dict[str, Any]:
     """What a reward returns of ``count`` answers: ``{"scores": ...}``, or ``{"wrong": text}``."""
     line = getattr(getattr(function, "__code__", None), "co_firstlineno", None)
@@ -87,6 +107,8 @@ def call(function: Callable[..., Any], module: str, given: Mapping[str, Any], co
         told["trainer_state"] = types.SimpleNamespace(**told["trainer_state"])
     try:
         returned = function(**told, **hooks)
+        if inspect.isawaitable(returned):
+            returned = _loop().run_until_complete(returned)
     except BaseException as error:
         return {"wrong": f"fails: {describe(error, module)}"}
     for name, value in before.items():
@@ -106,13 +128,15 @@ def call(function: Callable[..., Any], module: str, given: Mapping[str, Any], co
 
 
 def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    modules = dict[str, types.ModuleType]()
+    modules, kept = dict[str, types.ModuleType](), KeptSources({})
     while len(head := requests.read(HEAD.size)) == HEAD.size:
         asked = json.loads(requests.read(HEAD.unpack(head)[0]))
-        if "code" in asked:
+        if "texts" in asked:
             reply: dict[str, Any] = {"scores": []}
             try:
-                modules[asked["module"]] = load(asked["module"], asked["code"])
+                if not modules:
+                    sys.meta_path.insert(0, kept := KeptSources(asked["texts"]))
+                modules[asked["module"]] = kept.load(asked["module"])
             except BaseException as error:
                 reply = {"wrong": f"fails: {describe(error, asked['module'])}"}
         else:

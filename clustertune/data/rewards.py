@@ -262,7 +262,8 @@ class Rewards:
         self._thought: Thought = NO_THOUGHT
         self._special: re.Pattern[str] | None = None
         self._tokenizer: Any = None
-        own = OwnRewards(code, self._beat) if code else None
+        named = dict.fromkeys(reward.module for reward in rewards if reward.module is not None)
+        own = OwnRewards(code, list(named), self._beat) if named else None
         if own is not None:
             self._stack.callback(own.close)
         self.judges: list[Judge] = []
@@ -372,10 +373,11 @@ def text_of(messages: Any) -> str:
 class OwnRewards:
     """The process of a recipe's own rewards (:mod:`clustertune.data.reward_process`), with a limit of time for each call.
 
-    ``code``: the texts of the recipe's own files, by name without ``.py``. Raises UserError where one fails.
+    ``code``: the texts of the recipe's own files, by name without ``.py``; ``modules``: those of them that have a reward.
+    Raises UserError where one fails.
     """
 
-    def __init__(self, code: Mapping[str, str], beat: Callable[[], None]) -> None:
+    def __init__(self, code: Mapping[str, str], modules: Sequence[str], beat: Callable[[], None]) -> None:
         self._beat, pipes = beat, [os.pipe() for _ in range(3)]
         (requests, self._requests), (self._replies, replies), (lifeline, self._lifeline) = pipes
         inner = (requests, replies, lifeline)
@@ -393,8 +395,8 @@ class OwnRewards:
         self._left = b""
         self._end = weakref.finalize(self, _end_process, self._process, (self._requests, self._replies, self._lifeline))
         try:
-            for name, text in code.items():
-                reply = self._ask({"module": name, "code": text}, LOAD_SECONDS)
+            for name in modules:
+                reply = self._ask({"module": name, "texts": dict(code)}, LOAD_SECONDS)
                 if "wrong" in reply:
                     raise UserError(Problem(reply["wrong"], file=f"{name}.py", key="reward"), ExitCode.STOP)
         except BaseException:

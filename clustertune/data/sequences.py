@@ -19,7 +19,7 @@ from clustertune.data.rewards import Rewards, lacking
 from clustertune.data.tokenizer import ENDLESS_FIX, check_labels
 from clustertune.data.tokens import LABEL
 from clustertune.errors import Problem, UserError
-from clustertune.manifest import MANIFEST, find_problems, open_text, read_manifest
+from clustertune.manifest import MANIFEST, find_problems, open_text, plain_path, read_manifest
 from clustertune.recipe.native_rules import MAX_PROMPT
 from clustertune.recipe.sections import Data, Reward
 from clustertune.resolve.resolved import Resolved
@@ -50,8 +50,8 @@ class Sequences:
         meta = read_manifest(folder, tokens.KIND).meta
         rows, parts = meta["made_from"]["rows"], meta["splits"][split]["parts"]
         pieces, begins = tokens.row_files(split, rows)
-        self._pieces, self._begins = (np.load(folder / name, mmap_mode="r") for name in (pieces, begins))
-        self._parts = [str(folder / f"{split}-{number:05}.u32") for number in range(len(parts))]
+        self._pieces, self._begins = (np.load(plain_path(folder / name), mmap_mode="r") for name in (pieces, begins))
+        self._parts = [folder / f"{split}-{number:05}.u32" for number in range(len(parts))]
         self._starts = np.concatenate(([0], np.cumsum(parts)))
         self._maps: dict[int, Any] = {}
         self._separated, self._pairs = rows["packing"][split] in tokens.SEPARATED, bool(rows.get("pairs"))
@@ -86,7 +86,7 @@ class Sequences:
     def _read(self, offset: int, length: int) -> Any:
         part = int(np.searchsorted(self._starts, offset, side="right")) - 1
         if part not in self._maps:
-            self._maps[part] = np.memmap(self._parts[part], dtype="<u4", mode="r")
+            self._maps[part] = np.memmap(plain_path(self._parts[part]), dtype="<u4", mode="r")
         begin = offset - int(self._starts[part])
         return self._maps[part][begin : begin + length]
 
@@ -190,9 +190,9 @@ def check_ids(dataset: Path, tokenizer: Any, rows: int) -> None:
     manifest = read_manifest(folder, tokens.KIND)
     each = 2 if manifest.meta["made_from"]["rows"].get("pairs") else 1
     for split in SPLITS:
-        start, offsets = 0, np.load(folder / f"{split}.index.npy", mmap_mode="r")["offset"]
+        start, offsets = 0, np.load(plain_path(folder / f"{split}.index.npy"), mmap_mode="r")["offset"]
         for number, size in enumerate(manifest.meta["splits"][split]["parts"]):
-            ids = np.fromfile(folder / f"{split}-{number:05}.u32", "<u4", size) & ~LABEL
+            ids = np.fromfile(plain_path(folder / f"{split}-{number:05}.u32"), "<u4", size) & ~LABEL
             beyond = np.flatnonzero(ids >= rows)
             if len(beyond):
                 line = (int(np.searchsorted(offsets, start + beyond[0], side="right")) - 1) // each + 1
@@ -238,7 +238,7 @@ def _check_rows(dataset: Path, rewards: Rewards, train_args: Mapping[str, Any], 
     problems: list[Problem] = []
     rows = {split: read_prompts(dataset, split) for split in SPLITS}
     for split in SPLITS:
-        lengths = np.load(dataset / tokens.FOLDER / f"{split}.index.npy", mmap_mode="r")["length"]
+        lengths = np.load(plain_path(dataset / tokens.FOLDER / f"{split}.index.npy"), mmap_mode="r")["length"]
         for row, length in zip(rows[split], lengths, strict=True):
             problems += _row_problems(row, int(length), rewards.rewards, train_args)
     if len(problems) > LISTED:

@@ -69,6 +69,7 @@ from clustertune.manifest import (
     find_problems,
     new_hasher,
     open_to_read,
+    plain_path,
     read_manifest,
     read_whole,
     record_files,
@@ -410,13 +411,14 @@ def _write_rows(out: Path, meta: dict[str, Any], settings: dict[str, Any], recor
     splits: dict[str, Any] = {}
     names = []
     for split in SPLITS:
-        index = np.load(out / f"{split}.index.npy", mmap_mode="r")
+        index = np.load(plain_path(out / f"{split}.index.npy"), mmap_mode="r")
         files = [out / f"{split}-{n:05}.u32" for n in range(len(meta["splits"][split]["parts"]))]
         count, each = partial(count_labels, files), 2 if settings.get("pairs") else 1
         differ = first_differences(files, index) if each == 2 else None
         alike = _alike(index, differ, settings["max_length"])
         pieces, begins = make_rows(index[~np.repeat(alike, each)], split, settings, count)
         for name, array in zip(row_files(split, settings), (pieces, begins), strict=True):
+            (out / name).unlink(missing_ok=True)  # a pipe there has no reader
             np.save(out / name, array)
             names.append(name)
         size = None if settings["packing"][split] in SPLITTING else settings["max_length"]
@@ -490,7 +492,7 @@ def count_labels(parts: Sequence[Path], pieces: Pieces) -> npt.NDArray[np.int64]
     """How many tokens of each piece carry a label. ``parts``: the files of tokens, one behind the other."""
     counts, start = np.zeros(len(pieces), np.int64), 0
     for path in parts:
-        labels = np.memmap(path, "<u4", "r") >= LABEL if path.stat().st_size else np.empty(0, bool)
+        labels = np.memmap(plain_path(path), "<u4", "r") >= LABEL if path.stat().st_size else np.empty(0, bool)
         mine = np.flatnonzero((pieces["offset"] >= start) & (pieces["offset"] < start + len(labels)) & (pieces["length"] > 0))
         begins = pieces["offset"][mine] - start
         ends = begins + pieces["length"][mine]
@@ -514,7 +516,7 @@ def first_differences(parts: Sequence[Path], index: npt.NDArray[Any]) -> npt.NDA
     sizes = [path.stat().st_size // 4 for path in parts]
     # As arrays: each slice of a numpy.memmap is another object of that class, which takes 20 times longer.
     maps = [
-        np.asarray(np.memmap(path, "<u4", "r")) if size else np.empty(0, np.uint32)
+        np.asarray(np.memmap(plain_path(path), "<u4", "r")) if size else np.empty(0, np.uint32)
         for path, size in zip(parts, sizes, strict=True)
     ]
     starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))

@@ -18,7 +18,7 @@ from clustertune.evaluate import model as models
 from clustertune.evaluate import run as evaluation
 from clustertune.evaluate import servers
 from clustertune.launch.node_folders import make_private
-from clustertune.training.base_weights import check_tensors
+from clustertune.training.base_weights import check_tensors, say_unproved
 
 END = ("/exit", "/quit")
 
@@ -99,6 +99,7 @@ def server_command(folder: Path, port: int, arguments: Mapping[str, Any]) -> tup
     known = facts(folder, 1)
     given = {**known.header.arguments, **arguments}
     raise_if(check_tensors(folder))
+    say_unproved(folder)
     if program := servers.find_program():
         job = servers.job_here(known)
         cache = str(make_private(Path(tempfile.gettempdir(), f"clustertune-vllm-{os.getuid()}")))

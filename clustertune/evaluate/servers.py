@@ -31,7 +31,7 @@ from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.evaluate.model import Backend, ModelFacts, weight_bytes
 from clustertune.host.adapters import addresses
 from clustertune.launch.guard import vllm_guard
-from clustertune.launch.node import random_port
+from clustertune.launch.node import can_bind, random_port
 from clustertune.launch.node_folders import make_private
 from clustertune.launch.server_requests import GONE, NotOurs, ask, load_adapter, unload_adapter
 from clustertune.launch.serving import ModelSize, Serving, deadline_seconds, serving, start_seconds
@@ -40,7 +40,7 @@ from clustertune.process import Stopped, captured, die_with_parent, stop_signals
 from clustertune.recipe.sections import Eval
 from clustertune.secrets import ACCOUNT_KEYS
 from clustertune.tensorfile import FLOATS, read_header
-from clustertune.training.base_weights import check_tensors
+from clustertune.training.base_weights import check_tensors, say_unproved
 
 PROGRAM = "CLUSTERTUNE_VLLM"
 """The variable that names vLLM's program where it is not on the PATH: vLLM asks for another numpy than training."""
@@ -380,9 +380,14 @@ def hold_ports(job: ServingJob, node: int) -> tuple[ServingJob, list[socket.sock
     """The job with ports that this node holds for its servers, and what holds them until it is closed.
 
     A socket that is bound with SO_REUSEPORT and does not listen keeps the port from every other user: Linux lets only sockets
-    of the same user share one (socket(7)). vLLM binds with SO_REUSEPORT itself. Raises UserError where the ports are taken.
+    of the same user share one (socket(7)). vLLM binds with SO_REUSEPORT itself. Where the nodes of one server meet, torch does
+    not: that port is only looked at. Raises UserError where the ports are taken.
     """
     fixed, port = job.over_several, job.port
+    fix = "run again: each job has other ports"
+    if fixed and not can_bind(port + 1):
+        text = "the port where the nodes of the server meet is taken by another program"
+        raise UserError(text, file=f"{job.host(node)}:{port + 1}", fix=fix, code=ExitCode.AGAIN)
     for _ in range(1 if fixed else PORT_TRIES):
         held: list[socket.socket] = []
         try:
@@ -393,10 +398,9 @@ def hold_ports(job: ServingJob, node: int) -> tuple[ServingJob, list[socket.sock
             for one in held:
                 one.close()
             if error.errno != errno.EADDRINUSE:
-                fix = "the name of a node must lead to an address of its own"
-                raise UserError(f"cannot be listened at: {error.strerror or error}", file=job.host(node), fix=fix) from None
+                own = "the name of a node must lead to an address of its own"
+                raise UserError(f"cannot be listened at: {error.strerror or error}", file=job.host(node), fix=own) from None
         port = random_port()
-    fix = "run again: each job has other ports"
     raise UserError("the port is taken", file=f"{job.host(node)}:{job.port}", fix=fix, code=ExitCode.AGAIN)
 
 
@@ -589,6 +593,7 @@ def model_for(model: ModelFacts, settings: Eval, *, adapter: Path | None = None)
     from clustertune.evaluate.client import ServersLM
 
     raise_if(check_tensors(model.folder))
+    say_unproved(model.folder)
     with contextlib.ExitStack() as stack:
         urls = None
         if (named := os.environ.get(GIVEN)) and (template := ServingJob.read(Path(named) / JOB)).kept:

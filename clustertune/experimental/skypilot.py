@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from clustertune.cli.arguments import Overrides, RecipeArgument, Tiny, path_option
-from clustertune.console import say
+from clustertune.console import escape, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.manifest import require_replaceable, write_durably
 from clustertune.recipe.sections import NAME
@@ -138,7 +138,7 @@ def sky(
     resolved.require_startable()
     text = render(resolved, overrides or [], SkyOptions(gpu=gpu, volume=volume, runs=runs, spot=spot))
     if out is None:
-        typer.echo(text, nl=False)
+        typer.echo(escape(text), nl=False)
         return
     if out.is_dir():
         raise UserError("is a folder", file=str(out), key="--out", fix="give a file", code=ExitCode.CONFIG)

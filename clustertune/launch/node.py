@@ -159,13 +159,13 @@ def free_port(start: int, *, ephemeral_from: int | None = None) -> int:
         low, count = _FIRST, limit - _FIRST
     for offset in range(_TRIES):
         port = low + (start - low + offset * _STEP) % count
-        if _can_bind(port):
+        if can_bind(port):
             return port
     problem = Problem(f"no free port among {_TRIES} from {start} on", file=socket.gethostname(), fix="requeue the job")
     raise UserError(problem, ExitCode.AGAIN)
 
 
-def _can_bind(port: int) -> bool:
+def can_bind(port: int) -> bool:
     """Bound as torch's store binds it: on all addresses, IPv6 and IPv4 alike."""
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):  # noqa: S104 - a probe, closed at once
         try:

@@ -16,7 +16,7 @@ from typing import Any
 
 from clustertune import secrets
 from clustertune.cluster.schema import Cluster
-from clustertune.console import emit_json, say
+from clustertune.console import emit_json, escape, say
 from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
 from clustertune.launch import cluster_paths, slurm
 from clustertune.launch.shape import JobShape
@@ -322,7 +322,7 @@ class BatchJob:
         if as_json:
             emit_json({"file": str(self.path), "script": self.script, "command": self.command(), **more})
         else:
-            sys.stdout.write(f"# {self.shape}\n# {self.path}\n{self.script}$ {shlex.join(self.command())}\n")
+            sys.stdout.write(escape(f"# {self.shape}\n# {self.path}\n{self.script}$ {shlex.join(self.command())}\n"))
 
     def submit(self, cluster: Cluster, as_json: bool, places: tuple[tuple[str, Path], ...] = (), **more: Any) -> str:
         """Write the file and put the job into the queue; its number.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from clustertune import manifest, secrets
 from clustertune.checkpoint.store import KIND, CheckpointStore, close, find_open
+from clustertune.console import escape
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.megatron import bridge, megatron_files, settings
 from clustertune.training.event_log import Attempt, EventLog
@@ -48,7 +49,7 @@ def train(attempt: Attempt, nvidia: bridge.Bridge | None = None) -> ExitCode:
 
     def tell(text: str) -> None:
         if group.rank == 0:
-            attempt.out.write(f"{text}\n")
+            attempt.out.write(f"{escape(text)}\n")
             sys.stderr.write(f"{text}\n")
 
     limit = attempt.resolved.train_args["save_total_limit"]

@@ -13,7 +13,7 @@ from clustertune import manifest
 from clustertune.console import duration, escape, say
 from clustertune.errors import ExitCode, Problem, UserError, storing
 from clustertune.evaluate.scores import BETTER, FEW, SAME, WORSE, read_result, shown
-from clustertune.manifest import MANIFEST, read_object, read_whole, require_whole, write_durably
+from clustertune.manifest import MANIFEST, plain_path, read_object, read_whole, require_whole, write_durably
 from clustertune.nccl_check.link_check import FOLDER, RESULT
 from clustertune.nccl_check.link_measure import SCHEMA
 from clustertune.report import content, cost, plots
@@ -259,7 +259,7 @@ def _data(run: RunDir, meta: Mapping[str, Any]) -> dict[str, Any] | None:
             keys = ("conversations", "messages", "tokens", "labelled", "sequences", "cut", "dropped")
             rows.append([split, *(number(facts.get(key)) for key in keys)])
     with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
-        lengths = np.load(run.tokens / "train.index.npy", mmap_mode="r", allow_pickle=False)["length"]
+        lengths = np.load(plain_path(run.tokens / "train.index.npy"), mmap_mode="r", allow_pickle=False)["length"]
         most, edges = int(lengths.max()), [0, *(2**n for n in range(3, 32))]
         places = [at for at in range(len(edges) - 1) if edges[at] <= most]
         counts = np.histogram(lengths, edges)[0]

@@ -325,7 +325,7 @@ def show(upload: Upload, name: str, public: bool, as_json: bool) -> None:
     say(f"{visibility} repository {name}, {upload.size:,} bytes:")
     for file in upload.files:
         say(f"  {file.name}  {file.size:,} bytes  sha256 {file.sha256}")
-    typer.echo(upload.card, nl=False)  # what a person saves or reads
+    typer.echo(escape(upload.card), nl=False)  # what a person saves or reads
 
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"

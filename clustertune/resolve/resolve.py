@@ -157,23 +157,37 @@ class _Resolution:
                 self._read_reward(folder, shown, at, reward)
 
     def _read_reward(self, folder: Path, shown: str, at: int, reward: Reward) -> None:
-        """The file of the recipe folder that has a reward, whose text the run keeps. It is read, not run."""
+        """The file of the recipe folder that has a reward, and those that it imports. They are read, not run."""
         assert reward.module is not None
-        named = f"{shown}/{reward.module}.py"
         with collect_problems(self.problems):
-            path = folder / f"{reward.module}.py"
-            text = read_text(path, named)
-            require_own_code(path, named)
-            try:
-                body = ast.parse(text).body
-            except (SyntaxError, ValueError) as error:
-                raise UserError(Problem(f"is not Python: {error}", file=named)) from None
-            functions = [item.name for item in body if isinstance(item, ast.FunctionDef)]
+            body = self._read_code(folder, shown, reward.module)
+            functions = [item.name for item in body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
             if reward.name not in functions:
-                text = f"has no function {reward.name}"
+                text, named = f"has no function {reward.name}", f"{shown}/{reward.module}.py"
                 fix = f"it has {', '.join(functions)}" if functions else "def it there, as TRL's reward functions are"
                 raise UserError(Problem(text, file=named, key=f"reward.{at}", fix=fix))
-            self.reward_code[reward.module] = text
+
+    def _read_code(self, folder: Path, shown: str, module: str) -> list[ast.stmt]:
+        """The statements of a Python file of the recipe folder; its text, and those of files beside it that it imports, are
+        what the run keeps. Raises UserError for what is no Python, or could be another user's."""
+        named = f"{shown}/{module}.py"
+        text = read_text(folder / f"{module}.py", named)
+        require_own_code(folder / f"{module}.py", named)
+        try:
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise UserError(Problem(f"is not Python: {error}", file=named)) from None
+        self.reward_code[module] = text
+        imported = set[str]()
+        for item in ast.walk(tree):
+            if isinstance(item, ast.Import):
+                imported |= {name.name.partition(".")[0] for name in item.names}
+            elif isinstance(item, ast.ImportFrom) and item.module and not item.level:
+                imported.add(item.module.partition(".")[0])
+        for name in sorted(imported - self.reward_code.keys()):
+            if name not in self.reward_code and os.path.lexists(folder / f"{name}.py"):
+                self._read_code(folder, shown, name)
+        return tree.body
 
     def _read_distribution(self, folder: Path, shown: str) -> None:
         """The accelerate file and DeepSpeed's, with what the command line lays over them."""

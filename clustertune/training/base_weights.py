@@ -5,7 +5,6 @@ transformers draws random values for a weight that no file holds, with a warning
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -109,10 +108,17 @@ def check(source: str, revision: str | None, resolved: Resolved) -> None:
 
 def say_unproved(folder: Path) -> None:
     """Say that the content of weights is compared with nothing, where no digest of them is known."""
-    with contextlib.suppress(UserError):  # of an unreadable manifest, which whatever reads the files refuses
+    if names := unproved_files(folder):
+        say(unproved(folder, names))
+
+
+def unproved_files(folder: Path) -> list[str]:
+    """The names of a folder's weights of which no digest is known."""
+    try:
         proved = {path.absolute() for path in find_records(folder)[1]}
-        if names := [path.name for path in sorted(folder.glob("*.safetensors")) if path.absolute() not in proved]:
-            say(unproved(folder, names))
+    except UserError:  # an unreadable manifest, which whatever reads the files refuses
+        return []
+    return [path.name for path in sorted(folder.glob("*.safetensors")) if path.absolute() not in proved]
 
 
 def unproved(folder: Path, names: Sequence[str]) -> str:

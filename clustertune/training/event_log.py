@@ -23,7 +23,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from clustertune.console import duration
+from clustertune.console import duration, escape
 from clustertune.launch.attempt import AttemptPlan
 from clustertune.manifest import open_plain
 from clustertune.process import StopFlag
@@ -142,7 +142,7 @@ class TrainingConsole:
         self._total = total_steps
         self._first: tuple[int, float] | None = None
         """The first step that was shown, and when: what is left is counted from there."""
-        self._console = Console(file=out, highlight=False, soft_wrap=True)
+        self._console = Console(file=out, highlight=False, soft_wrap=True, markup=False, emoji=False)
         self._progress: Progress | None = None
         if self._console.is_terminal:
             columns = (
@@ -157,7 +157,7 @@ class TrainingConsole:
             self._progress.start()
 
     def say(self, message: str) -> None:
-        (self._progress.console if self._progress else self._console).print(message, markup=False)
+        (self._progress.console if self._progress else self._console).print(escape(message))
 
     def step(self, step: int, shown: str) -> None:
         """Show the figures of one optimizer step."""

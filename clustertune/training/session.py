@@ -16,6 +16,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainerControl, Train
 
 from clustertune import manifest, secrets
 from clustertune.checkpoint.store import CheckpointStore
+from clustertune.console import escape
 from clustertune.data import sequences
 from clustertune.data.rewards import Rewards
 from clustertune.data.tokenizer import check_labels, load_tokenizer
@@ -23,7 +24,17 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.plan.schedule import check_schedule_end, find_idle_schedule
 from clustertune.recipe.architecture import scale_down
 from clustertune.resolve.kernels import attention_of
-from clustertune.training import base_model, build, deepspeed_engine, event_log, figures, packing, recompute, sharding
+from clustertune.training import (
+    base_model,
+    base_weights,
+    build,
+    deepspeed_engine,
+    event_log,
+    figures,
+    packing,
+    recompute,
+    sharding,
+)
 from clustertune.training.collectives import Group, check_world
 from clustertune.training.event_log import Attempt, EventLog, TrainingConsole
 from clustertune.training.figures import Startup, peak_host_bytes
@@ -245,7 +256,7 @@ class Session:
             if self.console:
                 self.console.say(message)
             else:
-                self.attempt.out.write(message + "\n")
+                self.attempt.out.write(escape(message) + "\n")
 
     def make_trainer(self, store: CheckpointStore, data: Path) -> RankTrainer:
         """TRL's trainer on the prepared tokens in ``data``, with tokenizer, LoRA and callbacks."""
@@ -328,6 +339,8 @@ class Session:
         manifest.agree(problems, self.group)
         if self._weights is not None:
             self._weights.start()
+        if names := base_weights.unproved_files(base):
+            self.notes.append(base_weights.unproved(base, names))
 
     def prove(self) -> None:
         """Before the first step: the weights are those of their digests, and the run is distributed as the recipe asks.

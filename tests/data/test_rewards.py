@@ -143,6 +143,52 @@ def test_code_that_does_not_run_is_named_with_its_line() -> None:
     assert "line 2" in problem.message
 
 
+WAITS = """
+import asyncio
+lock = asyncio.Lock()
+async def f(completions, **_):
+    async with lock:  # belongs to the loop of the first call
+        await asyncio.sleep(0)
+    return [float(len(text[-1]["content"])) for text in completions]
+async def g(completions, **_):
+    await asyncio.sleep(0)
+    raise KeyError("nothing here")
+"""
+
+
+def test_a_reward_that_waits_is_awaited_as_trl_does() -> None:
+    with Rewards([Reward(function="mine:f")], {"mine": WAITS}) as found:
+        for _ in range(2):
+            assert found.judge([[], []], ["a", "four"], [{}, {}]) == [[1.0, 4.0]]
+    with Rewards([Reward(function="mine:g")], {"mine": WAITS}) as found:
+        (problem,) = problems(found.judge, [[]], ["a"], [{}])
+    assert "KeyError" in problem.message and "line 10" in problem.message
+
+
+def test_a_reward_imports_what_lies_beside_it(tmp_path: Path) -> None:
+    """Its text is the run's as the reward's own is: another text is another run. What nothing imports is none of it."""
+    for name in ("_base", "tiny-grpo", "tiny-oasst2"):
+        shutil.copytree(REPO / "recipes" / name, tmp_path / name)
+    folder = tmp_path / "tiny-grpo"
+    texts = {
+        "rewards": "import near\nasync def letters(completions, **_):\n    return [near.size('abc')] * len(completions)\n",
+        "near": "from far import size\nimport rewards\n",
+        "far": "def size(text):\n    return float(len(text))\n",
+        "other": "def (",
+    }
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(text)
+    made = resolve(str(folder), ["reward=['rewards:letters']"])
+    assert made.reward_code == {name: texts[name] for name in ("rewards", "near", "far")}
+    with Rewards(made.recipe.reward or (), made.reward_code) as found:
+        assert found.judge([[]], ["a"], [{}]) == [[3.0]]
+    (folder / "far.py").write_text(texts["far"] + "MORE = 1\n")
+    assert resolve(str(folder), ["reward=['rewards:letters']"]).fingerprint() != made.fingerprint()
+    (folder / "far.py").chmod(0o646)
+    (problem,) = problems(resolve, str(folder), ["reward=['rewards:letters']"])
+    assert str(problem.file).endswith("far.py") and "write" in problem.message
+
+
 BAD = {
     "exits": "def f(**_):\n    import sys\n    sys.exit(0)",
     "exits-at-once": "def f(**_):\n    import os\n    os._exit(0)",

@@ -149,6 +149,18 @@ def test_a_rank_stops_where_rows_are_others_or_missing(dataset: Path, tokenizer:
         sequences.load(dataset / "tokens", dataset, tokenizer, SETTINGS)
 
 
+@pytest.mark.timeout(120)
+def test_a_pipe_in_the_place_of_any_file_is_replaced(dataset: Path, tokenizer: Any) -> None:
+    """Neither its reader nor its writer is waited for; the files are made anew, with the same bytes."""
+    tokens.make(dataset, tokenizer, SETTINGS)
+    made = content(dataset)
+    for name in made.keys() - {"files"}:
+        (dataset / "tokens" / name).unlink()
+        os.mkfifo(dataset / "tokens" / name)
+        tokens.make(dataset, tokenizer, SETTINGS)
+        assert content(dataset) == made
+
+
 @pytest.mark.parametrize("damage", ["", "cut", "flipped"])
 def test_a_stopped_prepare_goes_on_behind_its_whole_shards(
     damage: str, dataset: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

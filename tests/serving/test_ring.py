@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from clustertune.evaluate.servers import hold_ports
 from clustertune.launch import server_requests
 from clustertune.launch.guard.vllm_guard import PATH, prove
 from clustertune.training.rollouts import ServerRing, read_answer
+from tests.refusal import problems
 from tests.serving.conftest import job
 from tests.serving.test_client import prompts
 
@@ -260,6 +262,17 @@ def test_a_port_that_is_taken_is_left_alone(tmp_path: Path) -> None:
         for one in held:
             one.close()
         assert other.port != described.port
+
+
+def test_a_port_where_nodes_meet_that_is_taken_ends_the_step_with_a_sentence(tmp_path: Path) -> None:
+    """A stranger who listens there would be taken for the first node by the others."""
+    described = replace(job(tmp_path), nodes=("127.0.0.1", "n2"), shape=replace(job(tmp_path).shape, pipeline_parallel=2))
+    assert described.over_several
+    with socket.create_server(("127.0.0.1", described.port + 1)):
+        (problem,) = problems(hold_ports, described, 0)
+    assert "another program" in problem.message and str(described.port + 1) in str(problem.file)
+    for one in hold_ports(described, 0)[1]:
+        one.close()
 
 
 def test_a_whole_answer_is_read() -> None:

@@ -37,10 +37,12 @@ def test_chat_answers_in_the_model_s_template(tiny_model: Path) -> None:
 
 
 def test_serve_listens_on_loopback_with_the_model_s_type(tiny_model: Path, tmp_path: Path, vllm: Path) -> None:
-    """And refuses a model that lacks weights."""
+    """And refuses a model that lacks weights, and says of one without digests that nothing was compared."""
     done = run("serve", tiny_model, "--port", "8123", "--dry-run", stack=True)
     assert done.code == 0, done.err
     assert done.out.split()[:3] == [str(vllm), "serve", str(tiny_model)]
-    assert "--host 127.0.0.1" in done.out and "--dtype bfloat16" in done.out
+    assert "--host 127.0.0.1" in done.out and "--dtype bfloat16" in done.out and "not compared" not in done.err
+    done = run("serve", without(tiny_model, tmp_path / "same", "nothing"), "--dry-run", stack=True)
+    assert done.code == 0 and "contents are not compared" in done.err
     done = run("serve", without(tiny_model, tmp_path / "model", "lm_head.weight"), "--dry-run", stack=True)
     assert done.code == 2 and "lm_head.weight" in done.err

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from clustertune import manifest
 from clustertune.errors import Problem, UserError
 from clustertune.training.base_weights import check_tensors
 
@@ -178,3 +179,31 @@ def test_of_quantised_weights_the_names_are_compared(method: str, tmp_path: Path
     edit(num_hidden_layers=4)(folder)
     [problem] = found(folder)
     assert "4 layers" in problem.message
+
+
+class Alone:
+    """The group of a single rank."""
+
+    rank, size = 0, 1
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def test_ranks_say_that_nothing_was_compared(tmp_path: Path) -> None:
+    """Where no digest of the base is known; once it has a manifest they say nothing."""
+    from types import SimpleNamespace
+
+    from clustertune.training.session import Session
+
+    folder, data = save(tmp_path / "base", "llama"), tmp_path / "data"
+    data.mkdir()
+    manifest.seal(data, "tokens", {})
+    for known in (False, True):
+        if known:
+            manifest.seal(folder, "model", {})
+        run = SimpleNamespace(group=Alone(), notes=[], _weights=None, attempt=SimpleNamespace(run=SimpleNamespace(data=data)))
+        Session._compare(run, folder, data)  # type: ignore[arg-type]
+        assert any("contents are not compared" in note for note in run.notes) != known
+        if run._weights is not None:
+            run._weights.stop()
