@@ -22,7 +22,7 @@ from clustertune.plan.decoding import (
     TP_LAYER_S,
     AnswerLengths,
     Course,
-    Engine,
+    DecodingSpeed,
     batches,
     continuous,
     products_per_s,
@@ -155,7 +155,7 @@ class Estimate:
     """The wall time of one model's evaluation by its parts, and the range of it."""
 
     start: Term
-    engine: Engine
+    engine: DecodingSpeed
     lengths: AnswerLengths
     course: Course
     others: tuple[tuple[AnswerLengths, Course], ...]
@@ -178,7 +178,9 @@ class Estimate:
         return self.start.value + low / SPEED_FACTOR, self.start.value + high * SPEED_FACTOR
 
 
-def _estimate(start: Term, engine: Engine, lengths: AnswerLengths, course: Callable[[AnswerLengths], Course]) -> Estimate:
+def _estimate(
+    start: Term, engine: DecodingSpeed, lengths: AnswerLengths, course: Callable[[AnswerLengths], Course]
+) -> Estimate:
     ends = (replace(lengths, mean=mean) for mean in lengths.ends)
     return Estimate(start, engine, lengths, course(lengths), tuple((one, course(one)) for one in ends))
 
@@ -203,12 +205,12 @@ def by_servers(
     return _estimate(start, engine, lengths, lambda one: continuous(one, mine, shape.max_num_seqs, shape.servers))
 
 
-def _engine(size: ModelSize, gpu: GpuModel, gpus: int = 1, *, link: float = 0.0, least: float = 0.0) -> Engine:
+def _engine(size: ModelSize, gpu: GpuModel, gpus: int = 1, *, link: float = 0.0, least: float = 0.0) -> DecodingSpeed:
     """``gpus`` that share each layer, over a link of so many bytes a second (0: not known); ``least``: of the host, a step."""
     speed = products_per_s((gpu.bf16_tflops or gpu.fp16_tflops or 0.0) * 1e12, generation(gpu))
     weights, cache, work = size.weights / gpus, size.cache / gpus, 2 * size.active / gpus
     beside, sums = size.layers * TP_LAYER_S * (gpus > 1), token_sums(size.layers, size.hidden, gpus, link)
-    return Engine(weights, cache, work, gpu.hbm_gb_s * 1e9, speed, beside, sums, least)
+    return DecodingSpeed(weights, cache, work, gpu.hbm_gb_s * 1e9, speed, beside, sums, least)
 
 
 def start_seconds(shape: Serving, size: ModelSize) -> float:

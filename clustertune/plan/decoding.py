@@ -148,7 +148,7 @@ def _steps(lengths: AnswerLengths, answers: int, at_once: int, alike: int) -> tu
 
 
 @dataclass(frozen=True)
-class Engine:
+class DecodingSpeed:
     """GPUs that decode together: what each of them reads and computes."""
 
     weights: float

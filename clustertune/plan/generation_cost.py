@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from clustertune.host.system import GIB
 from clustertune.plan.constants import BYTES, SECONDS, Term, total
-from clustertune.plan.decoding import LAYER_S, SHORT, TP_LAYER_S, Engine, batches, continuous, products_per_s, token_sums
+from clustertune.plan.decoding import LAYER_S, SHORT, TP_LAYER_S, DecodingSpeed, batches, continuous, products_per_s, token_sums
 from clustertune.plan.machine import PlanMachine
 from clustertune.plan.strategy import HALF, ModelShape, Rollouts
 
@@ -81,13 +81,13 @@ def find_problem(shape: ModelShape, machine: PlanMachine) -> str | None:
     return f"{text} leave no room for a prompt and its answer of {servers.longest:,} tokens"
 
 
-def _engine(shape: ModelShape, machine: PlanMachine, gpus: int = 1, *, by_host: bool = False) -> Engine:
+def _engine(shape: ModelShape, machine: PlanMachine, gpus: int = 1, *, by_host: bool = False) -> DecodingSpeed:
     """``gpus`` that share each layer; ``by_host``: transformers, whose kernels the host starts one by one."""
     speed, layers = products_per_s(machine.peak_flops, machine.generation), shape.layers
     beside, least = layers * TP_LAYER_S * (gpus > 1), layers * LAYER_S * by_host
     weights, cache, work = HALF * shape.parameters, cache_bytes(shape), 2.0 * shape.counted.active
     sums = token_sums(layers, shape.counted.hidden, gpus, machine.intra.bytes_per_s)
-    return Engine(weights / gpus, cache / gpus, work / gpus, machine.hbm_bytes_per_s, speed, beside, sums, least)
+    return DecodingSpeed(weights / gpus, cache / gpus, work / gpus, machine.hbm_bytes_per_s, speed, beside, sums, least)
 
 
 def terms(shape: ModelShape, machine: PlanMachine, answers: int, rollouts: Rollouts) -> list[Term]:

@@ -13,7 +13,7 @@ from clustertune.plan.decoding import (
     TP_LAYER_S,
     AnswerLengths,
     Course,
-    Engine,
+    DecodingSpeed,
     batches,
     continuous,
     products_per_s,
@@ -93,16 +93,18 @@ MI300X, MI325X = (5200, 2615, "hopper"), (6000, 2615, "hopper")
 """GB/s, dense TFLOP/s of the type that is served; the share of the peak of AMD's is not known here, and taken as hopper's."""
 
 
-def engine(model: tuple[float, float, int], gpu: tuple[float, float, str], gpus: int = 1, weight_bytes: int = 2) -> Engine:
+def engine(
+    model: tuple[float, float, int], gpu: tuple[float, float, str], gpus: int = 1, weight_bytes: int = 2
+) -> DecodingSpeed:
     (parameters, cache, layers), (bandwidth, peak, generation) = model, gpu
     beside = layers * TP_LAYER_S if gpus > 1 else 0.0
-    return Engine(
+    return DecodingSpeed(
         weight_bytes * parameters / gpus, cache / gpus, 2 * parameters / gpus, bandwidth * 1e9,
         products_per_s(peak * 1e12, generation), beside, token_sums(layers, 16384, gpus, 350e9),
     )  # fmt: skip
 
 
-def amd(gpu: tuple[float, float, str]) -> Engine:
+def amd(gpu: tuple[float, float, str]) -> DecodingSpeed:
     """405B in FP8 on eight."""
     return engine(LLAMA_405B, gpu, 8, 1)
 
