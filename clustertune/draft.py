@@ -543,7 +543,7 @@ def _tell(looked: Looked, tried: Tried, tokenizer: Any, model: FoundModel, data:
     if tried.indistinct:
         keys.setdefault("train", {})["assistant_only_loss"] = False
         notes.append(f"all tokens are learnt, not the assistant's alone (train.assistant_only_loss=false): {tried.indistinct}")
-    if tried.stop is not None:
+    if tried.stop is not None and data.section["format"] != "prompt":  # prompts end with no answer
         keys.setdefault("train", {})["eos_token"] = tried.stop
         notes.append(f"answers end with {tried.stop} in the chat template and not with {tokenizer.eos_token}: train.eos_token")
     if tried.endless and data.section["format"] != "prompt":

@@ -614,6 +614,15 @@ def test_rows_of_prompts_become_a_recipe_for_rewards(judged: bool, method: str, 
     assert made.code == 0, made.err
 
 
+@pytest.mark.usefixtures("no_gpu")
+def test_of_prompts_no_token_is_taken_for_the_end_of_an_answer(tmp_path: Path) -> None:
+    """A template that writes EOS behind answers alone: the last token of a prompt is not what stops the model."""
+    template = "{% for m in messages %}{{ '<|start_header_id|>' + m.role + m.content }}{% endfor %}<|start_header_id|>assistant"
+    model, data = small_model(tmp_path / "hf", template), rows(tmp_path / "prompts.jsonl", PROMPTS, 60)
+    done = run("new", tmp_path / "mine", "--model", model, "--data", data, "--json", stack=True)
+    assert done.code == 0 and "eos_token" not in (tmp_path / "mine" / "recipe.yaml").read_text(), done.err
+
+
 def test_an_answer_beside_a_prompt_is_asked_about(tmp_path: Path) -> None:
     """It may be what is to be learnt, or what a reward compares with."""
     data = rows(tmp_path / "mine.jsonl", {"prompt": "Say aaa", "answer": "aaa"}, 60)
