@@ -380,6 +380,8 @@ def test_a_link_local_address_asks_for_no_firewall() -> None:
     _, findings = found(line)
     bad = [item for item in findings if item.status != PASS]
     assert bad[0].rule == "port-refused" and "NCCL_SOCKET_FAMILY=AF_INET" in bad[0].fix and "firewall-cmd" not in bad[0].fix
+    _, findings = found(line.replace("fe80::1%ib0", "febf::1%5").replace("Network is unreachable(101)", "Invalid argument"))
+    assert [item.rule for item in findings if item.status != PASS] == ["port-refused"]  # the scope of another node's link
     _, findings = found(line.replace("fe80::1%ib0", "10.1.2.3"))
     assert "firewall-cmd" in next(item.fix for item in findings if item.rule == "port-refused")
 
