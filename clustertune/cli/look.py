@@ -70,7 +70,8 @@ def show_cluster(
 def _draft(file: Path) -> str:
     """Write a cluster file and return its text. Raises UserError where there is no Slurm, or the file is there."""
     from clustertune.cluster import local
-    from clustertune.cluster.load import LOCAL, load_cluster
+    from clustertune.cluster.load import load_cluster
+    from clustertune.cluster.schema import LOCAL
     from clustertune.recipe.sections import NAME
 
     if file.suffix not in (".yaml", ".yml") or not re.fullmatch(NAME, file.stem):

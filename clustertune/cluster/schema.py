@@ -1,6 +1,6 @@
 """The schema of a cluster file, which describes the machines. All that launchers and administrators need is derived from it.
 
-What a person writes is checked by :mod:`clustertune.cluster.load`, far beyond what the types say; a cluster that was
+What a person writes is checked by :mod:`clustertune.cluster.cluster_file`, far beyond what the types say; a cluster that was
 detected may lack facts that nothing on the machine reports. :func:`clustertune.cluster.load.load_cluster` is
 the way in.
 """
@@ -16,6 +16,8 @@ from pydantic import BeforeValidator, Field
 from clustertune.errors import Problem, UserError
 from clustertune.recipe.sections import Count, Number, Plain, Positive, Section, form, within
 
+LOCAL = "local"
+"""The name of the cluster that is this machine, found by looking."""
 ROLES = ("login", "compute", "nfs", "slurmctld")
 INTERCONNECTS = ("pcie3", "pcie4", "pcie5", "pcie6", "nvlink2", "nvlink3", "nvlink4", "nvlink5", "none")
 """``pcieN``: PCI Express of that generation only; ``nvlinkN``: NVLink of that generation between all GPUs of a node."""
@@ -137,7 +139,7 @@ class Network(Section):
     """Which machines reach the Hub: all of them, only the login nodes, or none. Jobs ask the Hub only with ``all``."""
     environment: dict[str, Words] = Field(default_factory=dict)
     """Variables of NCCL, gloo, UCX and libfabric for every rank, instead of those that are derived from the keys above.
-    :mod:`clustertune.cluster.load` says which."""
+    :mod:`clustertune.cluster.network_rules` says which."""
 
 
 class Brick(Section):

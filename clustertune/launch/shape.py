@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from clustertune.cluster.hardware import read_hardware
-from clustertune.cluster.load import LOCAL
-from clustertune.cluster.schema import Cluster
+from clustertune.cluster.schema import LOCAL, Cluster
 from clustertune.errors import Problem, UserError
 from clustertune.host.system import GIB
 from clustertune.launch import serving

@@ -28,8 +28,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from clustertune.cluster.compute_rules import ABOVE
 from clustertune.cluster.hardware import HARDWARE, GpuModel, IsoDate, LinkFacts, read_hardware
-from clustertune.cluster.load import ABOVE, CLUSTERS, known_clusters
+from clustertune.cluster.load import CLUSTERS, known_clusters
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError, raise_if
 from clustertune.recipe.findings import Found, read_model

@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from clustertune.cluster import load as module
+from clustertune.cluster.cluster_file import read_cluster
 from clustertune.cluster.hardware import price
-from clustertune.cluster.load import load_cluster, read_cluster
+from clustertune.cluster.load import load_cluster
 from clustertune.cluster.local import LocalMachine
 from clustertune.cluster.schema import Cluster
 from clustertune.errors import Problem, UserError

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from clustertune.cluster.load import Cluster, load_cluster
+from clustertune.cluster.load import load_cluster
+from clustertune.cluster.schema import Cluster
 from clustertune.host.system import GIB
 from clustertune.launch.serving import (
     FEWEST,

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from clustertune.cluster.load import read_cluster
+from clustertune.cluster.cluster_file import read_cluster
 from clustertune.plan import memory
 from clustertune.plan.constants import Constants, total
 from clustertune.plan.machine import PlanMachine, machine
