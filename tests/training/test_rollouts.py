@@ -154,8 +154,8 @@ def fail() -> None:
 
     begin = rewards.OwnRewards.__init__
 
-    def other(self: Any, code: Any, beat: Any) -> None:
-        begin(self, dict.fromkeys(code, "def letters(**_): return [1.0, 'two']"), beat)
+    def other(self: Any, code: Any, modules: Any, beat: Any) -> None:
+        begin(self, dict.fromkeys(code, "def letters(**_): return [1.0, 'two']"), modules, beat)
 
     rewards.OwnRewards.__init__ = other  # type: ignore[method-assign]
 
