@@ -148,16 +148,20 @@ def kill_4() -> None:
     _kill(4)
 
 
-def fail() -> None:
-    """Have the recipe's own reward fail on one rank."""
+def _own_reward(body: str) -> None:
     from clustertune.data import rewards
 
     begin = rewards.OwnRewards.__init__
 
     def other(self: Any, code: Any, modules: Any, beat: Any) -> None:
-        begin(self, dict.fromkeys(code, "def letters(**_): return [1.0, 'two']"), modules, beat)
+        begin(self, dict.fromkeys(code, f"def letters(completions, **_): return {body}"), modules, beat)
 
     rewards.OwnRewards.__init__ = other  # type: ignore[method-assign]
+
+
+def fail() -> None:
+    """Have the recipe's own reward fail on one rank."""
+    _own_reward("[1.0, 'two']")
 
 
 def test_a_reward_that_fails_ends_the_run_with_its_name(bench: Bench) -> None:
@@ -168,11 +172,7 @@ def test_a_reward_that_fails_ends_the_run_with_its_name(bench: Bench) -> None:
 
 def flat() -> None:
     """Have every answer be worth the same, in a number that no mean of eight gives back exactly."""
-    from clustertune.data import rewards
-
-    rewards._run = lambda name, _: type(
-        "Module", (), {"letters": staticmethod(lambda completions, **_: [0.1] * len(completions))}
-    )  # type: ignore[assignment,return-value]
+    _own_reward("[0.1] * len(completions)")
 
 
 @pytest.mark.jobs
